@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from smp.config.schema import ConfigError
 from smp.hf.adapters import base_of, faces_of
 from smp.hf.fsdp1 import FSDP2
-from smp.hf.plan import check_dropout
+from smp.hf.plan import check_dropout, dropouts
 from smp.hf.state import state
 from smp.parallel.agree import gather
 from smp.parallel.collectives import Group, gather_features
@@ -38,6 +39,15 @@ def install(model: Any, group: Group) -> None:
     for face in faces_of(model):
         face.register_forward_pre_hook(_FirstPass(), with_kwargs=True)
         face.register_forward_hook(_WholeScores(group, heads), with_kwargs=True)
+    for module in {module for module, _, _ in dropouts(model)}:  # of a model that is in evaluation now
+        module.train = partial(_train, module, model)  # type: ignore[method-assign]
+
+
+def _train(module: nn.Module, model: nn.Module, mode: bool = True) -> nn.Module:
+    """``module.train`` of one that drops: whatever part of ``model`` is set to training, however it is then called."""
+    if mode:
+        check_dropout(model)
+    return type(module).train(module, mode)
 
 
 def refuse_ddp(model: Any) -> None:
@@ -85,7 +95,7 @@ class _FirstPass:
         if model.training in self.seen or torch.compiler.is_compiling():
             return
         if model.training:
-            check_dropout(model)  # of a model that was in evaluation when it was transformed
+            check_dropout(model)  # which may have been set since
         self.seen.add(model.training)
         named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
         mine = {name: _mark(value) for name, value in named.items() if isinstance(value, torch.Tensor)}

@@ -305,21 +305,25 @@ def check_dropout(model: nn.Module) -> None:
     Raises:
         ConfigError: with the first module or number that drops anything.
     """
-    found: dict[str, float] = {}
+    for _, where, value in dropouts(model):
+        what = "noise" if where.endswith("jitter_noise") else "dropout"
+        raise ConfigError(
+            f"{where} is {value}: {what} under tensor parallelism or context parallelism would not equal one "
+            f"process; set the {what}s of the model's config to 0"
+        )
+
+
+def dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
+    """Modules that drop anything in training, with the name of the number that says so, above 0."""
     for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd):
-            found[f"{name}.p"] = module.p
         numbers = {key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)}
-        found |= {f"{name}.{key}": value for key, value in numbers.items()}
+        if isinstance(module, _DropoutNd):
+            numbers["p"] = module.p
+        yield from ((module, f"{name}.{key}", value) for key, value in numbers.items() if value > 0)
     config = getattr(model, "config", None)
-    found |= {f"config.{key}": getattr(config, key, None) or 0.0 for key in _DROPOUTS}  # some read it in forward
-    for where, value in found.items():
-        if value > 0:
-            what = "noise" if where.endswith("jitter_noise") else "dropout"
-            raise ConfigError(
-                f"{where} is {value}: {what} under tensor parallelism or context parallelism would not equal one "
-                f"process; set the {what}s of the model's config to 0"
-            )
+    for key in _DROPOUTS:  # some read it in forward
+        if (value := getattr(config, key, None) or 0.0) > 0:
+            yield model, f"config.{key}", value
 
 
 def check_untouched(model: nn.Module) -> None:

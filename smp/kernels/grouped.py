@@ -188,7 +188,7 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) 
 
 _ROWS_AT_ONCE = 32
 """oneDNN makes code for each number of rows that it meets, and keeps it. Experts have other numbers in each step, so it
-gets multiples of this one only."""
+gets multiples of this one, but for the last rows of all."""
 
 
 def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
