@@ -22,6 +22,8 @@ from statistics import fmean
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW = 50
+_NVFP4 = ["--fp8-format", "e2m1", "--fp8-recipe", "nvfp4", "--fp8-emulate"]
+_ENDS = [*_NVFP4, "--first-last-layers-bf16"]
 PRECISIONS = {
     "bf16": [],
     "delayed": ["--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-emulate"],
@@ -29,9 +31,13 @@ PRECISIONS = {
     "rowwise": ["--fp8-format", "hybrid", "--fp8-recipe", "rowwise", "--fp8-emulate"],
     "blockwise": ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--fp8-emulate"],
     "mxfp8": ["--fp8-format", "hybrid", "--fp8-recipe", "mxfp8", "--fp8-emulate"],
-    "nvfp4": ["--fp8-format", "e2m1", "--fp8-recipe", "nvfp4", "--fp8-emulate"],
+    "nvfp4": _NVFP4,
+    "nvfp4-first": [*_ENDS, "--num-layers-at-end-in-bf16", "0"],
+    "nvfp4-last": [*_ENDS, "--num-layers-at-start-in-bf16", "0"],
+    "nvfp4-ends": _ENDS,
     "delayed, e4m3": ["--fp8-format", "e4m3", "--fp8-recipe", "delayed", "--fp8-emulate"],
 }
+"""``nvfp4-first``, ``-last`` and ``-ends`` keep the first, the last, or both layers in bf16 (both of more than two)."""
 MODEL = shlex.split(
     "--bf16 --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 128 "
     "--micro-batch-size 8 --global-batch-size 8 --train-iters 300 --lr 5e-4 --lr-warmup-iters 20 --log-interval 1 "
@@ -75,7 +81,7 @@ def windows(values: list[float]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--recipes", default=",".join(name for name in PRECISIONS if ", " not in name))
+    parser.add_argument("--recipes", default=",".join(name for name in PRECISIONS if name.isalnum()))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("flags", nargs="*")
     given = parser.parse_args()
