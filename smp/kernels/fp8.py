@@ -100,7 +100,9 @@ def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> Quan
 
     What is too large becomes the largest number (casts of torch before 2.12 would make it NaN).
     """
-    end, blocks = LARGEST[dtype], any(1 < n < size for n, size in zip(inverse.shape, x.shape, strict=False))
+    # In this order: of rows that a compiler does not know the number of, it knows that it is no smaller than itself.
+    blocks = any(n < size and n > 1 for n, size in zip(inverse.shape, x.shape, strict=False))
+    end = LARGEST[dtype]
     fits = x.dtype != torch.float64 and x.stride(-1) == 1  # the kernel would round fp64 twice
     if fits and not blocks and (x.ndim == 2 or not inverse.ndim) and has_kernels(x.device):
         from smp.kernels.triton import fp8
@@ -173,7 +175,7 @@ def has_kernels(device: torch.device) -> bool:
 def expanded(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Scales of blocks repeated over their blocks; others broadcast as they are."""
     for dim in range(scales.ndim):
-        if 1 < scales.shape[dim] < shape[dim]:
+        if scales.shape[dim] < shape[dim] and scales.shape[dim] > 1:  # in this order, as in ``quantise``
             scales = scales.repeat_interleave(shape[dim] // scales.shape[dim], dim)
     return scales
 
