@@ -8,6 +8,8 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from smp.kernels.fp8 import (
     E4M3,
@@ -159,3 +161,12 @@ def test_the_three_products_of_a_layer(granularity: str, fp8_format: Format) -> 
         assert torch.equal(dw, DENSE.weight_gradient(g, x)), "not in FP8"
     for got, want in ((y, x @ w.t()), (dx, g @ w), (dw, g.t() @ x)):
         assert (got - want).norm() < 0.09 * want.norm()
+
+
+def test_rows_of_a_number_that_a_compiler_does_not_know_are_rounded() -> None:
+    """Those of experts on several ranks, with a scale each: nothing asks how many they are."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        assert mode.shape_env is not None
+        rows = mode.shape_env.create_unbacked_symint() + mode.shape_env.create_unbacked_symint()
+        q = quantise(torch.empty(rows, 32), torch.empty(rows, 1), E4M3)
+        assert q.data.ndim == dequantise(q).ndim == 2 and q.data.shape[1] == 32
