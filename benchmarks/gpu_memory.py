@@ -21,7 +21,7 @@ from smp.config import Layout
 from smp.kernels import Kernels
 from smp.layers.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
-from smp.training.fake_step import StepMeasures, fake_step, gpu_kernels
+from smp.training.fake_step import StepMeasures, fake_gpu_step, fake_step
 from smp.training.settings import read_settings
 
 COMMON = "--mock-data --train-iters 6 --log-interval 1 --no-tensorboard --no-progress-bar --profile "
@@ -48,8 +48,9 @@ MOST_OFF = 0.05
 def predicted(flags: str, device: str) -> StepMeasures:
     """A step of one process on tensors without data."""
     config = read_settings(shlex.split(flags), PRESETS, 1)
-    kernels = gpu_kernels(config) if device == "cuda" else Kernels()
-    return fake_step(config, Layout(), kernels, CHUNK_BYTES[device])
+    if device == "cpu":
+        return fake_step(config, Layout(), Kernels(), CHUNK_BYTES[device])
+    return fake_gpu_step(config, Layout())
 
 
 def allocated(folder: Path) -> int:

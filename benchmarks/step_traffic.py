@@ -8,9 +8,8 @@ from __future__ import annotations
 import time
 
 from smp.config import Config, Layout
-from smp.layers.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
-from smp.training.fake_step import StepMeasures, fake_step, gpu_kernels
+from smp.training.fake_step import StepMeasures, fake_gpu_step
 from smp.training.settings import read_settings
 
 COMMON = "--bf16 --seq-length 8192 --mock-data --dry-run "
@@ -32,7 +31,7 @@ def settings(flags: str, world: int) -> Config:
 def measure(flags: str, world: int) -> StepMeasures:
     """Of one rank on a GPU."""
     config = settings(flags, world)
-    return fake_step(config, Layout.from_config(config.parallel, world), gpu_kernels(config), CHUNK_BYTES["cuda"])
+    return fake_gpu_step(config, Layout.from_config(config.parallel, world))
 
 
 def row(name: str, strategy: str, step: StepMeasures) -> str:

@@ -261,8 +261,8 @@ def _check_numbers(given: Any) -> None:
     for name in ("between_latency_us", "inside_latency_us", "call_us"):
         if not 0 <= (value := getattr(given, name)) < math.inf:
             raise ConfigError(f"{_flag(name)} {value:g}: give at least 0 microseconds")
-    if given.ranks_per_node < 1:
-        raise ConfigError(f"--ranks-per-node {given.ranks_per_node}: give at least 1")
+    if not 1 <= given.ranks_per_node <= MOST_RANKS:
+        raise ConfigError(f"--ranks-per-node {given.ranks_per_node}: give 1 to {MOST_RANKS:,}")
     for nodes in given.nodes:
         if not 1 <= nodes <= MOST_RANKS // given.ranks_per_node:
             raise ConfigError(

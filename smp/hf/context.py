@@ -145,6 +145,8 @@ def install(model: nn.Module, comm_type: str) -> None:
             module.register_forward_hook(_without_last_position)
     for face in faces_of(model):
         face.register_forward_pre_hook(_complete, with_kwargs=True)
+    if base.base_model is not base:
+        base.base_model.register_forward_pre_hook(_with_positions, with_kwargs=True)
     base.generate = _refuse_generate
 
 
@@ -179,6 +181,13 @@ def _attention(
     q, k, v = (rearrange(x, "b h n d -> (b n) h d").contiguous() for x in (query, key, value))
     out, _ = context.core(q, k, v, layout, spec)
     return out.unflatten(0, (batch, length)), None
+
+
+def _with_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("position_ids") is None:
+        raise ConfigError(
+            f"{type(model).__name__}: cut sequences go through the whole model, which knows the positions of its tokens"
+        )
 
 
 def _complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -60,8 +60,9 @@ def refuse_ddp(model: Any) -> None:
 def refuse_second_derivatives(model: Any) -> None:
     """``backward(create_graph=True)`` ends in one line: sums over ranks and the losses of :mod:`smp.hf.loss` have no
     derivative of their own backward pass, and what torch makes of that is wrong without an error."""
-    for face in faces_of(model):
-        face.register_forward_hook(_once)
+    base, _ = base_of(model)
+    for called in {*faces_of(model), getattr(base, "base_model", base)}:  # also without its head
+        called.register_forward_hook(_once)
 
 
 def _once(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

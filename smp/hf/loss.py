@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from smp.config.fields import did_you_mean
 from smp.config.schema import ConfigError
 from smp.data.sample import IGNORE_INDEX
+from smp.hf import products
 from smp.hf.adapters import base_of
 from smp.hf.modules import home_of, local_weight_and_bias
 from smp.hf.plan import Plan
@@ -194,7 +195,7 @@ def _head(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """(..., hidden) -> this rank's columns (..., ids/tp), or what stands for them."""
     loss: ParallelLoss = module.smp_loss
     if loss.targets is None:
-        return linear(hidden, module.weight, module.bias) if module.smp_whole is None else module.smp_whole(hidden)
+        return products.forward(module, hidden) if module.smp_whole is None else module.smp_whole(hidden)
     loss.weight = home_of(module, "weight")["weight"] if module.smp_whole else module.weight
     weight, bias = local_weight_and_bias(module) if module.smp_whole else (module.weight, module.bias)
     hidden = copy_to_group(hidden, loss.shard.group)

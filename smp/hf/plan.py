@@ -98,7 +98,7 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     _numbers(modules, rows, tp_size, plan)
     _check_regions(modules, rows, whole, plan)
     _check_shared(modules, plan)
-    if model.training:  # else before its first forward pass of training (smp.hf.guards)
+    if any(module.training for module, _, _ in dropouts(model)):  # else when it is set to training (smp.hf.guards)
         check_dropout(model)
     plan.borrowed = borrowed_parameters(model, whole_parameters(plan.steps), plan.steps)
     return plan
@@ -338,7 +338,7 @@ def check_untouched(model: nn.Module) -> None:
     if getattr(base, "hf_quantizer", None) is not None:
         raise ConfigError(
             f"{type(base).__name__} is quantized ({type(base.hf_quantizer).__name__}), and what is packed cannot be "
-            "cut: load it without quantization_config"
+            "cut: load it without quantization_config, or dequantized"
         )
     for name, module in model.named_modules():
         if type(module).__name__ in ("FullyShardedDataParallel", "DistributedDataParallel", "DataParallel"):

@@ -5,7 +5,7 @@ Layers that a plan cuts have them in their own forward pass; this is for a model
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 
 from smp.kernels import matmul
 from smp.kernels.matmul import linear
+
+_LINEAR = nn.Linear.forward
 
 
 def install(model: nn.Module) -> int:
@@ -22,10 +24,11 @@ def install(model: nn.Module) -> int:
     layers: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
     layers = [layer for layer in layers if layer.weight.dtype == torch.float32]
     for layer in layers:
-        layer.forward = MethodType(_forward, layer)
+        layer.forward = partial(forward, layer)  # which can be pickled
     return len(layers)
 
 
-def _forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
-    """(..., in) -> (..., out)."""
-    return linear(input, layer.weight, layer.bias)
+def forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
+    """(..., in) -> (..., out) by ``layer``, unless something has replaced its class, or that one's forward pass."""
+    own: Any = type(layer).forward
+    return linear(input, layer.weight, layer.bias) if own is _LINEAR else own(layer, input)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 _MASK = (1 << 32) - 1
+_AT_ONCE = 1 << 22
+"""Elements of a mask that are made at once: their bits take 8 bytes each, several times."""
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -50,8 +52,14 @@ def keyed_keep_mask(
         p: probability of False, in [0, 1).
         first_channel: of the columns that this rank holds.
     """
-    # An integer bound: no float decides, which a device might round in another way.
-    return keyed_bits(key, tokens, channels, first_channel) >= int(p * 2**32)
+    bound = int(p * 2**32)  # no float decides, which a device might round in another way
+    rows = max(1, _AT_ONCE // max(1, channels))
+    if torch.compiler.is_compiling() or len(tokens) <= rows:  # a compiler makes no bits that lie in memory
+        return keyed_bits(key, tokens, channels, first_channel) >= bound
+    keep = torch.empty(len(tokens), channels, dtype=torch.bool, device=tokens.device)
+    for some, out in zip(tokens.split(rows), keep.split(rows), strict=True):
+        torch.ge(keyed_bits(key, some, channels, first_channel), bound, out=out)
+    return keep
 
 
 def keyed_dropout(

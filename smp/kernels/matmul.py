@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from smp.kernels.registry import define
 
@@ -37,13 +39,13 @@ than it gains."""
 ROWS = 32
 """Fewest rows of x: with fewer oneDNN may take four times MKL's time."""
 _COLUMNS = 2048
-"""Of an output's gradient that are transposed at once, for oneDNN to read: what that takes is small and in a cache."""
+"""Of an output's gradient that are transposed at once, for oneDNN to read: for the copy to be small."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``F.linear``, also its gradients of any order: (..., in), (out, in) and (out,) -> (..., out)."""
-    if not linear_by_onednn(x, weight) or not (bias is None or _taken(bias)):
+    if not linear_by_onednn(x, weight) or not (bias is None or (_taken(bias) and bias.shape == weight.shape[:1])):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
         return _Linear.apply(x, weight, bias)
@@ -52,7 +54,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """g^T x, with gradients of any order: (..., out) and (..., in) -> (out, in)."""
-    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    grad, x = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, x))
     if not gradient_by_onednn(grad, x):
         return grad.t() @ x
     if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
@@ -68,12 +70,15 @@ def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor
     """``total += g^T x`` by oneDNN, or ``=`` if ``first``: (out, in), (n, out) and (n, in)."""
     for rows, part in zip(total.split(_COLUMNS), grad.split(_COLUMNS, 1), strict=True):
         product = _gradient_part(part, x)
-        rows.copy_(product) if first else rows.add_(product)
+        if first:
+            rows.copy_(product)
+        else:
+            rows.add_(product)
 
 
 def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN makes the product of a linear layer with these."""
-    if not _taken(x, weight) or x.ndim < 2 or weight.ndim != 2:
+    if not _taken(x, weight) or x.ndim < 2 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         return False
     rows = math.prod(x.shape[:-1])
     return rows >= ROWS and rows * weight.shape[0] * weight.shape[1] >= SMALLEST
@@ -85,11 +90,18 @@ def gradient_by_onednn(grad: torch.Tensor, x: torch.Tensor) -> bool:
 
 
 def _taken(*tensors: torch.Tensor) -> bool:
-    """Whether these are fp32 on such a CPU. Autocast changes what ``F.linear`` computes in, and it knows subclasses."""
+    """Whether these are fp32 on such a CPU. Autocast changes what ``F.linear`` computes in; it knows subclasses, other
+    layouts, and the transforms of torch.func and forward-mode derivatives."""
     if not SLOW_MKL or torch.is_autocast_enabled("cpu"):
         return False
     fp32 = all(t.dtype == torch.float32 and t.device.type == "cpu" and type(t) in _PLAIN for t in tensors)
-    return fp32 and (torch.compiler.is_compiling() or bool(torch.backends.mkldnn.enabled))
+    return fp32 and (torch.compiler.is_compiling() or _eager(*tensors))
+
+
+def _eager(*tensors: torch.Tensor) -> bool:
+    """What a compiler knows by itself, or cannot see."""
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return bool(torch.backends.mkldnn.enabled) and not transformed and all(t.layout == torch.strided for t in tensors)
 
 
 def _gradient_part(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -112,12 +124,20 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = None if weight is None else linear(grad, weight.t())
         dweight = None if x is None else weight_gradient(grad, x)
-        return dx, dweight, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return dx, dweight, grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    bias = None if bias is None else bias.contiguous()  # oneDNN takes its numbers as they lie
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, _apart(weight), bias, "none", [], "")
     return y
+
+
+def _apart(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix whose rows do not overlap in memory, as windows of a signal do: oneDNN cannot describe them."""
+    (rows, columns), (down, across) = matrix.shape, matrix.stride()
+    apart = down > (columns - 1) * across if down >= across else across > (rows - 1) * down
+    return matrix if apart else matrix.contiguous()
 
 
 linear_op = define(
@@ -126,3 +146,8 @@ linear_op = define(
     leaf=True,
     CPU=_onednn,
 )
+
+
+@register_flop_formula(linear_op._overloadpacket)
+def _flops(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x) * weight[0]

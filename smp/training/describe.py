@@ -118,7 +118,7 @@ def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[Step
     """A step of each pipeline rank on fake tensors; None for what takes too long, and for objectives that no such step
     is written for."""
     # here, because it brings torch's tools for fake tensors, and with them triton, which only a dry run needs
-    from smp.training.fake_step import MOST_MICRO_BATCHES, fake_step, gpu_kernels
+    from smp.training.fake_step import MOST_MICRO_BATCHES, fake_gpu_step
     from smp.training.fake_tuning import can_be_tried
 
     data = config.data
@@ -135,8 +135,7 @@ def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[Step
     if across or not can_be_tried(config) or passes > MOST_PASSES:
         # The formula of ``memory`` answers then.
         return None
-    arguments = config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan
-    return [fake_step(*arguments, pp_rank=rank) for rank in range(layout.pp)]
+    return [fake_gpu_step(config, layout, plan, rank) for rank in range(layout.pp)]
 
 
 def _measured(steps: list[StepMeasures]) -> list[str]:

@@ -31,7 +31,7 @@ from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.choose import context_parallel_attention
 from smp.layers.fp8.apply import fp8_history
-from smp.layers.head import VocabParallelHead
+from smp.layers.head import CHUNK_BYTES, VocabParallelHead
 from smp.layers.moe.layer import MoE
 from smp.models.gpt import GPT
 from smp.models.micro_batch import Further, MicroBatch
@@ -97,9 +97,21 @@ def gpu_kernels(config: Config) -> Kernels:
         swiglu="triton" if fused else "torch",
         rope="triton" if fused else "torch",
         router="triton" if parallel.kernels == "triton" else "torch",
+        permute="triton" if parallel.kernels == "triton" else "torch",
         attention=MathAttention() if math else FusedAttention("flash", grouped=grouped),
         rope_in_place=fused and parallel.recompute_granularity != "selective",
     )
+
+
+def fake_gpu_step(config: Config, layout: Layout, plan: Plan | None = None, pp_rank: int = 0) -> StepMeasures:
+    """:func:`fake_step` with a GPU's kernels. Its products too, whatever this machine's processor is: oneDNN's, which
+    :mod:`smp.kernels.matmul` takes on some, copy operands."""
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        return fake_step(config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan, pp_rank)
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def fake_step(

@@ -1,4 +1,5 @@
-"""Bytes that a block keeps for its backward pass, by formula. No torch; symbols as in :mod:`smp.training.memory`."""
+"""Bytes that a block keeps for its backward pass, by formula, without torch but where context
+parallelism chooses its exchange; symbols as in :mod:`smp.training.memory`."""
 
 from __future__ import annotations
 

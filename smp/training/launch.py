@@ -75,23 +75,22 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         if run is not None:
             run.close(failed=outcome.status == "failed")
     _write_outcome(config, process, outcome, started=run is not None)
-    if outcome.status in ("done", "requeue") and not _last_barrier(name, process.rank):
-        return 1
+    if outcome.status in ("done", "requeue") and (lost := _last_barrier(name)):
+        report_own(lost, process.rank)  # its own exit code says it failed; the work is done
     if dist.is_initialized():
         dist.destroy_process_group()
     return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
 
 
-def _last_barrier(name: str, rank: int) -> bool:
+def _last_barrier(name: str) -> str:
     """Wait for the other ranks: gloo may still be handing them the last result, and aborts a process that exits
-    meanwhile. False, and said, if one is lost."""
+    meanwhile. Returns what is to be said if one is lost."""
     try:
-        with naming(name, wrap=CollectiveError):
+        with naming(f"{name}: the last barrier", function=False, wrap=CollectiveError):
             dist.barrier()
     except CollectiveError as error:
-        report_own(str(error), rank)
-        return False
-    return True
+        return str(error)
+    return ""
 
 
 def _shown(recipe: str) -> str:

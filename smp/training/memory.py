@@ -1,4 +1,5 @@
-"""Bytes that one process of a training run needs, by formula. No torch, so it runs on a login node.
+"""Bytes that one process of a training run needs, by formula. Without torch (but where context parallelism
+chooses its exchange), so it runs on a login node.
 
 Symbols: h hidden size, q = heads x head width, k = key/value heads x head width, f = MLP width, T = tokens of a
 micro-batch on one of cp context-parallel processes, b = bytes of the compute precision, tp = tensor-parallel processes.

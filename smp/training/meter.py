@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from smp.kernels.matmul import linear_op
 from smp.kernels.registry import BODIES
 
 _aten = torch.ops.aten
@@ -289,7 +288,6 @@ def _as_many(keys: torch.Tensor, queries: torch.Tensor) -> tuple[int, ...]:
 _FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    linear_op._overloadpacket: lambda x, weight, bias: 2 * x.numel() * weight.shape[0],
 }
 _PARTS: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: _aten.linear.default.decompose,

@@ -46,7 +46,8 @@ class Weights:
         if adapters:
             state = state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
             frozen = (tuned.copies + 1) * sum(_frozen_bytes(p, before_ep, tuned, b) for p in share.parameters)
-        whole = layout.pp > 1 or config.parallel.data_parallel_sharding_strategy == "optim"
+        late = config.parallel.data_parallel_sharding_strategy == "optim" and _accumulates(config, layout)
+        whole = layout.pp > 1 or late
         largest = adapters // len(share.layers) if adapters else share.largest(layout)
         return Weights(
             parameters=int(4 * trained + frozen) // sharing,

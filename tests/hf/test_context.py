@@ -149,6 +149,8 @@ def _refused(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             model(**(cut | more))
+    with pytest.raises(ConfigError, match="cut sequences go through the whole model"):
+        model.model(input_ids=cut["input_ids"])
     with pytest.raises(ConfigError, match="generate with context_parallel_degree 1"):
         model.generate(cut["input_ids"])
     with pytest.raises(ConfigError, match="15 tokens cannot be cut into 2 x 2 chunks.*that can is 16"):

@@ -115,6 +115,10 @@ def _second_derivative(model: Any, ids: torch.Tensor) -> None:
     model(input_ids=ids, labels=ids).loss.backward(create_graph=True)
 
 
+def _without_head(model: Any, ids: torch.Tensor) -> None:
+    model.model(input_ids=ids)[0].sum().backward(create_graph=True)
+
+
 def _refused(message: str, action: Callable[[], Any]) -> None:
     try:
         action()
@@ -152,6 +156,7 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     rows = {"up": "colwise", "down": "rowwise"}
     smp.transform(_seeded(_Block), rows=rows)  # compares itself
     _refused("create_graph=True: a transformed model has first", lambda: _second_derivative(copy.deepcopy(model), ids))
+    _refused("create_graph=True: a transformed model has first", lambda: _without_head(copy.deepcopy(model), ids))
     chunked = smp.transform(build("Llama"), loss="chunked")
     _refused("create_graph=True: a transformed model has first", lambda: _second_derivative(chunked, ids))
     _refused("without return_dict=False", lambda: model(input_ids=ids, output_attentions=True, return_dict=False))

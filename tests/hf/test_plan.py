@@ -157,6 +157,10 @@ def test_every_kind_of_dropout_is_refused() -> None:
         model.model.layers[0].mlp.act_fn = kind(0.1)
         with pytest.raises(ConfigError, match=r"layers.0.mlp.act_fn.p is 0.1: dropout under tensor"):
             make_plan(model, None, 2, 0)
+        model.eval().model.layers[0].mlp.act_fn.train()
+        with pytest.raises(ConfigError, match=r"layers.0.mlp.act_fn.p is 0.1: dropout under tensor"):
+            make_plan(model, None, 2, 0)
+        make_plan(model.eval(), None, 2, 0)
 
 
 def test_the_plan_names_every_parameter_once() -> None:

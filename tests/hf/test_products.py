@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import smp
 from smp.kernels import matmul
 from tests.distributed import run_distributed
 from tests.kernels.test_matmul import Operators
 
-CONFIG = LlamaConfig(
+transformers = pytest.importorskip("transformers")
+CONFIG = transformers.LlamaConfig(
     vocab_size=512,
     hidden_size=256,
     intermediate_size=512,
@@ -38,22 +39,49 @@ def _compare(rank: int, world: int, loss: str) -> dict[str, Any]:
     """The model before and after ``transform``."""
     matmul.SLOW_MKL = torch.backends.mkldnn.is_available()
     torch.manual_seed(0)
-    alone = AutoModelForCausalLM.from_config(CONFIG)
+    alone = transformers.AutoModelForCausalLM.from_config(CONFIG)
     ids = torch.randint(0, 512, (4, 64))
     smp.init({"tensor_parallel_degree": world})
     model = smp.transform(copy.deepcopy(alone), loss=loss)
     (found, ours), (wanted, theirs) = _step(model, ids), _step(alone, ids)
     smp.state.reset()
     smp.init({"tensor_parallel_degree": 1})
-    low = smp.transform(AutoModelForCausalLM.from_config(CONFIG).bfloat16())
+    low = smp.transform(transformers.AutoModelForCausalLM.from_config(CONFIG).bfloat16())
     names = [name for name in wanted if "k_proj.bias" not in name]  # 0 but for rounding
+    up = model.model.layers[0].mlp.up_proj
     return {
         "errors": {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in names},
         "products": (ours, theirs),
         "own forward in bf16": any("forward" in vars(m) for m in low.modules() if type(m) is torch.nn.Linear),
         "report": "\n".join(map(str, model.smp_report)),
-        "copied": copy.deepcopy(model).lm_head.forward.__self__ is not model.lm_head if world == 1 else True,
+        "copied": world > 1 or copy.deepcopy(model).model.layers[0].mlp.up_proj.forward.args[0] is not up,
     }
+
+
+def _replaced(rank: int, world: int) -> None:
+    matmul.SLOW_MKL = True
+    smp.init({"tensor_parallel_degree": 1})
+    model = smp.transform(transformers.AutoModelForCausalLM.from_config(CONFIG))
+    layer, x = model.lm_head, torch.randn(64, 256)
+    saved = pickle.loads(pickle.dumps(model.model.layers[0].mlp))
+    assert torch.equal(saved(x), model.model.layers[0].mlp(x))
+    calls, own = list[torch.nn.Linear](), torch.nn.Linear.forward
+
+    def traced(self: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        calls.append(self)
+        return own(self, input)
+
+    torch.nn.Linear.forward = traced  # type: ignore[method-assign]
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert len(calls) == sum(type(module) is torch.nn.Linear for module in model.modules())
+    torch.nn.Linear.forward = own  # type: ignore[method-assign]
+    layer.__class__ = type("Twice", (torch.nn.Linear,), {"forward": lambda self, input: 2 * own(self, input)})
+    assert torch.equal(layer(x), 2 * own(layer, x))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_what_replaces_a_linear_layers_forward_pass_later_is_called() -> None:
+    run_distributed(_replaced, 1)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")

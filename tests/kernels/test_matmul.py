@@ -119,6 +119,65 @@ def test_operands_may_be_any_views(view: Callable[[torch.Tensor], torch.Tensor])
     assert relative(weight_gradient(grad, inputs[0]), want) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    "bias",
+    [
+        lambda: draw(320)[::2],
+        lambda: draw(1).expand(160),
+        lambda: draw(160, 3)[:, 0],
+        lambda: draw(1)[0],
+        lambda: draw(1),
+        lambda: draw(128, 160),
+    ],
+    ids=["every other", "one for all", "a column", "a number", "a vector of one", "one for each row"],
+)
+def test_a_bias_may_be_what_torch_takes(bias: Callable[[], torch.Tensor]) -> None:
+    inputs = draw(128, 256), draw(160, 256), bias()
+    wanted = all_of(F.linear, *(x.double() for x in inputs))
+    for own, exact in zip(all_of(linear, *inputs), wanted, strict=True):
+        assert relative(own, exact) <= 1e-6
+
+
+@pytest.mark.parametrize("leading", [(), (1,)])
+def test_windows_that_overlap(leading: tuple[int, ...]) -> None:
+    wave, weight = draw(*leading, 400 + 160 * 76), draw(256, 400)
+    run = lambda product: lambda wave, weight: product(wave.unfold(-1, 400, 160), weight)  # noqa: E731
+    exact = all_of(run(F.linear), wave.double(), weight.double())
+    assert all(relative(own, want) <= 1e-6 for own, want in zip(all_of(run(linear), wave, weight), exact, strict=True))
+    y = linear(draw(128, 400), wave.flatten().unfold(0, 400, 160))
+    assert relative(y, draw(128, 400).double() @ wave.double().flatten().unfold(0, 400, 160).t()) <= 1e-6
+
+
+def test_transforms_and_other_layouts_are_torchs() -> None:
+    x, weight = draw(128, 256), draw(160, 256)
+
+    def loss(run: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda w: run(x, w).square().sum()
+
+    ours, plain = (torch.func.grad(loss(run))(weight) for run in (linear, F.linear))
+    assert relative(ours, plain.double()) <= 1e-6
+    _, tangent = torch.func.jvp(loss(linear), (weight,), (weight,))
+    assert relative(tangent, 2 * loss(F.linear)(weight).double()) <= 1e-5
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        assert torch.autograd.forward_ad.unpack_dual(linear(dual, weight)).tangent is not None
+    leaf = weight.clone().requires_grad_()
+    y = linear(x, leaf, draw(160).requires_grad_())
+    (batched,) = torch.autograd.grad(y, leaf, torch.stack([y.detach(), y.detach() * 2]), is_grads_batched=True)
+    assert relative(batched[1], 2 * batched[0].double()) <= 1e-6
+    assert relative(linear(x, weight.to_sparse()).to_dense(), x.double() @ weight.double().t()) <= 1e-6
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        linear(x, draw(160, 255))
+
+
+def test_torchs_own_counter_of_flops_sees_it() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        linear(draw(128, 256).requires_grad_(), draw(160, 256).requires_grad_()).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 128 * 256 * 160
+
+
 def test_leading_dimensions_are_rows() -> None:
     x, weight, bias = draw(4, 16, 4, 256), draw(160, 256), draw(160)
     found, exact = all_of(linear, x, weight, bias), all_of(F.linear, x.double(), weight.double(), bias.double())

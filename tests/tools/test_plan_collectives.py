@@ -72,7 +72,7 @@ WRONG = {
     "--add-gb 1e-320": "--add-gb 9.99989e-321: give a rate",
     "--call-us -1": "--call-us -1: give at least 0 microseconds",
     "--between-latency-us inf": "--between-latency-us inf: give at least 0 microseconds",
-    "--ranks-per-node 0": "--ranks-per-node 0: give at least 1",
+    "--ranks-per-node 0": "--ranks-per-node 0: give 1 to 1,048,576",
     "--nodes 2 0": "--nodes 0: give 1 to 131,072 nodes of 8 ranks, 1,048,576 ranks in all",
     "--nodes 100000000": "--nodes 100000000: give 1 to 131,072 nodes",
     "--ranks-per-node 4 8": "unrecognized arguments: 8",

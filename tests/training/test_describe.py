@@ -14,6 +14,7 @@ from smp.config.entry_points import FINETUNE
 from smp.config.finetune import fill_in
 from smp.config.schema import ObjectiveConfig
 from smp.convert.hf_config import resolved
+from smp.kernels import matmul
 from smp.layers import add_adapters
 from smp.models.gpt import GPT
 from smp.models.presets import PRESETS
@@ -74,6 +75,16 @@ def test_a_dry_run_shows_less_memory_with_adapters_and_more_with_a_copy(tmp_path
     full, lora, pairs = tuning(tmp_path), tuning(tmp_path, lora_rank=8), tuning(tmp_path)
     pairs.objective = ObjectiveConfig(objective="dpo", dpo_reference="copy")
     assert gigabytes(lora) < 0.5 * gigabytes(full) and gigabytes(pairs) > 1.2 * gigabytes(full)
+
+
+def test_a_dry_run_of_a_gpu_says_the_same_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(model=resolved(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=1000))
+    config.data.seq_length, config.data.global_batch_size = 512, 1
+    said = []
+    for slow in (True, False):
+        monkeypatch.setattr(matmul, "SLOW_MKL", slow)
+        said.append([line for line in describe(config, 1).splitlines() if line.startswith("#") and " s " not in line])
+    assert said[0] == said[1] and any("total" in line for line in said[0])
 
 
 def test_a_dry_run_says_what_context_parallelism_saves_and_sends() -> None:

@@ -13,12 +13,11 @@ import torch
 
 from smp.config import Config, Layout, ParallelConfig
 from smp.layers.fp8.apply import fp8_history
-from smp.layers.head import CHUNK_BYTES
 from smp.layers.linear import linear_layers
 from smp.models.inventory import inventory
 from smp.models.presets import PRESETS
 from smp.training.eight_bit import choose_fp8
-from smp.training.fake_step import fake_step, gpu_kernels
+from smp.training.fake_step import fake_gpu_step
 from smp.training.pretraining import pretraining
 from smp.training.process import Process
 from smp.training.run import Run as TrainingRun
@@ -267,7 +266,7 @@ def test_a_gather_moves_bytes() -> None:
             f"--fp8-format hybrid --fp8-recipe {recipe}" if recipe else ""
         )
         config = read_settings([*TINY.split(), "--num-query-groups", "4", *flags.split()], PRESETS, 2)
-        step = fake_step(config, Layout.from_config(config.parallel, 2), gpu_kernels(config), CHUNK_BYTES["cuda"])
+        step = fake_gpu_step(config, Layout.from_config(config.parallel, 2))
         sent[recipe] = step.counts.traffic["tp", "all-gather"].sent
     for recipe in ("delayed", "tensorwise"):
         assert sent[recipe] < 0.62 * sent[""], recipe
@@ -282,7 +281,7 @@ def test_a_gather_of_weights_moves_bytes() -> None:
     for more in ("", "--fp8-param-gather"):
         flags = f"--seq-length 64 --hidden-size 128 --bf16 --fp8-format hybrid {more}".split()
         config = read_settings([*TINY.split(), *flags], PRESETS, 2)
-        step = fake_step(config, Layout.from_config(config.parallel, 2), gpu_kernels(config), CHUNK_BYTES["cuda"])
+        step = fake_gpu_step(config, Layout.from_config(config.parallel, 2))
         sent.append(step.counts.traffic["dp_shard", "all-gather"].sent)
         model = config.model
     in_fp8 = sum(math.prod(p.shape) for p in inventory(model) if p.name.startswith("layers.") and len(p.shape) == 2)

@@ -11,12 +11,11 @@ import torch
 
 from smp.config import Layout
 from smp.kernels.copier import copier_of
-from smp.layers.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
 from smp.pipeline.plan import plan_pipeline
 from smp.sharding.offload import Offload
 from smp.training.describe import describe, predicted_memory, tried_memory
-from smp.training.fake_step import fake_step, gpu_kernels
+from smp.training.fake_step import fake_gpu_step
 from smp.training.model_share import Tuned
 from smp.training.offload import activation_copies, offload_at_work
 from smp.training.settings import read_settings
@@ -170,8 +169,7 @@ def test_each_suggestion_says_what_a_dry_run_with_its_flags_says(world: int, fla
         given = "" if row.flags == "none of them" else row.flags
         with_them = read_settings([*TINY.split(), *plain.split(), *given.split()], PRESETS, world)
         plan = plan_pipeline(with_them, layout) if layout.pp > 1 else None
-        kernels, chunk = gpu_kernels(with_them), CHUNK_BYTES["cuda"]
-        steps = [fake_step(with_them, layout, kernels, chunk, plan, rank) for rank in range(layout.pp)]
+        steps = [fake_gpu_step(with_them, layout, plan, rank) for rank in range(layout.pp)]
         assert row.is_tried and row.device == max(step.peak for step in steps), row.flags
     assert f"  total             {row.device / 2**30:10.3f} GiB" in describe(with_them, world), "the last one"
     assert len(found) >= 8 and len({row.device for row in found}) > len(found) / 2

@@ -126,7 +126,8 @@ def collect(
         report.records += 1
         try:
             content = parse(record)
-            found, cut = _cut(encode(content), seq_length)
+            given = encode(content)
+            found, cut = _cut(given, seq_length)
             labels += [] if label is None else [label(content)]
         except ValueError as error:
             report.bad.append((where, str(error)))
@@ -134,7 +135,7 @@ def collect(
         report.used += 1
         report.labels += "label" in content
         report.truncated += cut
-        report.equal += len(found) == 2 and np.array_equal(found[0][0], found[1][0])
+        report.equal += len(given) == 2 and np.array_equal(given[0][0], given[1][0])
         texts += found
     _check(report, threshold)
     lengths = np.array([len(ids) for ids, _ in texts], np.int64)

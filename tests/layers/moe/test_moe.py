@@ -77,7 +77,7 @@ def test_rows_as_they_arrived_are_free_while_experts_compute(monkeypatch: pytest
     """What ends an exchange has them, and experts get them sorted: both at once would be all rows twice."""
     arrived, free = list[weakref.ref[torch.Tensor]](), list[bool]()
 
-    def send(dispatch: Dispatch, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def send(dispatch: Dispatch, x: torch.Tensor, backend: str) -> Callable[[], torch.Tensor]:
         rows = repeat_rows(x, dispatch.order, dispatch.inverse, dispatch.k)
         arrived.append(weakref.ref(rows))
         return lambda: rows.clone()
