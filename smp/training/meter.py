@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from smp.kernels.matmul import linear_op, scratch_bytes
 from smp.kernels.registry import BODIES
 
 _aten = torch.ops.aten
@@ -173,6 +174,8 @@ class Meter(TorchDispatchMode):
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self._made(tensor.untyped_storage())
+        if func is linear_op:
+            self._needed(scratch_bytes(args[1]))
         self.counts.kernels += func._opname not in FREE
         self.counts.flops += _flops(func._overloadpacket, args, kwargs, result)
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -208,6 +211,12 @@ class Meter(TorchDispatchMode):
             self.held += storage.nbytes() - self._sizes[key]
             self._sizes[key] = storage.nbytes()
             self._note_peak()
+
+    def _needed(self, size: int) -> None:
+        """By an operation while it ran."""
+        self.held += size
+        self._note_peak()
+        self.held -= size
 
     def _freed(self, key: int) -> None:
         self.held -= self._sizes.pop(key)
