@@ -149,15 +149,15 @@ def _measured(steps: list[StepMeasures]) -> list[str]:
     rows = {**held, **peaks, "total": step.peak}
     if step.host:
         rows["on the host"] = step.host
+    traffic = [(key, entry) for key, entry in sorted(step.counts.traffic.items()) if entry.calls]
     return [
         f"memory of {rank}, in a step of a GPU that was run on tensors without data:",
         *(f"  {name:18s}{size / 2**30:10.3f} GiB" for name, size in rows.items()),
         f"work of it, with what is computed again and causal attention whole: {step.counts.flops / 1e12:.3f} TFLOP in "
-        f"{step.counts.kernels:,} operations; it sends",
+        f"{step.counts.kernels:,} operations; it sends{'' if traffic else ' nothing'}",
         *(
             f"  {group:13s}{kind:15s}{entry.sent / 1e9:10.3f} GB in {entry.calls:,} calls"
-            for (group, kind), entry in sorted(step.counts.traffic.items())
-            if entry.calls
+            for (group, kind), entry in traffic
         ),
     ]
 

@@ -600,6 +600,10 @@ def test_what_cannot_be_is_one_line(flags: str, message: str) -> None:
     assert message in refusal(f"{BASE} {flags}")
 
 
+def test_the_script_of_a_pasted_line_is_left_out_by_hand() -> None:
+    assert "unexpected 'pretrain_gpt.py': leave out the launcher and the script" in refusal(f"pretrain_gpt.py {BASE}")
+
+
 def test_what_megatron_requires_is_required_at_once() -> None:
     message = refusal("--num-layers 2")
     assert "--hidden-size, --num-attention-heads, --max-position-embeddings, --micro-batch-size, --lr" in message

@@ -65,7 +65,8 @@ def _read(line: Line, argv: list[str]) -> None:
     while argv:
         flag, equals, value = argv.pop(0).partition("=")
         if not flag.startswith("--"):
-            line.problems.append(f"unexpected {flag!r}: a value follows its flag")
+            why = "leave out the launcher and the script" if flag.endswith(".py") else "a value follows its flag"
+            line.problems.append(f"unexpected {flag!r}: {why}")
             continue
         values = [value] if equals else []
         while argv and not argv[0].startswith("--") and not equals:
