@@ -18,7 +18,7 @@ from tests.parallel.netlab import run_on_nodes
 from tests.programs import run_program
 
 PROGRAM = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 import pretrain_gpt
 from smp.checkpoint import storage
 from smp.parallel.network import choose, measure
@@ -65,12 +65,13 @@ if os.environ["RANK"] == os.environ["VICTIM"] and (moment := os.environ["MOMENT"
         "save": (storage, "write_file", {"steps": 2}),
     }[moment]
     losing(owner, name, **when)
-code = 1
+started, code = time.monotonic(), 1
 try:
     code = pretrain_gpt.main(sys.argv[1:])
 finally:
     sys.stdout.flush()
-    os.write(1, f"ended with {code}\\n".encode())  # whole, whatever others print
+    # whole, whatever others print
+    os.write(1, f"ended with {code} after {time.monotonic() - started:.1f} s\\n".encode())
     sys.exit(code)
 """
 """Moments after the start are in its second step, or after it."""
@@ -78,6 +79,8 @@ finally:
 ROOT = Path(__file__).resolve().parents[2]
 NODES = '{"nodes": [[0, 1], [2, 3]]}'
 ITERATIONS = 5
+LIMIT = 12.0
+"""Seconds of --distributed-timeout-minutes on two nodes."""
 FLAGS = (
     "--num-layers 1 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 16 --vocab-size 1000 "
     f"--mock-data --micro-batch-size 1 --train-iters {ITERATIONS} --no-tensorboard --no-progress-bar --log-dir logs "
@@ -123,7 +126,7 @@ def on_two_nodes(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in told.items():
             patch.setenv(name, value)
-        return run_on_nodes("--grace 40", words_of(folder, flags, 0.2), folder, 150.0)
+        return run_on_nodes("--grace 40", words_of(folder, flags, LIMIT / 60), folder, 150.0)
 
 
 def by_torchrun(folder: Path, moment: str = "") -> subprocess.CompletedProcess[str]:

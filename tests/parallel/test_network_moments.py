@@ -15,16 +15,19 @@ from tests.parallel import fault_lab as lab
 from tests.parallel.netlab import netlab
 
 
-def check_words(done: subprocess.CompletedProcess[str], moment: str, speaking: list[int]) -> None:
-    """Those ranks, and no others, have ended by themselves, each with the one line that it owes."""
+def check_words(done: subprocess.CompletedProcess[str], moment: str, speaking: list[int]) -> list[float]:
+    """Those ranks, and no others, have ended by themselves, each with the one line that it owes; after how many
+    seconds."""
     text = re.sub(r"^\[node\d\.\d\] ", "", done.stdout + done.stderr, flags=re.MULTILINE)
-    assert done.returncode not in (0, 124) and text.count("ended with 1\n") == len(speaking), text
+    own = [float(seconds) for seconds in re.findall(r"^ended with 1 after ([\d.]+) s$", text, flags=re.MULTILINE)]
+    assert done.returncode not in (0, 124) and len(own) == len(speaking), text
     assert "Traceback" not in text, text
     lines = sorted(line for line in text.splitlines() if line.startswith("error: "))
     assert len(lines) == len(speaking), text
     words, what, _ = lab.MOMENTS[moment]
     for rank, line in zip(speaking, lines, strict=True):
         assert re.match(f"error: rank {rank}: {words.format(what, rank)}", line), line
+    return own
 
 
 Whole = Callable[[str], dict[str, bytes]]
@@ -86,8 +89,11 @@ def test_a_cut_uplink_ends_all_ranks_with_the_place_and_a_new_start_goes_on(
     netlab()
     flags = lab.MOMENTS[moment][2]
     done = lab.on_two_nodes(tmp_path, flags, moment)
-    check_words(done, moment, [0, 1, 2, 3])
+    ends = check_words(done, moment, [0, 1, 2, 3])
+    assert max(ends) - min(ends) < lab.LIMIT, ends
     said = done.stdout + done.stderr
+    waited = [float(seconds) for seconds in re.findall(r"failed after ([\d.]+) s on rank", said)]
+    assert all(seconds < lab.LIMIT + 3 for seconds in waited), waited
     assert "] cut" in said and f"iter_{lab.ITERATIONS:07}" not in said
     for rank, node, place in re.findall(r"on rank (\d) \(node(\d)\): rank \d on node(\d) has not", said):
         assert int(node) == int(rank) // 2 and node != place, "each waits for the other side"
