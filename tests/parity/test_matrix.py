@@ -96,12 +96,12 @@ def test_bf16_layout_is_as_close_as_rounding_allows(lab: Lab, case: Case) -> Non
 def within_rounding(lab: Lab, case: Case, rounded: list[Case]) -> None:
     """A layout in bf16 is within twice the distance that bf16 has from fp32 on one rank: both ends round.
 
-    That distance is the problem's own, but for the loss, one number in which roundings may cancel: there it is the
-    largest of all ``rounded`` problems.
+    That distance is the problem's own, but for the loss and the norm, each one number in which roundings may cancel:
+    there it is the largest of all ``rounded`` problems.
     """
     found, own = errors(lab, case), rounding(lab, case)
-    bounds = {name: 2 * getattr(own, name) for name in ("gradient", "norm", "weight")}
-    bounds["loss"] = 2 * max(rounding(lab, one).loss for one in rounded)
+    bounds = {name: 2 * getattr(own, name) for name in ("gradient", "weight")}
+    bounds |= {name: 2 * max(getattr(rounding(lab, one), name) for one in rounded) for name in ("loss", "norm")}
     for name, bound in bounds.items():
         assert 0 < getattr(found, name) <= bound, (name, found, bounds)
 
