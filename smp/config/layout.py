@@ -61,24 +61,24 @@ class Layout:
                 f"--tensor-model-parallel-size {tp}, --pipeline-model-parallel-size {pp}, --context-parallel-size {cp} "
                 f"and --hybrid-shard-degree {degree}: out of range"
             )
-        names, flags = f"tensor_model_parallel_size {tp}", "--tensor-model-parallel-size"
-        for name, size in (("pipeline_model_parallel_size", pp), ("context_parallel_size", cp)):
-            if size > 1:
-                names += f" x {name} {size}"
-                flags += f", --{name.replace('_', '-')}"
+        sizes = {
+            "--tensor-model-parallel-size": tp,
+            "--pipeline-model-parallel-size": pp,
+            "--context-parallel-size": cp,
+        }
+        used = {flag: size for flag, size in sizes.items() if size > 1}
         product = tp * pp * cp
+        text = " x ".join(f"{flag} {size}" for flag, size in used.items()) + f" = {product}" * (len(used) > 1)
         if world_size % product:
             raise ConfigError(
-                f"{names} x data-parallel = {world_size} processes is impossible: {world_size} is not divisible by "
-                f"{product}; change {flags} or --nproc-per-node"
+                f"{world_size} processes are not divisible by {text}; change {', '.join(used)} or --nproc-per-node"
             )
         data = world_size // product
         shard = degree or data
         if data % shard:
             raise ConfigError(
-                f"hybrid_shard_degree {shard} x replicas = {data} data-parallel processes ({world_size} processes / "
-                f"{names}) is impossible: {data} is not divisible by {shard}; change --hybrid-shard-degree or "
-                "--nproc-per-node"
+                f"{data} data-parallel processes{f' ({world_size} processes / ({text}))' if used else ''} are not "
+                f"divisible by --hybrid-shard-degree {shard}; change --hybrid-shard-degree or --nproc-per-node"
             )
         ep, etp = _of_experts(parallel, shard)
         return Layout(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp, ep=ep, etp=etp)

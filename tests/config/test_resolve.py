@@ -101,8 +101,8 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tensor-model-parallel-size 3", "4 is not divisible by 3; change --tensor-model-parallel-size"),
-        ("--hybrid-shard-degree 3", "4 is not divisible by 3; change --hybrid-shard-degree"),
+        ("--tensor-model-parallel-size 3", "4 processes are not divisible by --tensor-model-parallel-size 3; change"),
+        ("--hybrid-shard-degree 3", "not divisible by --hybrid-shard-degree 3; change --hybrid-shard-degree"),
         ("--hidden-size 130", "--hidden-size 130 is not divisible by --num-attention-heads 4"),
         ("--num-query-groups 3", "--num-attention-heads 4 is not divisible by --num-query-groups 3"),
         (

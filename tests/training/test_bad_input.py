@@ -34,7 +34,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # flags and what the line says of them; TOKENIZER stands for the path of one
 CASES = {
     "unknown flag": (RUN + "--hiden-size 8", "unknown flag --hiden-size: did you mean --hidden-size?"),
-    "degrees": (RUN + "--tensor-model-parallel-size 3", "2 is not divisible by 3; change --tensor-model-parallel-size"),
+    "degrees": (
+        RUN + "--tensor-model-parallel-size 3",
+        "2 processes are not divisible by --tensor-model-parallel-size 3; change",
+    ),
     "parts of sequences": (
         RUN + "--context-parallel-size 2",
         "--seq-length 17 is not divisible by 2 x --context-parallel-size 2 = 4; 16 or 20 works",

@@ -177,7 +177,11 @@ SINGLE = "--mock-data --vocab-size 97 --seq-length 17 --train-iters 1 "
 TWO_RANKS = "--pipeline-model-parallel-size 2 "
 BAD = {
     "no pipeline": ("--pipeline-schedule zb-h1 --trace-pipeline", 1, "there is no pipeline"),
-    "product": ("--pipeline-model-parallel-size 3", 4, "4 is not divisible by 3; change"),
+    "product": (
+        "--pipeline-model-parallel-size 3",
+        4,
+        "4 processes are not divisible by --pipeline-model-parallel-size 3; change",
+    ),
     "compile": (TWO_RANKS + "--pipeline-schedule zb-v --compile", 2, "exclude each other"),
     "layers": (TWO_RANKS + "--pipeline-model-parallel-layout Et|ttL", 2, "names 3 layers of 4"),
     "stages": (TWO_RANKS + "--pipeline-model-parallel-layout Ett|t|tL", 2, "names 3 stages"),
