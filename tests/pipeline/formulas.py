@@ -21,7 +21,9 @@ def step_time(name: str, p: int, m: int, v: int, forward: float, back_input: flo
         return m * whole + (p - 1) * max(forward + back_input - back_weight, forward, back_input)
     if name == "zb-v" and m >= 2 * p - 1 and max(forward, back_weight) <= back_input:
         return v * m * whole + (p - 1) * max(back_input, 2 * (back_input - back_weight))
-    return None
+    if name in ("interleaved", "zb-h1", "zb-v"):
+        return None
+    raise KeyError(name)
 
 
 def peak_activations(name: str, p: int, m: int, v: int) -> tuple[int, ...] | None:
@@ -35,7 +37,9 @@ def peak_activations(name: str, p: int, m: int, v: int) -> tuple[int, ...] | Non
         return tuple(min(warm_up + 2 * (p - 1 - rank) + 1, m * v) for rank in range(p))
     if name == "zb-h1":
         return (min(p, m),) * p
-    return (v * p,) * p if m >= 2 * p - 1 else None
+    if name == "zb-v":
+        return (v * p,) * p if m >= 2 * p - 1 else None
+    raise KeyError(name)
 
 
 def format_layout(placement: Sequence[ModelPart]) -> str:
