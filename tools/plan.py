@@ -27,8 +27,8 @@ from smp.config.command import CommandParser, run_tool
 from smp.config.entry_points import PRETRAIN
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.presets import PRESETS
-from smp.planner.devices import DEVICES, GB, Device
-from smp.planner.search import Candidate, candidates, ranked
+from smp.planner.devices import DEVICES, GB, GIB, Device
+from smp.planner.search import FREE, Candidate, candidates, ranked
 
 CPU = "cpu"
 """The kind of GPU that is none: this machine's processor."""
@@ -107,7 +107,7 @@ def table(best: Sequence[Candidate], device: Device) -> str:
         assert found.time is not None
         lines.append(
             f"{found.time.total:7.3f} s{found.tokens_per_second():14,.0f}{100 * mfu(found, device):6.1f} %"
-            f"{found.memory.total / GB:8.1f} GB  {found.flags or '(as given)'}"
+            f"{found.memory.total / GIB:7.1f} GiB  {found.flags or '(as given)'}"
         )
         lines.append(f"{'':44}beside matrix products: {what_binds(found)}")
     return "\n".join(lines)
@@ -194,9 +194,13 @@ def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, D
         raise ConfigError(why_none(why, given.gpus))
     if not fitting:
         least = min(found, key=lambda one: one.memory.total)
+        more = (
+            "" if asked.optim.optimizer_cpu_offload else "; try --optimizer-cpu-offload, which is only taken when given"
+        )
         raise ConfigError(
-            f"none of {len(found)} layouts fits into {device.memory / GB:.0f} GB of {given.gpus} GPUs; the least needs "
-            f"{least.memory.total / GB:.0f} GB: {least.flags}"
+            f"none of {len(found)} layouts fits into {(1 - FREE) * device.memory / GIB:.1f} GiB of {given.gpus} GPUs "
+            f"({100 * FREE:.0f} % of their memory stays free); the least needs {least.memory.total / GIB:.1f} GiB: "
+            f"{least.flags or '(as given)'}{more}"
         )
     if on_cpu:
         measured, times = timed(fitting, given.gpus, lambda line: print(line, file=sys.stderr, flush=True))

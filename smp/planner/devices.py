@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GB = 1e9
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Device:
 
     Attributes:
         peak: FLOP/s of dense bf16 matrix products.
-        memory: bytes.
+        memory: bytes that a program sees, less than the name says.
         bandwidth: bytes/s of its memory.
         local_link: bytes/s that a device can send to the others of its node.
         node_link: bytes/s that a device can send to other nodes.
@@ -56,18 +57,18 @@ class Device:
 DEVICES = {
     # a100: FlashAttention 2 was written for it and reaches a larger share than on Hopper
     "a100-40gb": Device(
-        312e12, 40 * GB, 1555e9, 300e9, 25e9, tiles=108, product_share=0.82, attention_share=0.6, host_link=25e9
+        312e12, 39.4 * GIB, 1555e9, 300e9, 25e9, tiles=108, product_share=0.82, attention_share=0.6, host_link=25e9
     ),
     "a100": Device(
-        312e12, 80 * GB, 2039e9, 300e9, 25e9, tiles=108, product_share=0.82, attention_share=0.6, host_link=25e9
+        312e12, 79.1 * GIB, 2039e9, 300e9, 25e9, tiles=108, product_share=0.82, attention_share=0.6, host_link=25e9
     ),
-    "h100": Device(989e12, 80 * GB, 3350e9, 450e9, 50e9, fp8_peak=1979e12),
-    "h200": Device(989e12, 141 * GB, 4800e9, 450e9, 50e9, fp8_peak=1979e12),
+    "h100": Device(989e12, 79.1 * GIB, 3350e9, 450e9, 50e9, fp8_peak=1979e12),
+    "h200": Device(989e12, 139.8 * GIB, 4800e9, 450e9, 50e9, fp8_peak=1979e12),
     "b200": Device(
-        2250e12, 180 * GB, 8000e9, 900e9, 50e9, tiles=148, product_share=0.68, attention_share=0.35, fp8_peak=4500e12
+        2250e12, 178.3 * GIB, 8000e9, 900e9, 50e9, tiles=148, product_share=0.68, attention_share=0.35, fp8_peak=4500e12
     ),
     "l40s": Device(
-        362e12, 48 * GB, 864e9, 32e9, 12.5e9, tiles=142, product_share=0.65, fp8_peak=733e12, host_link=25e9
+        362e12, 44.4 * GIB, 864e9, 32e9, 12.5e9, tiles=142, product_share=0.65, fp8_peak=733e12, host_link=25e9
     ),
 }
 """By the name that --gpu takes."""

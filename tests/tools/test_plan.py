@@ -127,7 +127,10 @@ def test_each_way_to_split_costs_where_its_links_are_slow(flags: str, world: int
 def test_what_does_not_fit_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--gpus", "1", "--gpu", "a100", "--model", "llama3-70b", "--top", "1"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: none of") and "80 GB of 1 GPUs; the least needs" in error
+    assert (
+        error.startswith("error: none of")
+        and "fits into 72.8 GiB of 1 GPUs (8 % of their memory stays free); the least needs" in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_what_does_not_fit_says_what_it_needs(capsys: pytest.CaptureFixture[str]
 )
 def test_a_decision_for_the_default_stays(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EIGHT.split(), *flags.split(), "--micro-batch-size", "1"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" not in line and " GB  " in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" not in line and " GiB  " in line]
     assert lines and not any(word in line for line in lines for word in ("tensor", "pipeline", "sequence"))
 
 
@@ -149,7 +152,10 @@ def test_a_decision_for_the_default_stays(flags: str, capsys: pytest.CaptureFixt
         ("--gpus 12 --gpu h100", "--gpus 12 is no number of whole nodes of 8"),
         ("--gpus 8 --gpu h100 --gpus-per-node 0", "--gpus-per-node 0 has to be at least 1"),
         ("--gpus 8 --gpu h100 --node-bandwidth 0", "--node-bandwidth 0.0 has to be above 0"),
-        ("--gpus 8 --gpu h100 --tensor-model-parallel-size 3", "8 is not divisible by 3"),
+        (
+            "--gpus 8 --gpu h100 --tensor-model-parallel-size 3",
+            "8 processes are not divisible by --tensor-model-parallel-size 3",
+        ),
         ("--gpus 2 --gpu cpu --node-bandwidth 3", "--node-bandwidth has no effect with --gpu cpu"),
         ("--gpus 8 --gpu a100 --fp8-format hybrid", "a100 has no FP8 products; b200, h100, h200, l40s have"),
         ("--gpus 8 --gpu h100 --fp8-format hybrid --fp8-emulate", "--fp8-emulate: its time is not predicted"),
@@ -326,7 +332,7 @@ def test_this_machines_processor_is_planned_with_times_of_calls(
         "OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 pretrain_gpt.py"
     )
     assert "--micro-batch-size" in lines[-1] and not any("bf16" in line or "recompute" in line for line in lines)
-    steps = [float(line.split()[0]) for line in lines if " GB  " in line]
+    steps = [float(line.split()[0]) for line in lines if " GiB  " in line]
     assert steps == sorted(steps) and steps[0] < steps[-1] and len(steps) > 4
 
 
