@@ -40,9 +40,10 @@ def _worker(
 ) -> None:
     # A file, not a pipe to the parent: the handler writes without the GIL, so one that is never given up shows too.
     trace = _trace(folder, rank)
-    written = os.open(f"{trace}.new", os.O_CREAT | os.O_WRONLY)
+    written = os.open(f"{trace}.new", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     faulthandler.register(signal.SIGUSR1, file=written, all_threads=True)
     faulthandler.enable(file=written)  # a rank that crashes in native code says where
+    os.dup2(written, 2)  # and why: what C++ says of an exception that nothing catches
     os.rename(f"{trace}.new", trace)
     import torch
     import torch.distributed as dist

@@ -51,6 +51,19 @@ def test_a_lost_rank_is_told_by_its_exit_code() -> None:
         run_distributed(one_is_killed, 2, timeout=60.0)
 
 
+def one_aborts(rank: int, world: int) -> int:
+    if rank == 1:
+        os.write(2, b"terminate called for a reason\n")
+        os.abort()
+    return rank
+
+
+def test_a_crash_in_native_code_is_told_with_its_reason() -> None:
+    reason = "rank 1 ended with exit code -6, at:\nterminate called for a reason\nFatal Python error: Aborted\n"
+    with pytest.raises(RuntimeError, match=reason):
+        run_distributed(one_aborts, 2, timeout=60.0)
+
+
 def first_is_quick(rank: int, world: int) -> int:
     """Rank 0 has nothing to do; rank 1 uses their connection, which fails when the other end is closed."""
     if rank == 1:
