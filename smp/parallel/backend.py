@@ -250,9 +250,7 @@ def limit_of(opts: Any) -> timedelta | None:
 
 def _is_summed(tensor: torch.Tensor, op: Any) -> bool:
     """Whether a schedule can do it: sums of what can be added, averages of what can be divided."""
-    return (op == dist.ReduceOp.SUM and tensor.dtype in _ADDED) or (
-        op == dist.ReduceOp.AVG and tensor.dtype in DIVIDED
-    )
+    return (op == dist.ReduceOp.SUM and tensor.dtype in _ADDED) or (op == dist.ReduceOp.AVG and tensor.dtype in DIVIDED)
 
 
 def alike_on_cpu(*tensors: torch.Tensor) -> bool:

@@ -120,7 +120,7 @@ class Memory:
                 continue
             gone = bool(ends.poll(0)) or bool(self._counters[counter + 1])
             if (gone or passed > limit) and self._counters[counter] < turn:
-                why = "its process has ended, or it has left the group" if gone else "it is late, or waits for one that is"
+                why = "its process ended, or it left the group" if gone else "it is late, or waits for one that is"
                 self._failure = (
                     f"{what} of {size:,} bytes failed after {passed:.1f} s on rank {self.rank} of {self.size} on "
                     f"{socket.gethostname()}: rank {other} of the group has not come: {why}"

@@ -91,7 +91,7 @@ def lose(rank: int, world: int, how: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "why"), [("left", "has ended, or it has left"), ("late", "it is late")])
+@pytest.mark.parametrize(("how", "why"), [("left", "ended, or it left the group"), ("late", "it is late")])
 def test_a_rank_that_does_not_come_is_named(how: str, why: str) -> None:
     said = run_distributed(lose, 2, how)[0]
     assert "all-reduce of 40 bytes failed after" in said and "rank 1 of the group has not come" in said and why in said
