@@ -88,8 +88,13 @@ class _NoDDP:
 @dataclass
 class _FirstPass:
     """Before the first forward pass of each kind, training and evaluation: all ranks of the group were given the same,
-    and in training nothing is dropped. Later ones are not compared, which would cost a message each."""
+    and in training nothing is dropped. Later ones are not compared, which would cost a message each.
 
+    Attributes:
+        group: the ranks of the model; ``smp.init`` may have divided ranks anew since.
+    """
+
+    group: Group
     seen: set[bool] = field(default_factory=set)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

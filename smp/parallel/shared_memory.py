@@ -255,7 +255,8 @@ class NodeProcessGroup(NetworkProcessGroup):
 
 def _is_taken(x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> bool:
     """Whether it is summed or gathered through memory: by what is the same on all ranks."""
-    plain = x.device.type == "cpu" and x.layout is torch.strided and x.dtype in DIVIDED and x.numel() > 0
+    there = x.device.type == "cpu" and x.layout is torch.strided and x.numel() > 0
+    plain = there and x.dtype in DIVIDED and not x.is_neg()
     return plain and bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
 
 
