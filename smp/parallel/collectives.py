@@ -146,8 +146,8 @@ def _own_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _all_gather_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
-    # An all-gather puts parts one behind the other along dim 0, so columns go there and back.
-    return _all_gather(x.movedim(-1, 0), group).movedim(0, -1)  # (..., width x size)
+    parts = _all_gather(x.unsqueeze(0), group)  # (size, ..., width)
+    return parts.movedim(0, -2).flatten(-2)  # (..., size x width), in memory as it is read
 
 
 def _all_reduce_fp32(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -134,6 +134,7 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     smp.init({"tensor_parallel_degree": 2})
     alone = build("Llama").eval()
     model = smp.transform(copy.deepcopy(alone)).eval()
+    unused = copy.deepcopy(model)
     ids = batch(1)["input_ids"][1:]
     _refused("input_ids differs between ranks 0 and 1", lambda: copy.deepcopy(model)(input_ids=ids + rank))
     _refused("labels differs between ranks 0 and 1", lambda: copy.deepcopy(model)(input_ids=ids, labels=ids + rank))
@@ -171,7 +172,7 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
         "dropout": _with_dropout(),
         "texts": bool(torch.equal(*texts)),
     }
-    _after_another_init(copy.deepcopy(model), alone, ids, rank)
+    _after_another_init(unused, alone, ids, rank)
     return found
 
 
