@@ -22,6 +22,10 @@ import secrets
 import select
 import socket
 import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +33,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from smp.parallel.backend import DIVIDED, NetworkProcessGroup, alike_on_cpu, limit_of, options_of
-from smp.parallel.network.group import CollectiveError, CollectiveWork
+from smp.parallel.network.group import CollectiveError
 
 NAME = "smp_node"
 PLACE = 1 << 22
@@ -37,6 +41,8 @@ PLACE = 1 << 22
 _LINE = 16
 """Numbers (int64) of the counters of one rank, in cache lines of their own: collectives begun, and whether it left."""
 _HEADER = 1 << 16
+_Limit = Callable[[], float]
+"""Seconds until a late rank is an error, asked for only while one is late."""
 _SPINS = 3000
 """Looks at a counter, about 0.1 ms, before the processor is offered to others."""
 
@@ -54,9 +60,10 @@ class Memory:
         self._counters = memoryview(memory).cast("q")
         self._places = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER).view(2, size, PLACE)
         self._turn, self._processes = 0, processes
+        self._close = weakref.finalize(self, _close_all, tuple(processes.values()))
         self._failure = ""
 
-    def all_reduce(self, x: torch.Tensor, limit: float) -> None:
+    def all_reduce(self, x: torch.Tensor, limit: _Limit) -> None:
         """(n), the sum over all ranks in the order of ranks, in place; 16-bit numbers are rounded once."""
         for part in x.split(PLACE // x.itemsize):
             places = self._next(part.nbytes, x.dtype)
@@ -64,7 +71,7 @@ class Memory:
             self._meet(limit, "all-reduce", x.nbytes)
             _add(places, part)
 
-    def all_gather(self, output: torch.Tensor, x: torch.Tensor, limit: float) -> None:
+    def all_gather(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit) -> None:
         """(n) of every rank -> (size x n)."""
         columns = PLACE // x.itemsize
         for part, into in zip(x.split(columns), output.view(self.size, -1).split(columns, 1), strict=True):
@@ -73,7 +80,7 @@ class Memory:
             self._meet(limit, "all-gather", output.nbytes)
             into.copy_(places)
 
-    def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, limit: float) -> None:
+    def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit) -> None:
         """(size x n) of every rank -> this rank's (n) of the sum."""
         columns = PLACE // x.itemsize // self.size
         for part, into in zip(x.view(self.size, -1).split(columns, 1), output.split(columns), strict=True):
@@ -85,9 +92,7 @@ class Memory:
     def leave(self) -> None:
         """The others need not wait for this rank any more."""
         self._counters[self.rank * _LINE + 1] = 1
-        for descriptor in self._processes.values():
-            os.close(descriptor)
-        self._processes = {}
+        self._close()
 
     def _next(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """The places of this turn, (ranks, size in bytes / that of dtype)."""
@@ -96,7 +101,7 @@ class Memory:
         self._turn += 1
         return self._places[self._turn & 1][:, :size].view(dtype)
 
-    def _meet(self, limit: float, what: str, size: int) -> None:
+    def _meet(self, limit: _Limit, what: str, size: int) -> None:
         """Say that this rank's tensor is there, and wait for those of the others."""
         counters, turn = self._counters, self._turn
         counters[self.rank * _LINE] = turn
@@ -107,7 +112,7 @@ class Memory:
                 if spins > _SPINS:
                     self._wait(other, limit, what, size)
 
-    def _wait(self, other: int, limit: float, what: str, size: int) -> None:
+    def _wait(self, other: int, limit: _Limit, what: str, size: int) -> None:
         """For a rank that is not there soon."""
         counter, turn = other * _LINE, self._turn
         started = time.monotonic()
@@ -119,7 +124,7 @@ class Memory:
                 os.sched_yield()
                 continue
             gone = bool(ends.poll(0)) or bool(self._counters[counter + 1])
-            if (gone or passed > limit) and self._counters[counter] < turn:
+            if (gone or passed > limit()) and self._counters[counter] < turn:
                 why = "its process ended, or it left the group" if gone else "it is late, or waits for one that is"
                 self._failure = (
                     f"{what} of {size:,} bytes failed after {passed:.1f} s on rank {self.rank} of {self.size} on "
@@ -127,6 +132,11 @@ class Memory:
                 )
                 raise CollectiveError(self._failure)
             time.sleep(5e-5)
+
+
+def _close_all(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _add(places: torch.Tensor, into: torch.Tensor) -> None:
@@ -215,11 +225,11 @@ class NodeProcessGroup(NetworkProcessGroup):
             return super().allreduce(tensors, opts)
         self.counts["memory all-reduce"] += 1
         ordered = x if x.is_contiguous() else x.contiguous()
-        self.memory.all_reduce(ordered.view(-1), self._seconds(opts))
+        self.memory.all_reduce(ordered.view(-1), partial(self._seconds, opts))
         self._divide(ordered, opts)
         if ordered is not x:
             x.copy_(ordered)
-        return _done(list(given))
+        return _Done(list(given))
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n) of every rank -> (n x ranks)."""
@@ -228,8 +238,8 @@ class NodeProcessGroup(NetworkProcessGroup):
         if self.memory is None or not fits or not _is_taken(given):
             return super().all_gather_single(output, given, opts)
         self.counts["memory all-gather"] += 1
-        self.memory.all_gather(output.detach().view(-1), given.detach().view(-1), self._seconds(opts))
-        return _done([output])
+        self.memory.all_gather(output.detach().view(-1), given.detach().view(-1), partial(self._seconds, opts))
+        return _Done([output])
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n x ranks) of every rank -> (n) of the sum."""
@@ -238,9 +248,9 @@ class NodeProcessGroup(NetworkProcessGroup):
         if self.memory is None or not fits or not _is_taken(given, opts.reduceOp):
             return super().reduce_scatter_single(output, given, opts)
         self.counts["memory reduce-scatter"] += 1
-        self.memory.reduce_scatter(output.detach().view(-1), given.detach().view(-1), self._seconds(opts))
+        self.memory.reduce_scatter(output.detach().view(-1), given.detach().view(-1), partial(self._seconds, opts))
         self._divide(output.detach(), opts)
-        return _done([output])
+        return _Done([output])
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -260,10 +270,32 @@ def _is_taken(x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> bool:
     return plain and bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
 
 
-def _done(result: list[torch.Tensor]) -> CollectiveWork:
-    work = CollectiveWork(result)
-    work.end(None)
-    return work
+class _Done(dist.Work):
+    """The handle of what is done."""
+
+    def __init__(self, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
 
 
 def _create(options: Any, _: Any = None) -> NodeProcessGroup:
