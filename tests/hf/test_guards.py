@@ -171,6 +171,7 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
         "scores": [_scores(family) for family in ("Llama, one key/value head, tied", "Phi 3")],
         "dropout": _with_dropout(),
         "texts": bool(torch.equal(*texts)),
+        "through memory": smp.state.tp_process_group.counts["memory all-reduce"],
     }
     _after_another_init(unused, alone, ids, rank)
     return found
@@ -220,4 +221,5 @@ def test_unlike_the_examples() -> None:
     for found in run_distributed(_unlike, 2):
         assert max(found["subclass"].values()) <= 1e-5, found
         assert all(layers == 2 and error <= 1e-6 for layers, error in found["scores"]), found
+        assert found["through memory"] > 0  # not over gloo
         assert found["texts"] and found["dropout"] <= 1e-6, found
