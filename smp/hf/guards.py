@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from smp.config.schema import ConfigError
+from smp.hf import optimizers
 from smp.hf.adapters import base_of, faces_of
 from smp.hf.fsdp1 import FSDP2
 from smp.hf.plan import check_dropout, dropouts
-from smp.hf.state import state
 from smp.parallel.agree import gather
 from smp.parallel.collectives import Group, gather_features
 
@@ -34,10 +34,10 @@ def install(model: Any, group: Group) -> None:
     """Watch ``model``, which is cut over ``group``."""
     base, _ = base_of(model)
     if hasattr(base, "generate"):
-        base.generate = MethodType(_generate, base)
+        base.generate = MethodType(_Generate(group), base)
     heads = getattr(base.config.get_text_config(), "num_attention_heads", None) if hasattr(base, "config") else None
     for face in faces_of(model):
-        face.register_forward_pre_hook(_FirstPass(), with_kwargs=True)
+        face.register_forward_pre_hook(_FirstPass(group), with_kwargs=True)
         face.register_forward_hook(_WholeScores(group, heads), with_kwargs=True)
     for module in {module for module, _, _ in dropouts(model)}:  # of a model that is in evaluation now
         module.train = partial(_train, module, model)  # type: ignore[method-assign]
@@ -88,8 +88,13 @@ class _NoDDP:
 @dataclass
 class _FirstPass:
     """Before the first forward pass of each kind, training and evaluation: all ranks of the group were given the same,
-    and in training nothing is dropped. Later ones are not compared, which would cost a message each."""
+    and in training nothing is dropped. Later ones are not compared, which would cost a message each.
 
+    Attributes:
+        group: the ranks of the model; ``smp.init`` may have divided ranks anew since.
+    """
+
+    group: Group
     seen: set[bool] = field(default_factory=set)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -97,10 +102,11 @@ class _FirstPass:
             return
         if model.training:
             check_dropout(model)  # which may have been set since
+            optimizers.check(model)
         self.seen.add(model.training)
         named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
         mine = {name: _mark(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
-        ranks = gather(mine, state.tp_process_group)
+        ranks = gather(mine, self.group.process_group)
         for place, other in enumerate(ranks):
             for name in ranks[0].keys() | other.keys():
                 if other.get(name) != ranks[0].get(name):
@@ -122,20 +128,29 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), str(tensor.dtype), int((bits * places).sum())
 
 
-def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """As the class's own, whose ranks draw the same tokens."""
-    given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
-    config = given.get("generation_config") or model.generation_config
-    if kwargs.get("do_sample", getattr(config, "do_sample", False)):
-        numbers = torch.get_rng_state()
-        if state.device_type != "cpu":
-            numbers = torch.cat((numbers, torch.get_device_module(state.device_type).get_rng_state()))
-        if len(set(gather(_mark(numbers), state.tp_process_group))) > 1:
-            raise ConfigError(
-                "generate(do_sample=True): the ranks of a tensor-parallel group would draw different tokens: "
-                "torch.manual_seed() with the same number on all of them before it"
-            )
-    return type(model).generate(model, *args, **kwargs)
+@dataclass(frozen=True)
+class _Generate:
+    """``generate`` as the class's own, whose ranks draw the same tokens.
+
+    Attributes:
+        group: the ranks of the model.
+    """
+
+    group: Group
+
+    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
+        config = given.get("generation_config") or model.generation_config
+        if kwargs.get("do_sample", getattr(config, "do_sample", False)):
+            numbers, device = torch.get_rng_state(), model.device.type
+            if device != "cpu":
+                numbers = torch.cat((numbers, torch.get_device_module(device).get_rng_state()))
+            if len(set(gather(_mark(numbers), self.group.process_group))) > 1:
+                raise ConfigError(
+                    "generate(do_sample=True): the ranks of a tensor-parallel group would draw different tokens: "
+                    "torch.manual_seed() with the same number on all of them before it"
+                )
+        return type(model).generate(model, *args, **kwargs)
 
 
 @dataclass(frozen=True)

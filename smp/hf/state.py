@@ -7,6 +7,7 @@ outside of ``smp/hf`` reads it.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.config.layout import Layout
 from smp.config.schema import ConfigError
 from smp.hf.settings import DEGREES, NO_EFFECT, Settings, layout_of, read
+from smp.parallel import shared_memory
 from smp.parallel.agree import gather, on_all_or_none
 from smp.parallel.context import ParallelContext, build_context
 
@@ -265,7 +267,7 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     settings, unused = on_all_or_none(lambda: read(config, state._set_before), ConfigError, "smp.init")
     _check_same(settings)
     layout = layout_of(settings, dist.get_world_size())
-    state._made = settings, build_context(layout, device_type)
+    state._made = settings, build_context(layout, device_type, tp_backend=_tp_backend(layout.tp, device_type))
     state._ranker = _make_ranker(layout)
     if dist.get_rank() == 0:
         print(
@@ -287,6 +289,15 @@ def _check_same(settings: Settings) -> None:
         for key, value in other.items():
             if value != ranks[0][key]:
                 raise ConfigError(f"smp.init: {key} is {ranks[0][key]} on rank 0 and {value} on rank {rank}")
+
+
+def _tp_backend(tp: int, device_type: str) -> str | None:
+    """Of the tensor-parallel groups: on CPUs of one machine the memory that their ranks share, instead of gloo."""
+    if tp == 1 or device_type != "cpu" or "gloo" not in str(dist.get_backend_config()):
+        return None
+    hosts = gather(socket.gethostname())
+    together = all(len(set(hosts[first : first + tp])) == 1 for first in range(0, len(hosts), tp))
+    return shared_memory.NAME if together else None
 
 
 def _use_own_gpu() -> None:

@@ -7,7 +7,6 @@ Hugging Face's names and global shapes. All is decided (:mod:`smp.hf.plan`) befo
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import adapters, attention, context, experts, guards, products, sequence, trainer, weights
+from smp.hf import adapters, attention, context, experts, guards, optimizers, products, sequence, trainer, weights
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
 from smp.hf.loss import install as install_loss
@@ -138,7 +137,7 @@ def _decide(
     experts.check_config(adapters.base_of(model)[0], config)
     check_untouched(model)
     context.check(model, cp_comm_type)
-    _check_optimizers(model)
+    optimizers.refuse_built(model)
     _check_device(model, device, from_rank0)
     if tp.size == 1:
         adapters.check(model)  # saved as with several ranks
@@ -224,25 +223,3 @@ def _check_device(model: nn.Module, device: torch.device | str | None, from_rank
             raise ConfigError(
                 f"{name} is on {parameter.device.type}, smp.init chose {wanted}: transform(device={wanted!r})"
             )
-
-
-def _check_optimizers(model: nn.Module) -> None:
-    """An optimizer that has the parameters which are about to be replaced would train nothing, and say nothing."""
-    ours = {id(parameter) for parameter in model.parameters()}
-    if _optimizer_with(ours):
-        gc.collect()  # a dropped optimizer lives on in reference cycles
-        if kind := _optimizer_with(ours):
-            raise ConfigError(
-                f"{kind} was built with this model's parameters, which transform replaces: build the optimizer after "
-                "transform and fully_shard"
-            )
-
-
-def _optimizer_with(parameters: set[int]) -> str:
-    """The class of a living optimizer that has one of them, or nothing."""
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.optim.Optimizer):
-            for group in getattr(thing, "param_groups", ()):
-                if any(id(parameter) in parameters for parameter in group["params"]):
-                    return type(thing).__name__
-    return ""

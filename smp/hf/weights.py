@@ -105,8 +105,9 @@ def _place_in(mesh: DeviceMesh) -> int:
 
 def install(model: nn.Module) -> None:
     """Give ``model`` a ``load_state_dict`` that takes whole tensors and a ``save_pretrained`` that gathers."""
+    for module in model.modules():  # any of which may be loaded by itself
+        module.register_load_state_dict_pre_hook(_cut_whole_tensors)
     for face in faces_of(model):
-        face.register_load_state_dict_pre_hook(_cut_whole_tensors)
         if hasattr(face, "resize_token_embeddings"):
             face.resize_token_embeddings = _refuse_resize
         if hasattr(face, "save_pretrained"):
@@ -118,6 +119,8 @@ def _refuse_resize(*_: Any, **__: Any) -> None:
 
 
 def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    if all(isinstance(tensor, DTensor) for tensor in state_dict.values()):
+        return  # those around this module have cut them
     if root_of(module) is not None or not any(isinstance(p, DTensor) for p in module.parameters()):
         return  # FSDP1 cuts what it loads
     for name, own in module.state_dict(prefix=prefix, keep_vars=True).items():

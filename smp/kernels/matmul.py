@@ -135,8 +135,9 @@ class _Linear(torch.autograd.Function):
 
 def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     bias = None if bias is None else bias.contiguous()  # oneDNN takes its numbers as they lie
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, _apart(weight), bias, "none", [], "")
-    return y
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), _apart(weight), bias, "none", [], "")
+    # As F.linear's, its result is nobody's view: FSDP2 warns of modules that return one.
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
 
 def _apart(matrix: torch.Tensor) -> torch.Tensor:

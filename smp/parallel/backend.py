@@ -46,8 +46,8 @@ NAME = "smp"
 """What init_process_group and new_group take, once this module is imported."""
 TOPOLOGY = "SMP_NETWORK_TOPOLOGY"
 """Environment variable: a file as of --network-topology. Its ranks are those of the default group."""
-_DIVIDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_ADDED = (*_DIVIDED, torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+DIVIDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_ADDED = (*DIVIDED, torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """What torch adds on a CPU. A rank that has nothing to add would else wait for one that failed."""
 
 
@@ -105,7 +105,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Any:
         """In place; a sum or an average of one tensor is hierarchical."""
-        opts = _options(dist.AllreduceOptions, opts, more)
+        opts = options_of(dist.AllreduceOptions, opts, more)
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         way = self.network.way("all-reduce", given[0])
         # What no schedule can do is left to gloo and counted there.
@@ -117,20 +117,20 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n) of every rank -> (n x ranks)."""
-        opts, given = _options(AllgatherOptions, opts, more), _resolved(given)
+        opts, given = options_of(AllgatherOptions, opts, more), _resolved(given)
         way = self.network.way("all-gather", output)
-        fits = _alike_on_cpu(output, given) and output.numel() == self.size() * given.numel()
+        fits = alike_on_cpu(output, given) and output.numel() == self.size() * given.numel()
         if way.route is None or not fits:
             return self._inner("all-gather", given)._allgather_base(output, given, opts)
         self.counts["hierarchical all-gather"] += 1
         running = self.network.all_gather(output.view(-1), given.view(-1), way)
-        return running.work([output], timeout=_limit(opts))
+        return running.work([output], timeout=limit_of(opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n x ranks) of every rank -> (n) of the sum."""
-        opts, given = _options(dist.ReduceScatterOptions, opts, more), _resolved(given)
+        opts, given = options_of(dist.ReduceScatterOptions, opts, more), _resolved(given)
         way = self.network.way("reduce-scatter", given)
-        fits = _alike_on_cpu(output, given) and given.numel() == self.size() * output.numel()
+        fits = alike_on_cpu(output, given) and given.numel() == self.size() * output.numel()
         if way.route is None or not fits or not _is_summed(given, opts.reduceOp):
             return self._inner("reduce-scatter", given)._reduce_scatter_base(output, given, opts)
         self.counts["hierarchical reduce-scatter"] += 1
@@ -141,13 +141,13 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, **more: Any) -> Any:
         """Several, one after the other; functional collectives and DTensor call this with one."""
-        opts = _options(AllgatherOptions, opts, more)
+        opts = options_of(AllgatherOptions, opts, more)
         works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return _all_of(works, list(outputs))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, **more: Any) -> Any:
         """Likewise."""
-        opts = _options(dist.ReduceScatterOptions, opts, more)
+        opts = options_of(dist.ReduceScatterOptions, opts, more)
         works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return _all_of(works, list(outputs))
 
@@ -165,7 +165,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         average = opts.reduceOp == dist.ReduceOp.AVG
         # An average is the sum, divided once at the end.
         divide = (lambda: result.div_(self.size())) if average else (lambda: None)
-        return running.work(tensors, divide, _limit(opts))
+        return running.work(tensors, divide, limit_of(opts))
 
     def _inner(self, what: str, tensor: torch.Tensor) -> Any:
         """The backend of the tensor's device; of one without a backend (meta) what torch does there."""
@@ -230,7 +230,7 @@ def _check_alike(problems: Sequence[str], files: Sequence[Sequence[Any]]) -> Non
         )
 
 
-def _options(kind: Any, opts: Any, more: dict[str, Any]) -> Any:
+def options_of(kind: Any, opts: Any, more: dict[str, Any]) -> Any:
     """Callers pass options, or in their place an operation and a timeout."""
     if isinstance(opts, kind):
         return opts
@@ -243,19 +243,17 @@ def _options(kind: Any, opts: Any, more: dict[str, Any]) -> Any:
     return made
 
 
-def _limit(opts: Any) -> timedelta | None:
+def limit_of(opts: Any) -> timedelta | None:
     """The timeout of one call; None: that of the group, for which torch has a negative number."""
     return opts.timeout if opts.timeout > timedelta(0) else None
 
 
 def _is_summed(tensor: torch.Tensor, op: Any) -> bool:
     """Whether a schedule can do it: sums of what can be added, averages of what can be divided."""
-    return (op == dist.ReduceOp.SUM and tensor.dtype in _ADDED) or (
-        op == dist.ReduceOp.AVG and tensor.dtype in _DIVIDED
-    )
+    return (op == dist.ReduceOp.SUM and tensor.dtype in _ADDED) or (op == dist.ReduceOp.AVG and tensor.dtype in DIVIDED)
 
 
-def _alike_on_cpu(*tensors: torch.Tensor) -> bool:
+def alike_on_cpu(*tensors: torch.Tensor) -> bool:
     """Whether they are contiguous, on the CPU, and of one dtype; gloo refuses several."""
     dtype = tensors[0].dtype
     return all(_is_plain(t) and t.is_contiguous() and t.dtype == dtype for t in tensors)

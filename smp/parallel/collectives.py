@@ -43,6 +43,15 @@ class Group:
             raise ValueError(f"a one-dimensional mesh is needed, got dimensions {mesh.mesh_dim_names}")
         return Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group itself, not for compiled code."""
+        # Here and not above: a private name, which a torch without distributed does not have.
+        from torch._C._distributed_c10d import _resolve_process_group
+
+        name: Any = self.name  # of a type of its own in torch 2.13
+        return _resolve_process_group(name)
+
 
 def start_all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Begin a sum over the group. The result must go through :func:`wait` before use."""
@@ -93,11 +102,10 @@ def start_shift(x: torch.Tensor, group: Group, distance: int) -> torch.Tensor:
 def _start_to_and_from(x: torch.Tensor, group: Group, to: int, source: int) -> torch.Tensor:
     """The same over gloo, receive first. Its all-to-all sends first, so that the word that a rank is ready to receive
     may queue behind all that it sends: a slow link then carries one direction at a time."""
-    # Here and not above: private names, which a torch without distributed does not have, and only shifts need them.
-    from torch._C._distributed_c10d import _register_work, _resolve_process_group
+    # Here and not above: a private name, which a torch without distributed does not have.
+    from torch._C._distributed_c10d import _register_work
 
-    name: Any = group.name  # of a type of its own in torch 2.13
-    members, received = _resolve_process_group(name), torch.empty_like(x)
+    members, received = group.process_group, torch.empty_like(x)
     works = members.recv([received], source, SHIFT_TAG), members.send([x], to, SHIFT_TAG)
     for work in works:
         _register_work(received, work)
@@ -138,8 +146,8 @@ def _own_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _all_gather_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
-    # An all-gather puts parts one behind the other along dim 0, so columns go there and back.
-    return _all_gather(x.movedim(-1, 0), group).movedim(0, -1)  # (..., width x size)
+    parts = _all_gather(x.unsqueeze(0), group)  # (size, ..., width)
+    return parts.movedim(0, -2).flatten(-2)  # (..., size x width), in memory as it is read
 
 
 def _all_reduce_fp32(x: torch.Tensor, group: Group) -> torch.Tensor:

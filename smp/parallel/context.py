@@ -21,8 +21,10 @@ Nothing above this file looks up a mesh dimension by its name.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -181,6 +183,7 @@ def build_context(
     sequence_parallel: bool = False,
     heads_group: int = 1,
     replica_backend: str | None = None,
+    tp_backend: str | None = None,
 ) -> ParallelContext:
     """The context of this rank for ``layout`` over all ranks of the default process group.
 
@@ -192,14 +195,16 @@ def build_context(
         heads_group: neighbours of a ``cp`` group that exchange heads while keys travel between such groups; with 1, or
             all of them, there is one kind of exchange.
         replica_backend: of the groups that sum gradients over replicas; None: the device's.
+        tp_backend: of the groups that share every matrix; None: the device's.
     """
+    backends = {"dp_replicate": replica_backend, "tp": tp_backend}
     sizes = [int(getattr(layout, name)) for name in MESH_DIMS]
     pp, replicas, shard, cp, tp = sizes
     # Numbers of processes in the order of the dimensions, tp fastest: views of this one tensor give all groups.
     ranks = torch.arange(math.prod(sizes))
     names: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
     # dp_shard and cp are one dimension here, because FSDP shards over both.
-    dense = _mesh(ranks.view(pp, replicas, shard * cp, tp), names, device_type, timeout, replica_backend)
+    dense = _mesh(ranks.view(pp, replicas, shard * cp, tp), names, device_type, timeout, backends)
     cp_mesh, exchange = _cp_meshes(ranks, cp, tp, heads_group, device_type, timeout)
     ep = ep_tp = expert_fsdp = None
     if layout.ep > 1 or layout.expert_tp < tp:
@@ -207,7 +212,7 @@ def build_context(
         # of these ranks shards each expert.
         shape = (pp, replicas, layout.expert_shard, layout.ep, layout.expert_tp)
         names = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
-        expert = _mesh(ranks.view(shape), names, device_type, timeout, replica_backend)
+        expert = _mesh(ranks.view(shape), names, device_type, timeout, backends)
         ep, ep_tp, expert_fsdp = expert["ep"], expert["ep", "tp"], _sharding(expert, "expert_shard")
     return ParallelContext(
         tp=dense["tp"],
@@ -256,13 +261,13 @@ def _mesh(
     names: tuple[str, ...],
     device_type: str,
     timeout: timedelta | None,
-    replica_backend: str | None = None,
+    backends: Mapping[str, str | None] = MappingProxyType({}),
 ) -> DeviceMesh:
     groups = []
     for dim, name in enumerate(names):
         # FSDP2 has no hook for its all-reduce over replicas, so that group gets a backend of its own.
-        sums_replicas = name == "dp_replicate" and ranks.size(dim) > 1
-        groups.append(_make_group(ranks, dim, timeout, replica_backend if sums_replicas else None))
+        backend = backends.get(name) if ranks.size(dim) > 1 else None
+        groups.append(_make_group(ranks, dim, timeout, backend))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 

@@ -134,6 +134,7 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     smp.init({"tensor_parallel_degree": 2})
     alone = build("Llama").eval()
     model = smp.transform(copy.deepcopy(alone)).eval()
+    unused = copy.deepcopy(model)
     ids = batch(1)["input_ids"][1:]
     _refused("input_ids differs between ranks 0 and 1", lambda: copy.deepcopy(model)(input_ids=ids + rank))
     _refused("labels differs between ranks 0 and 1", lambda: copy.deepcopy(model)(input_ids=ids, labels=ids + rank))
@@ -160,12 +161,55 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     chunked = smp.transform(build("Llama"), loss="chunked")
     _refused("create_graph=True: a transformed model has first", lambda: _second_derivative(chunked, ids))
     _refused("without return_dict=False", lambda: model(input_ids=ids, output_attentions=True, return_dict=False))
-    return {
+    for kind in (torch.optim.Adafactor, transformers_adafactor):
+        _refused(
+            "Adafactor divides by means over the rows", lambda kind=kind: _step_of(kind, copy.deepcopy(model), ids)
+        )
+    _parts_load_whole_tensors(copy.deepcopy(model), alone)
+    found = {
         "subclass": _losses_of_a_subclass(),
         "scores": [_scores(family) for family in ("Llama, one key/value head, tied", "Phi 3")],
         "dropout": _with_dropout(),
         "texts": bool(torch.equal(*texts)),
+        "through memory": smp.state.tp_process_group.counts["memory all-reduce"],
     }
+    _after_another_init(unused, alone, ids, rank)
+    return found
+
+
+def transformers_adafactor(parameters: Any, lr: float) -> Any:
+    from transformers import Adafactor
+
+    return Adafactor(parameters, lr=lr, relative_step=False, scale_parameter=False)
+
+
+def _step_of(kind: Callable[..., Any], model: Any, ids: torch.Tensor) -> None:
+    optimizer = kind(model.parameters(), lr=1e-2)
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def _parts_load_whole_tensors(model: Any, alone: Any) -> None:
+    """The model without its head, a layer, a matrix: each by itself."""
+    for name in ("model", "model.layers.1", "model.layers.0.mlp.down_proj"):
+        part, whole = model.get_submodule(name), alone.get_submodule(name)
+        doubled = {key: 2 * tensor for key, tensor in whole.state_dict().items()}
+        part.load_state_dict(doubled)
+        assert all(torch.equal(own.full_tensor(), doubled[key]) for key, own in part.named_parameters()), name
+        part.load_state_dict(whole.state_dict())
+
+
+def _after_another_init(model: Any, alone: Any, ids: torch.Tensor, rank: int) -> None:
+    """A model keeps its ranks, whatever is divided anew."""
+    smp.state.reset()
+    expected = alone(ids).logits
+    assert float((copy.deepcopy(model)(ids).logits - expected).abs().max()) <= 1e-5
+    smp.init({"tensor_parallel_degree": 1})
+    other = copy.deepcopy(model)
+    _refused("input_ids differs between ranks 0 and 1", lambda: other(input_ids=ids + rank))
+    torch.manual_seed(rank)
+    _refused("would draw different tokens", lambda: other.generate(ids, max_new_tokens=6, do_sample=True))
+    assert float((model(ids).logits - expected).abs().max()) <= 1e-5
 
 
 def _seeded(make: Callable[[], Any]) -> Any:
@@ -177,4 +221,5 @@ def test_unlike_the_examples() -> None:
     for found in run_distributed(_unlike, 2):
         assert max(found["subclass"].values()) <= 1e-5, found
         assert all(layers == 2 and error <= 1e-6 for layers, error in found["scores"]), found
+        assert found["through memory"] > 0  # not over gloo
         assert found["texts"] and found["dropout"] <= 1e-6, found

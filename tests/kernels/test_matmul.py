@@ -178,6 +178,15 @@ def test_torchs_own_counter_of_flops_sees_it() -> None:
     assert counter.get_total_flops() == 3 * 2 * 128 * 256 * 160
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_result_is_nobodys_view(grad: bool) -> None:
+    """Or FSDP2 warns of every module that returns it."""
+    x, weight = draw(2, 128, 256).requires_grad_(grad), draw(688, 256)
+    with Operators() as operators:
+        assert not linear(x, weight)._is_view()
+    assert operators.products() == {"oneDNN"}
+
+
 def test_leading_dimensions_are_rows() -> None:
     x, weight, bias = draw(4, 16, 4, 256), draw(160, 256), draw(160)
     found, exact = all_of(linear, x, weight, bias), all_of(F.linear, x.double(), weight.double(), bias.double())

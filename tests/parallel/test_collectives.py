@@ -53,3 +53,20 @@ def test_backward_is_the_adjoint(products: dict[str, tuple[float, float]], name:
     left, right = products[name]
     assert left == pytest.approx(right, rel=1e-12)
     assert abs(left) > 1e-3
+
+
+def gathered_columns(rank: int, world: int) -> None:
+    import torch.distributed as dist
+
+    from smp.parallel.collectives import Group, gather_features
+
+    assert dist.group.WORLD is not None
+    group = Group(dist.group.WORLD.group_name, world, rank)
+    for shape in ((5,), (3, 5), (2, 3, 5)):
+        whole = torch.arange(float(torch.Size((*shape[:-1], world * 5)).numel())).view(*shape[:-1], world * 5)
+        found = gather_features(whole[..., 5 * rank : 5 * rank + 5], group)
+        assert torch.equal(found, whole) and found.is_contiguous()
+
+
+def test_gathered_columns_lie_in_memory_as_they_are_read() -> None:
+    run_distributed(gathered_columns, 3)
