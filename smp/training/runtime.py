@@ -152,12 +152,14 @@ class Watchdog:
     def _watch(self) -> None:
         reported = 0.0
         while not self._closed.wait(min(1.0, self._limit / 20)):  # well within the tenth that is left
+            # Before the time: who enters :meth:`ending` counts anew and then sets it.
+            thread = self._ending
             passed = time.monotonic() - self._last
             # Once for each standstill.
             if passed > self._limit and reported != self._last:
                 reported = self._last
                 print(f"{self._title} {self._limit:.0f} s; its stacks:", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(file=sys.stderr)
-            if passed > self._patience and self._end is not None and (thread := self._ending):
+            if thread and passed > self._patience and self._end is not None:
                 where = function_of_thread(thread)
                 self._end(f"{where} failed: no answer and no error for {passed:.0f} s, so this process ends; {LOST}")
