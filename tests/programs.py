@@ -28,6 +28,7 @@ def run_program(
     launcher: bool | None = None,
     timeout: float = 200.0,
     grace: float = 5.0,
+    port: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``program`` in ``folder``; returns the first exit code that is not 0, and what all ranks printed.
 
@@ -39,13 +40,14 @@ def run_program(
         launcher: whether to set what torchrun sets. Default: only for more than one process.
         timeout: seconds until all processes are killed.
         grace: seconds that the others have after the first failed, as they may have something to say.
+        port: of a store on this machine; None: one is made where there are several processes.
     """
     command = [str(program), *map(str, words)]
     # The store that torchrun gives its ranks: a free port that one of them opens later may be taken by then.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if launcher or processes > 1 else None
+    wanted = port is None and (launcher or processes > 1)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if wanted else None
     with tempfile.TemporaryDirectory() as logs:
-        port = store.port if store is not None else None
-        common = processes, port, dict(os.environ), str(folder), logs, command
+        common = processes, port if store is None else store.port, dict(os.environ), str(folder), logs, command
         workers = [forkserver().Process(target=_run, args=(rank, *common)) for rank in range(processes)]
         for worker in workers:
             worker.start()

@@ -5,10 +5,11 @@
 
 For each number of nodes: bytes that cross a node's uplink and seconds of all gathers of weights (bf16, for the forward
 and for the backward pass) and reductions of gradients (fp32) of one micro-batch. Full sharding by flat rings, by
-hierarchical collectives (the best way for each size, which --data-parallel-collectives auto takes), these with
-secondary shards (hpZ: --zero-hpz-partition-size of all ranks of a node), and hybrid sharding within nodes with a sum
-over replicas. A unit is a layer, or embedding and output layer. Nothing is overlapped with
-computation here. It is the model of docs/collectives.md; nothing is run.
+hierarchical collectives (for each size the way that --data-parallel-collectives auto takes by its formula, but never a
+flat one), these with secondary shards (hpZ: --zero-hpz-partition-size of all ranks of a node), and hybrid sharding
+within nodes with a sum over replicas. A unit is a layer, or embedding and output layer; of the largest one the table says how its gather runs:
+round all nodes (ring) or straight to each (mesh), in how many chunks. Nothing is overlapped with computation here. It
+is the formula of docs/collectives.md; nothing is run.
 
 Beside what was measured, by the tables that benchmarks/collectives.py printed into a file (from 1 MiB on; each run's
 rate as the uplink's, and the same other numbers for all):
@@ -34,7 +35,7 @@ from smp.config.resolve import resolve_model
 from smp.models.arithmetic import count_parameters
 from smp.models.inventory import block_parameters
 from smp.models.presets import PRESETS
-from smp.parallel.network.cost import FLAT, Way, flat_ring, least_chunks, two_levels, ways
+from smp.parallel.network.cost import FLAT, Way, flat_ring, least_chunks, two_levels, ways, weight
 from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Link, Links, Topology
 
@@ -88,7 +89,7 @@ def hierarchical(
 
     def best(kind: Kind, size: int) -> tuple[float, Way]:
         tried = [(two_levels(kind, network, links, size, way), way) for way in ways(network, size // network.size)]
-        return min(tried, key=lambda pair: pair[0])
+        return min(tried, key=lambda pair: pair[0] * weight(pair[1], network))
 
     seconds = _total(between, lambda kind, size: best(kind, size)[0])
     seconds += _total(again, lambda kind, size: flat_ring(kind, within, links, size, gloo=gloo))
@@ -147,7 +148,7 @@ def table(given: Any) -> str:
         f"{given.model}, {sum(units):,} parameters; nodes of {each}, uplink {given.between_gbit:g} Gbit/s, "
         f"inside {given.inside_gbit:g} Gbit/s of a rank; seconds of a micro-batch, GB that a node sends",
         "",
-        "nodes | ranks  | flat s    GB    | hierarchical s    GB    gain  largest gather           |   hpZ s     GB | "
+        "nodes | ranks  | flat s    GB    | hierarchical s    GB    gain  largest gather  |   hpZ s     GB | "
         "hybrid s    GB",
     ]
     for nodes in given.nodes:
@@ -157,10 +158,16 @@ def table(given: Any) -> str:
         kept, _ = hierarchical(units, network, links, secondary=True, gloo=gloo)
         lines.append(
             f"{nodes:>5} | {network.size:>6} | {ring.seconds:>6.3f} {ring.uplink / 1e9:>7.2f} | "
-            f"{best.seconds:>14.3f} {best.uplink / 1e9:>7.2f} {ring.seconds / best.seconds:>6.2f}  {way!s:<24.24} | "
+            f"{best.seconds:>14.3f} {best.uplink / 1e9:>7.2f} {ring.seconds / best.seconds:>6.2f}  {_in_words(way):<15} | "
             f"{kept.seconds:>7.3f} {kept.uplink / 1e9:>6.2f} | {inside.seconds:>8.3f} {inside.uplink / 1e9:>6.2f}"
         )
     return "\n".join(lines)
+
+
+def _in_words(way: Way) -> str:
+    if way.route is None:
+        return "flat"
+    return f"{way.route}, {way.chunks} chunk{'' if way.chunks == 1 else 's'}"
 
 
 def measured_table(text: str, links_at: Callable[[float], Links]) -> str:

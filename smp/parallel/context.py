@@ -21,10 +21,10 @@ Nothing above this file looks up a mesh dimension by its name.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -184,6 +184,7 @@ def build_context(
     heads_group: int = 1,
     replica_backend: str | None = None,
     tp_backend: str | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> ParallelContext:
     """The context of this rank for ``layout`` over all ranks of the default process group.
 
@@ -196,6 +197,7 @@ def build_context(
             all of them, there is one kind of exchange.
         replica_backend: of the groups that sum gradients over replicas; None: the device's.
         tp_backend: of the groups that share every matrix; None: the device's.
+        progress: called when one more group has been made; thousands of ranks have thousands of groups.
     """
     backends = {"dp_replicate": replica_backend, "tp": tp_backend}
     sizes = [int(getattr(layout, name)) for name in MESH_DIMS]
@@ -204,15 +206,16 @@ def build_context(
     ranks = torch.arange(math.prod(sizes))
     names: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
     # dp_shard and cp are one dimension here, because FSDP shards over both.
-    dense = _mesh(ranks.view(pp, replicas, shard * cp, tp), names, device_type, timeout, backends)
-    cp_mesh, exchange = _cp_meshes(ranks, cp, tp, heads_group, device_type, timeout)
+    make = partial(_mesh, device_type=device_type, timeout=timeout, backends=backends, progress=progress)
+    dense = make(ranks.view(pp, replicas, shard * cp, tp), names)
+    cp_mesh, exchange = _cp_meshes(ranks, cp, tp, heads_group, make)
     ep = ep_tp = expert_fsdp = None
     if layout.ep > 1 or layout.expert_tp < tp:
         # Neighbours within dp_shard x cp (x tp, but for those that cut an expert) hold different experts; what is left
         # of these ranks shards each expert.
         shape = (pp, replicas, layout.expert_shard, layout.ep, layout.expert_tp)
         names = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
-        expert = _mesh(ranks.view(shape), names, device_type, timeout, backends)
+        expert = make(ranks.view(shape), names)
         ep, ep_tp, expert_fsdp = expert["ep"], expert["ep", "tp"], _sharding(expert, "expert_shard")
     return ParallelContext(
         tp=dense["tp"],
@@ -232,18 +235,18 @@ def build_context(
 
 
 def _cp_meshes(
-    ranks: torch.Tensor, cp: int, tp: int, heads_group: int, device_type: str, timeout: timedelta | None
+    ranks: torch.Tensor, cp: int, tp: int, heads_group: int, make: Callable[..., DeviceMesh]
 ) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """``cp`` and ``cp_exchange`` of the context. The mesh of all parameters has no dimension for them: there dp_shard
     and cp are one, over which FSDP shards."""
     if cp == 1:
         return None, None
     slices = ranks.view(-1, cp, tp).movedim(-1, 0).reshape(-1, cp)  # a row: ranks with the same sequences
-    whole = _mesh(slices, ("slices", "cp"), device_type, timeout)["cp"]
+    whole = make(slices, ("slices", "cp"))["cp"]
     if not 1 < heads_group < cp:
         return whole, whole
     groups = slices.view(-1, cp // heads_group, heads_group)
-    return whole, _mesh(groups, ("slices", "p2p", "a2a"), device_type, timeout)["p2p", "a2a"]
+    return whole, make(groups, ("slices", "p2p", "a2a"))["p2p", "a2a"]
 
 
 def _group_of(mesh: DeviceMesh, dim: int) -> Group:
@@ -261,21 +264,26 @@ def _mesh(
     names: tuple[str, ...],
     device_type: str,
     timeout: timedelta | None,
-    backends: Mapping[str, str | None] = MappingProxyType({}),
+    backends: Mapping[str, str | None],
+    progress: Callable[[], None],
 ) -> DeviceMesh:
     groups = []
     for dim, name in enumerate(names):
         # FSDP2 has no hook for its all-reduce over replicas, so that group gets a backend of its own.
         backend = backends.get(name) if ranks.size(dim) > 1 else None
-        groups.append(_make_group(ranks, dim, timeout, backend))
+        groups.append(_make_group(ranks, dim, timeout, backend, progress))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def _make_group(
-    ranks: torch.Tensor, dim: int, timeout: timedelta | None, backend: str | None = None
+    ranks: torch.Tensor, dim: int, timeout: timedelta | None, backend: str | None, progress: Callable[[], None]
 ) -> dist.ProcessGroup:
     """Make the groups of ranks that differ in ``dim`` only; returns this rank's."""
     # Every process makes all groups of a dimension, in one order, as torch demands.
-    members = ranks.movedim(dim, -1).flatten(0, -2).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend=backend)
-    return group
+    own = None
+    for members in ranks.movedim(dim, -1).flatten(0, -2).tolist():
+        group = dist.new_group(members, timeout=timeout, backend=backend)
+        progress()
+        own = group if dist.get_rank() in members else own
+    assert own is not None, "each rank is in one of them"
+    return own

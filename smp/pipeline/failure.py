@@ -7,10 +7,12 @@ all say so, a link between them is.
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -50,6 +52,15 @@ def naming(where: str, *, function: bool = True, wrap: type[RuntimeError] = Pipe
 def _function(error: RuntimeError) -> str:
     """The innermost function of this package, such as clip_gradients."""
     # A traceback goes from the outermost to the innermost frame: the last one inside of this package is wanted.
+    return list(_of_this_package(traceback.walk_tb(error.__traceback__)))[-1]
+
+
+def function_of_thread(ident: int) -> str:
+    """The innermost function of this package that a thread is in just now."""
+    return next(_of_this_package(traceback.walk_stack(sys._current_frames()[ident])), "a function of another package")
+
+
+def _of_this_package(stack: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
     package = str(Path(__file__).parents[1])
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [code.co_qualname for code in codes if code.co_filename.startswith(package)][-1]
+    names = (frame.f_code.co_qualname for frame, _ in stack if frame.f_code.co_filename.startswith(package))
+    return (name.partition(".<locals>")[0] for name in names)  # not a comprehension in it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,6 +128,7 @@ class Workplace:
         kernels: what computes attention and the operations that have fused kernels.
         plan: of the pipeline; None: every rank has the whole model.
         offload: where activations of all models wait; None: on the device.
+        making_groups: entered while process groups are made, see :meth:`Watchdog.ending`.
     """
 
     context: ParallelContext
@@ -133,6 +136,7 @@ class Workplace:
     kernels: Kernels
     plan: Plan | None = None
     offload: Offload | None = None
+    making_groups: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def build_model(config: Config, place: Workplace) -> GPT:
@@ -166,7 +170,8 @@ def build_forward_backward(config: Config, place: Workplace, model: GPT) -> Forw
     """Through the pipeline, or without one by accumulation."""
     if place.plan is None:
         return Accumulation(model, config.parallel.data_parallel_sharding_strategy)
-    return Pipelined(config, place.plan, model, place.context, place.device, place.offload)
+    with place.making_groups():
+        return Pipelined(config, place.plan, model, place.context, place.device, place.offload)
 
 
 def batch_loader(

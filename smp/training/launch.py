@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,7 +22,7 @@ from smp.pipeline.failure import PipelineError, naming
 from smp.training.describe import describe
 from smp.training.process import Process, ended, leave_status, status_path, write_status
 from smp.training.run import Outcome, Run, RunParts
-from smp.training.runtime import StopSignal, report_once, start_process_group
+from smp.training.runtime import StopSignal, Watchdog, report_once, start_process_group
 from smp.training.settings import report, report_own
 from smp.training.trainer import TrainingError
 
@@ -40,10 +43,12 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     timeout, deterministic = parallel.distributed_timeout_minutes, config.training.deterministic_mode
     run: Run | None = None
     name = f"rank {process.rank} on {socket.gethostname()}"
+    watchdog = Watchdog(process, timeout, lambda why: _end(f"{name}: {why}", config, process))
     try:
         with naming(name, wrap=CollectiveError):
-            device = start_process_group(process, timeout, deterministic)
-            run = Run(make_parts(), process, device, StopSignal())
+            with watchdog.ending():
+                device = start_process_group(process, timeout, deterministic)
+            run = Run(make_parts(), process, device, StopSignal(), watchdog)
             # Before the first step: a file that cannot be written is said now, and not when training is over.
             path, iteration = status_path(config.logging), _iteration(run)
             running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
@@ -72,6 +77,7 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
             return 1  # without the others, who may wait in a collective
         raise
     finally:
+        watchdog.close()
         if run is not None:
             run.close(failed=outcome.status == "failed")
     _write_outcome(config, process, outcome, started=run is not None)
@@ -80,6 +86,15 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     if dist.is_initialized():
         dist.destroy_process_group()
     return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
+
+
+def _end(why: str, config: Config, process: Process) -> None:
+    """Say why and end, from a thread beside the one that is stuck in torch: nothing else would end this process."""
+    report_own(why, process.rank)
+    _write_outcome(config, process, Outcome("failed", why, 0), started=False, instead=process.rank != 0)
+    with contextlib.suppress(OSError):  # nobody may read it any more
+        sys.stdout.flush()
+    os._exit(1)
 
 
 def _last_barrier(name: str) -> str:

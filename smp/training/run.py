@@ -99,7 +99,14 @@ class Outcome:
 class Run:
     """Everything of one run, built in the order in which the parts need each other; the process group exists."""
 
-    def __init__(self, parts: RunParts, process: Process, device: torch.device, stop: StopSignal) -> None:
+    def __init__(
+        self,
+        parts: RunParts,
+        process: Process,
+        device: torch.device,
+        stop: StopSignal,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self.parts, self.config, self.process, self.device = parts, parts.config, process, device
         self.stopping = StopRules(self.config.training, stop)
         self.layout = Layout.from_config(self.config.parallel, process.world_size)
@@ -107,9 +114,10 @@ class Run:
         self._steps: deque[Step] = deque()  # issued, not yet accounted for
         # What is open is closed again, in reverse order, if a later part fails; else :meth:`close` does it.
         with contextlib.ExitStack() as opened:
-            self.watchdog = Watchdog(process, self.config.parallel.distributed_timeout_minutes)
+            self.watchdog = watchdog or Watchdog(process, self.config.parallel.distributed_timeout_minutes)
             opened.callback(self.watchdog.close)
-            self.context = self._build_context()
+            with self.watchdog.ending():
+                self.context = self._build_context()
             on_rank_zero(lambda: refuse_log_dir_in_use(self.config.logging), ConfigError)
             collectives = self.context.collectives
             # What the user has to know comes before what takes long.
@@ -154,6 +162,7 @@ class Run:
             sequence_parallel=parallel.sequence_parallel,
             heads_group=exchange_of(self.config, self.device.type).heads_group,
             replica_backend=backend.NAME if knows_nodes else None,
+            progress=self.watchdog.progress,
         )
         meshes = {"parameters": context.fsdp, "experts": context.expert_fsdp}
         coded = Quantization(parallel.zero_quantized_weights, parallel.zero_quantized_gradients)
@@ -188,7 +197,7 @@ class Run:
         offload = offload_of(config.parallel, copier_of(device))
         for line in describe_offload(config, device.type):
             self.say(line)
-        return Workplace(self.context, device, kernels, plan, offload)
+        return Workplace(self.context, device, kernels, plan, offload, self.watchdog.ending)
 
     def _build_trainer(self) -> Trainer:
         model, forward_backward, objective = self.parts.trainable(self.place, self.say, self.watchdog.progress)

@@ -10,16 +10,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from smp.pipeline.failure import LOST, function_of_thread
 from smp.training.host_memory import keep_freed_memory
 from smp.training.process import Process
 from smp.training.settings import report, report_own
 
+GRACE = 5.0
+"""Seconds that a timeout has at least to show as an error, on a busy machine too."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -105,11 +109,22 @@ class Watchdog:
 
     The process that hangs is not the one at fault: the ranks whose dumps show a collective wait for one that shows
     something else, or nothing.
+
+    Collectives end by themselves; what asks torch's store may not. Its client waits for answers without a time limit,
+    so where the link to the store is cut, or the process that keeps it has stopped, no error is raised. See
+    :meth:`ending`.
+
+    Args:
+        process: its rank is named.
+        timeout_minutes: of collectives.
+        end: ends the process, for this reason; None: nothing ends it.
     """
 
-    def __init__(self, process: Process, timeout_minutes: float) -> None:
+    def __init__(self, process: Process, timeout_minutes: float, end: Callable[[str], object] | None = None) -> None:
         self._title = f"rank {process.rank} of {process.world_size} has made no progress for"
-        self._limit = 0.9 * 60 * timeout_minutes
+        limit = 60 * timeout_minutes
+        self._limit, self._patience = 0.9 * limit, limit + max(GRACE, limit / 2)
+        self._end, self._ending = end, 0  # 0, or the thread that :meth:`ending` is called on
         self._last = time.monotonic()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -118,6 +133,18 @@ class Watchdog:
         """Something was finished: start counting anew."""
         self._last = time.monotonic()
 
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Inside, a standstill of half as much again as the timeout (at least of ``GRACE`` seconds more) ends the
+        process. Only for what torch itself should have ended by then, with progress told after each part of it."""
+        self.progress()
+        self._ending = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._ending = 0
+            self.progress()
+
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
@@ -125,8 +152,14 @@ class Watchdog:
     def _watch(self) -> None:
         reported = 0.0
         while not self._closed.wait(min(1.0, self._limit / 20)):  # well within the tenth that is left
+            # Before the time: who enters :meth:`ending` counts anew and then sets it.
+            thread = self._ending
+            passed = time.monotonic() - self._last
             # Once for each standstill.
-            if time.monotonic() - self._last > self._limit and reported != self._last:
+            if passed > self._limit and reported != self._last:
                 reported = self._last
                 print(f"{self._title} {self._limit:.0f} s; its stacks:", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(file=sys.stderr)
+            if thread and passed > self._patience and self._end is not None:
+                where = function_of_thread(thread)
+                self._end(f"{where} failed: no answer and no error for {passed:.0f} s, so this process ends; {LOST}")

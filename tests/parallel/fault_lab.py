@@ -20,6 +20,7 @@ from tests.programs import run_program
 PROGRAM = """
 import os, signal, subprocess, sys, time
 import pretrain_gpt
+from torch.distributed import distributed_c10d
 from smp.checkpoint import storage
 from smp.parallel.network import choose, measure
 from smp.parallel.network.group import NetworkGroup
@@ -55,6 +56,7 @@ counting(measure, "_shift", "measured")
 if os.environ["RANK"] == os.environ["VICTIM"] and (moment := os.environ["MOMENT"]):
     owner, name, when = {
         "rendezvous": (launch, "start_process_group", {}),
+        "meeting": (distributed_c10d, "_new_process_group_helper", {}),  # the store is there
         "groups": (run, "build_context", {}),
         "choice": (run, "choose_collectives", {}),
         "measurement": (measure, "_shift", {"measured": 14}),  # of bytes; the first twelve are of latency
@@ -65,13 +67,21 @@ if os.environ["RANK"] == os.environ["VICTIM"] and (moment := os.environ["MOMENT"
         "save": (storage, "write_file", {"steps": 2}),
     }[moment]
     losing(owner, name, **when)
-started, code = time.monotonic(), 1
-try:
-    code = pretrain_gpt.main(sys.argv[1:])
-finally:
+
+def say_end(code):
     sys.stdout.flush()
     # whole, whatever others print
     os.write(1, f"ended with {code} after {time.monotonic() - started:.1f} s\\n".encode())
+
+def leave(code, leave=os._exit):
+    say_end(code)
+    leave(code)
+
+started, code, os._exit = time.monotonic(), 1, leave
+try:
+    code = pretrain_gpt.main(sys.argv[1:])
+finally:
+    say_end(code)
     sys.exit(code)
 """
 """Moments after the start are in its second step, or after it."""
@@ -96,6 +106,7 @@ IN_A_SCHEDULE = (
 IN_A_FLAT_ONE = rf"rank {{1}} on \S+: {{0}} failed: .*; {LOST}"
 MOMENTS = {
     "rendezvous": (IN_A_FLAT_ONE, "start_process_group", ""),
+    "meeting": (IN_A_FLAT_ONE, "start_process_group", ""),
     "groups": (IN_A_FLAT_ONE, r"\w+", ""),
     "choice": (IN_A_FLAT_ONE, r"\w+", ""),
     "measurement": (IN_A_FLAT_ONE, "_shift", MEASURED),

@@ -74,14 +74,8 @@ def test_other_moments_and_rank_zero(victim: int, moment: str, tmp_path: Path, w
     assert lab.last_checkpoint(tmp_path) == whole(flags)
 
 
-# Ranks on the other node than torch's store wait in its client while groups are made, longer than its time limit.
-NOT_ENDED = pytest.param(
-    "groups", marks=pytest.mark.xfail(strict=True, reason="ranks 2 and 3 do not end by themselves")
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [NOT_ENDED if moment == "groups" else moment for moment in lab.MOMENTS])
+@pytest.mark.parametrize("moment", lab.MOMENTS)
 def test_a_cut_uplink_ends_all_ranks_with_the_place_and_a_new_start_goes_on(
     moment: str, tmp_path: Path, whole: Whole
 ) -> None:

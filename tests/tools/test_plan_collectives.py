@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from smp.models.presets import PRESETS
-from smp.parallel.network.cost import Way, flat_ring, simulated, two_levels
+from smp.parallel.network.cost import Policy, Way, flat_ring, simulated, two_levels
 from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Link, Links, Topology
 from tools.plan_collectives import main, units_of
@@ -27,6 +27,20 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(cells[3].split()[1]) == pytest.approx(sent / 2, abs=0.01)
     assert float(cells[4].split()[1]) == pytest.approx(sent * 6 / 8 / 2, abs=0.01), "one gather of two"
     assert float(cells[2].split()[0]) > float(cells[3].split()[0]) > float(cells[4].split()[0])
+
+
+def test_the_largest_gather_goes_the_way_that_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the formula, which alone decides for so many ranks; a mesh counts as 5 % slower than it is."""
+    given = "--between-latency-us 50 --inside-latency-us 3 --call-us 2 --add-gb 500 --nodes 2 64 256 512"
+    flags = f"--model llama3-8b --ranks-per-node 4 --between-gbit 10 --inside-gbit 100 {given}"
+    assert main(flags.split()) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.split("|")[0].strip().isdecimal()]
+    shown = [" ".join(row[3].split()[3:]) for row in rows]
+    links = Links(between=Link(50e-6, 1.25e9), inside=Link(3e-6, 12.5e9), call=2e-6, add=500e9)
+    size = 2 * max(units_of("llama3-8b"))
+    taken = [Policy(Topology.even(n, 4), links, allow_flat=False).way("all-gather", size) for n in (64, 256, 512)]
+    assert shown == ["mesh, 16 chunks", *(f"{way.route}, {way.chunks} chunks" for way in taken)]
+    assert [way.route for way in taken] == ["ring", "ring", "mesh"]
 
 
 def test_predictions_beside_measurements_are_those_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:

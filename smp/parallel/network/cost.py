@@ -110,6 +110,11 @@ def ways(topology: Topology, piece: int) -> Iterable[Way]:
                 yield Way("ring", chunks)
 
 
+def weight(way: Way, topology: Topology) -> float:
+    """What a predicted time is multiplied by where ways are compared."""
+    return MEETING if way.route == "mesh" and len(topology.nodes) > 2 else 1.0
+
+
 def least_chunks(topology: Topology, piece: int) -> Way:
     """A good way where links are not known: pieces of so many bytes in chunks of 256 KiB; round all nodes, unless
     there are but two or messages are so short that their latency counts."""
@@ -149,13 +154,10 @@ class Policy:
         if self.links is None:
             return least_chunks(self.topology, piece)
         tried = [*([FLAT] if self.allow_flat else []), *ways(self.topology, piece)]
-        tried.sort(key=lambda way: self._formula(kind, size, way) * self._weight(way))
+        tried.sort(key=lambda way: self._formula(kind, size, way) * weight(way, self.topology))
         sent = accumulate(messages(kind, self.topology, way) for way in tried)
         tried = [way for way, total in zip(tried, sent, strict=True) if total <= MESSAGES] or tried[:1]
-        return min(tried, key=lambda way: self.seconds(kind, size, way) * self._weight(way))
-
-    def _weight(self, way: Way) -> float:
-        return MEETING if way.route == "mesh" and len(self.topology.nodes) > 2 else 1.0
+        return min(tried, key=lambda way: self.seconds(kind, size, way) * weight(way, self.topology))
 
     def seconds(self, kind: Kind, size: int, way: Way) -> float:
         """Predicted."""
