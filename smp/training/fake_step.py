@@ -85,15 +85,17 @@ class StepMeasures:
 
 def gpu_kernels(config: Config) -> Kernels:
     """What a run would choose on a GPU. There is none to ask: FlashAttention is taken to be one that runs, with spans
-    instead of a mask, for which key/value heads are repeated."""
+    instead of a mask, for which key/value heads are repeated. PyTorch's RMSNorm is a kernel there, too, that keeps what
+    the one in Triton does; on a CPU it is made of operators in fp32."""
     model, parallel = config.model, config.parallel
     fused = parallel.kernels != "torch" and not parallel.compile
     masked = hides_tokens(model)
     grouped = (model.num_query_groups or model.num_attention_heads) < model.num_attention_heads and not masked
+    kernel = model.normalization == "RMSNorm" and not model.apply_layernorm_1p
     math = parallel.attention_backend == "math" or bool(scores_flag(model))
     return Kernels(
         cross_entropy="triton" if parallel.kernels != "torch" else "torch",
-        norm="triton" if fused and model.hidden_size <= LONGEST_ROW else "torch",
+        norm="triton" if kernel or (fused and model.hidden_size <= LONGEST_ROW) else "torch",
         swiglu="triton" if fused else "torch",
         rope="triton" if fused else "torch",
         router="triton" if parallel.kernels == "triton" else "torch",
