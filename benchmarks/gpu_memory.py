@@ -19,7 +19,6 @@ from timing import RESULTS, ROOT, Report
 
 from smp.config import Layout
 from smp.kernels import Kernels
-from smp.layers.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
 from smp.training.fake_step import StepMeasures, fake_gpu_step, fake_step
 from smp.training.settings import read_settings
@@ -49,7 +48,7 @@ def predicted(flags: str, device: str) -> StepMeasures:
     """A step of one process on tensors without data."""
     config = read_settings(shlex.split(flags), PRESETS, 1)
     if device == "cpu":
-        return fake_step(config, Layout(), Kernels(), CHUNK_BYTES[device])
+        return fake_step(config, Layout(), Kernels(), "cpu")
     return fake_gpu_step(config, Layout())
 
 

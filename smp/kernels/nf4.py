@@ -27,6 +27,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from smp.config.qlora import BLOCK, NESTED, nested_of_row, packed_row_bytes
 from smp.kernels.matmul import linear
@@ -48,17 +49,19 @@ def _dynamic_codes() -> tuple[float, ...]:
     """The 256 values of an 8-bit number with a growing exponent (Dettmers 2016, arXiv 1511.04561): 2^i means of equal
     steps between 0.1 and 1 at each power of ten, of both signs, and 0 and 1."""
     values = [0.0, 1.0]
-    for exponent in range(7):
-        bounds = torch.linspace(0.1, 1, 2**exponent + 1)
-        means = (10 ** (exponent - 6)) * (bounds[:-1] + bounds[1:]) / 2
-        values += [*means.tolist(), *(-means).tolist()]
+    with unset_fake_temporarily():  # a dry run's tensors have no numbers
+        for exponent in range(7):
+            bounds = torch.linspace(0.1, 1, 2**exponent + 1)
+            means = (10 ** (exponent - 6)) * (bounds[:-1] + bounds[1:]) / 2
+            values += [*means.tolist(), *(-means).tolist()]
     return tuple(sorted(values))
 
 
 @cache
 def _table(codes: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """On the device, once: a copy in each step would be one that the host waits for."""
-    return torch.tensor(codes, device=device)
+    with unset_fake_temporarily():  # what is kept outlives a dry run
+        return torch.tensor(codes, device=device)
 
 
 def _scaled(blocks: torch.Tensor, codes: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 
 from smp.config import Config, Layout
-from smp.layers.head import CHUNK_BYTES
 from smp.pipeline.actions import Action, Op
 from smp.pipeline.plan import Plan
 from smp.training.build import choose_backends
@@ -154,7 +153,6 @@ def recorded_step(config: Config, layout: Layout, plan: Plan | None = None) -> l
     # Without a cut: the fake step puts the exchange around attention itself.
     kernels, _ = choose_backends(config, UNCUT, torch.device("cpu"), documents=False)
     steps = [
-        fake_step(config, layout, kernels, CHUNK_BYTES["cpu"], plan, rank, make_meter=CallRecorder)
-        for rank in range(layout.pp)
+        fake_step(config, layout, kernels, "cpu", plan, rank, make_meter=CallRecorder) for rank in range(layout.pp)
     ]
     return [cast(Calls, step.counts.calls) for step in steps]

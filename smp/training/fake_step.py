@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -85,15 +85,17 @@ class StepMeasures:
 
 def gpu_kernels(config: Config) -> Kernels:
     """What a run would choose on a GPU. There is none to ask: FlashAttention is taken to be one that runs, with spans
-    instead of a mask, for which key/value heads are repeated."""
+    instead of a mask, for which key/value heads are repeated. PyTorch's RMSNorm is a kernel there, too, that keeps what
+    the one in Triton does; on a CPU it is made of operators in fp32."""
     model, parallel = config.model, config.parallel
     fused = parallel.kernels != "torch" and not parallel.compile
     masked = hides_tokens(model)
     grouped = (model.num_query_groups or model.num_attention_heads) < model.num_attention_heads and not masked
+    kernel = model.normalization == "RMSNorm" and not model.apply_layernorm_1p
     math = parallel.attention_backend == "math" or bool(scores_flag(model))
     return Kernels(
         cross_entropy="triton" if parallel.kernels != "torch" else "torch",
-        norm="triton" if fused and model.hidden_size <= LONGEST_ROW else "torch",
+        norm="triton" if kernel or (fused and model.hidden_size <= LONGEST_ROW) else "torch",
         swiglu="triton" if fused else "torch",
         rope="triton" if fused else "torch",
         router="triton" if parallel.kernels == "triton" else "torch",
@@ -109,7 +111,7 @@ def fake_gpu_step(config: Config, layout: Layout, plan: Plan | None = None, pp_r
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
-        return fake_step(config, layout, gpu_kernels(config), CHUNK_BYTES["cuda"], plan, pp_rank)
+        return fake_step(config, layout, gpu_kernels(config), "cuda", plan, pp_rank)
     finally:
         torch.backends.mkldnn.enabled = before
 
@@ -118,7 +120,7 @@ def fake_step(
     config: Config,
     layout: Layout,
     kernels: Kernels,
-    chunk_bytes: int,
+    device_type: Literal["cpu", "cuda"],
     plan: Plan | None = None,
     pp_rank: int = 0,
     make_meter: Callable[[Mapping[str, str]], Meter] = Meter,
@@ -134,12 +136,12 @@ def fake_step(
         config: resolved.
         layout: degrees of the mesh.
         kernels: of the run, for whole sequences; :func:`gpu_kernels`.
-        chunk_bytes: of fp32 logits, ``smp.layers.head.CHUNK_BYTES`` of the device.
+        device_type: whose chunks of logits, exchange of context parallelism and collectives (gloo's or NCCL's) it has.
         plan: of the pipeline.
         pp_rank: whose step.
         make_meter: from the groups' names. One that watches actions of a pipeline is its recorder.
     """
-    exchange = exchange_of(config, "cuda")  # the run's, which windows and chunks have a say in
+    exchange = exchange_of(config, device_type)  # the run's, which windows and chunks have a say in
     config = _plain(config)
     with _fake_group(layout, pp_rank * layout.world_size // layout.pp):
         context = build_context(
@@ -151,11 +153,12 @@ def fake_step(
             core = context_parallel_attention(kernels.attention, context.cp_exchange, exchange.kind)  # type: ignore[arg-type]
             kernels = replace(kernels, attention=_PlannedOnTheHost(core))
         meter = make_meter(_names(context))
+        meter.over_gloo = device_type == "cpu"
         copier = _Uncounted(meter)
         place = Workplace(context, _CPU, kernels, plan, offload_of(config.parallel, copier))
 
         def build(trained: bool) -> tuple[GPT, ForwardBackward]:
-            model = _built(config, place, chunk_bytes, trained=trained)
+            model = _built(config, place, CHUNK_BYTES[device_type], trained=trained)
             return model, build_forward_backward(config, place, model)
 
         model, passes = build(True)

@@ -70,10 +70,10 @@ def kept_per_token(
         norms = 6 if model.norm_placement == "sandwich" else 4
         elements = norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
         wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
-    small = 0  # elements of one byte
+    small = _widened_operands(config, b, q, k) if recompute == "none" else 0  # bytes, also elements of one byte
     if recompute == "none" and _keeps_in_8_bits(config):
         elements -= 2 * h_l
-        small = 2 * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
+        small += 2 * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
     if experts:
         row, inner = model.hidden_size * layout.expert_tp // tp, (model.moe_ffn_hidden_size or 0) // tp
         elements += model.moe_router_topk * (results * row + wide * inner)  # of the tokens of ranks that share experts
@@ -86,6 +86,17 @@ def kept_per_token(
     if layout.cp > 1:
         elements += _of_exchange(config, q, k, max(1, groups // tp), recompute)
     return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
+
+
+def _widened_operands(config: Config, b: int, q: int, k: int) -> int:
+    """Bytes per token that attention keeps more where scores are changed: query, key and value in fp32, key/value heads
+    once for each query head, in place of those in compute precision."""
+    return 4 * 3 * q - b * (q + 2 * k) if _changes_scores(config) else 0
+
+
+def _changes_scores(config: Config) -> bool:
+    """Whether attention is not a kernel's, and in fp32: with dropout its products stay in compute precision."""
+    return bool(scores_flag(config.model)) and config.model.attention_dropout == 0
 
 
 def _of_exchange(config: Config, q: int, k: int, groups: int, recompute: str) -> int:
@@ -164,8 +175,8 @@ def replayed_per_token(config: Config, layout: Layout, b: int, *, fused: bool, e
 def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool = False) -> int:
     """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of what
     it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and up, and the
-    product once more), without a gate 2 f. With experts of each of a token's k the row h, or 3 e when the row of the
-    result has gone."""
+    product once more), without a gate 2 f; where scores are changed, of scores and probabilities, values and output, in
+    fp32. With experts of each of a token's k the row h, or 3 e when the row of the result has gone."""
     model, tp, length = config.model, layout.tp, config.data.seq_length
     assert model.ffn_hidden_size is not None and model.kv_channels is not None and length is not None, "resolved before"
     split, wide = tp if config.parallel.sequence_parallel else 1, 4 if model.gated else 2
@@ -183,6 +194,10 @@ def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool
     if _keeps_in_8_bits(config):
         scores += mlp // 4  # the product in 8 bits, which the weight's gradient takes
     around = model.hidden_size // split + (model.hidden_size if split > 1 else 0)
+    if scores and _changes_scores(config):
+        # Gradients of probabilities and scores, values and the output. What the MLP keeps has gone by then.
+        attention = 4 * heads * (2 * length + 2 * width) - b * mlp // 2
+        return b * around + max(b * mlp, attention)
     return b * (around + max(mlp, 2 * (heads + groups) * width)) + scores
 
 

@@ -40,7 +40,7 @@ GPU).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smp.config import Config, Layout
 from smp.config.moe import has_experts
@@ -118,16 +118,28 @@ def estimate_memory(
         at_once = min(at_once, parallel.activation_loading_horizon)
     per_token, around = _activations_per_token(config, layout, b, share)
     backward = _backward_per_token(config, layout, b, share)
+    # Of losses that wait for their backward pass: the last norm's input, its gradient and the output matrix's.
+    of_a_loss = share.head * b * 2 * config.model.hidden_size * tokens // slices
+    if share.head and not share.scores and not weights.adapters:
+        of_a_loss += share.vocabulary * (1 + share.further) * b
     moments = Moments(
-        activations=int(tokens * (at_once * per_token + around + held * _rope_per_token(config))),
+        activations=int(tokens * (at_once * per_token + around + held * _rope_per_token(config)))
+        + (losses - 1) * of_a_loss,
         kept_by_block=int(tokens * per_token),
         kept_behind=share.head * tokens * b * 2 * config.model.hidden_size // slices,
         split=int(tokens * _split(config, layout, b, share, split, per_token, around, backward)),
-        logits=_logits(tokens, chunk_bytes, b, losses, share, trained=not weights.adapters),
+        logits=_logits(tokens, chunk_bytes, b, share, trained=not weights.adapters),
         backward=tokens * backward,
         **gathered_at_moments(config, layout, share, tuned, weights),
         **gradients_at_moments(config, layout, share, weights),
     )
+    most = moments.most
+    if layout.pp > 1 and held == len(share.parts) * _micro_batches(config, layout):
+        # All of the step have gone forward before any goes backward, whose gradients then find one fewer.
+        most = max(
+            replace(moments, waiting=0).most,
+            replace(moments, activations=moments.activations * (held - 1) // held).most,
+        )
     return MemoryEstimate(
         parameters=weights.parameters,
         gradients=weights.gradients,
@@ -137,7 +149,7 @@ def estimate_memory(
         activations=moments.activations,
         backward=moments.backward,
         logits=moments.logits,
-        most=moments.most,
+        most=most,
         secondary=weights.secondary,
     )
 
@@ -165,12 +177,18 @@ def tokens_of(config: Config, layout: Layout, tuned: Tuned) -> int:
     return tuned.rows * config.data.micro_batch_size * config.data.seq_length // layout.cp
 
 
-def _logits(tokens: int, chunk_bytes: int, b: int, losses: int, share: Share, *, trained: bool) -> int:
-    """Bytes of a chunk, and of what is kept of the output matrix's gradients, one for each loss."""
+def _micro_batches(config: Config, layout: Layout) -> int:
+    data = config.data
+    assert data.global_batch_size is not None, "resolved before"
+    return data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
+
+
+def _logits(tokens: int, chunk_bytes: int, b: int, share: Share, *, trained: bool) -> int:
+    """Bytes of a chunk, and of what is kept of the output matrix's gradients, of one loss."""
     if not share.head or share.scores:  # a score's matrix is one row
         return 0
     chunk = min(tokens, max(1, chunk_bytes // (4 * share.rows))) * share.rows * b
-    gradients = losses * (1 + share.further) * b + (4 if b < 4 else 0)
+    gradients = (1 + share.further) * b + (4 if b < 4 else 0)
     return chunk + (share.vocabulary * gradients if trained else 0)
 
 

@@ -35,6 +35,8 @@ _KINDS = (
     | dict.fromkeys(_REDUCE, "all-reduce")
     | {"send": "send", "alltoall_base_": "all-to-all", "all_to_all_single": "all-to-all"}
 )
+_COPIED_BY_GLOO = {"all-gather", "reduce-scatter"}
+"""Gloo works on a copy of the whole tensor (measured, torch 2.13); all-reduces and all-to-alls take theirs as it is."""
 _WAITS = {torch.ops._c10d_functional.wait_tensor}
 _FUSED = ("triton", "cuda", "apex")
 FREE = {"view", "t", "transpose", "detach", "permute", "as_strided", "slice", "alias", "expand", "unsqueeze", "split"}
@@ -91,13 +93,14 @@ class Meter(TorchDispatchMode):
         peaks: most bytes at once, by phase.
         counts: work and traffic since :meth:`start`.
         elsewhere_held: bytes that were made inside of :meth:`elsewhere`.
+        over_gloo: what gloo takes during a collective counts.
     """
 
     def __init__(self, groups: Mapping[str, str]) -> None:
         super().__init__()
         self.groups, self.held = groups, 0
         self.peaks: dict[str, int] = {}
-        self.counts = Counts()
+        self.counts, self.over_gloo = Counts(), False
         self._sizes: dict[int, int] = {}
         self._phase: str | None = None
         self.elsewhere_held, self._is_elsewhere, self._is_trial = 0, False, False
@@ -252,6 +255,8 @@ class Meter(TorchDispatchMode):
         whole = max(tensor.numel() * tensor.itemsize for tensor in tensors)
         if name == "all_gather_into_tensor":  # its output is not among its arguments
             whole *= size
+        if self.over_gloo and key[1] in _COPIED_BY_GLOO:
+            self._needed(whole)
         times = {"send": 1.0, "all-reduce": 2 * (size - 1) / size}.get(_KINDS[name], (size - 1) / size)
         entry.sent += times * whole
         self._sent(key, size, whole)

@@ -17,8 +17,7 @@ from smp.config.entry_points import FINETUNE
 from smp.config.finetune import fill_in
 from smp.config.schema import ObjectiveConfig
 from smp.convert.hf_config import resolved
-from smp.kernels import TORCH
-from smp.layers.head import CHUNK_BYTES
+from smp.kernels import TORCH, nf4
 from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
 from smp.training.describe import adapter_elements
@@ -36,7 +35,7 @@ EXPERTS = (
 
 def spread(flags: str, world: int) -> StepMeasures:
     config = read_settings(shlex.split(EXPERTS + flags), PRESETS, world)
-    return fake_step(config, Layout.from_config(config.parallel, world), TORCH, CHUNK_BYTES["cpu"])
+    return fake_step(config, Layout.from_config(config.parallel, world), TORCH, "cpu")
 
 
 def tuning(tmp_path: Path, objective: ObjectiveConfig | None = None, **lora: object) -> Config:
@@ -47,7 +46,7 @@ def tuning(tmp_path: Path, objective: ObjectiveConfig | None = None, **lora: obj
 
 
 def tried(config: Config, layout: Layout | None = None) -> StepMeasures:
-    return fake_step(config, layout or Layout(), TORCH, CHUNK_BYTES["cpu"])
+    return fake_step(config, layout or Layout(), TORCH, "cpu")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -89,6 +88,17 @@ def test_weights_in_4_bits_rest_in_4_bits(tmp_path: Path) -> None:
     packed = tried(tuning(tmp_path, **sizes, load_in_4bit=True, bnb_4bit_use_double_quant=False)).parameters
     linear = count_parameters(MODEL, 256).per_layer - 2 * MODEL.hidden_size
     assert plain - packed == pytest.approx(2 * linear * (2 - 0.5 - 4 / 64), rel=0.01)
+
+
+def test_a_table_of_4_bits_is_of_numbers_after_a_dry_run(tmp_path: Path) -> None:
+    """With double quantization, the default, whose codes are computed when they are first needed."""
+    nf4._dynamic_codes.cache_clear()
+    nf4._table.cache_clear()
+    step = tried(tuning(tmp_path, lora_rank=4, bf16=True, load_in_4bit=True))
+    single = tried(tuning(tmp_path, lora_rank=4, bf16=True, load_in_4bit=True, bnb_4bit_use_double_quant=False))
+    assert step.parameters > 0 and step.peak != single.peak
+    table = nf4._table(nf4._dynamic_codes(), torch.device("cpu"))
+    assert len(table) == 256 and table.tolist() == sorted(table.tolist())
 
 
 def test_a_reference_is_run_where_there_is_one(tmp_path: Path) -> None:

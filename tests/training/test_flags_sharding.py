@@ -37,7 +37,7 @@ STRATEGIES = ("optim_grads_params", "optim_grads", "optim")
 def measure(flags: str, world: int) -> StepMeasures:
     config = read_settings([*SMALL.split(), *flags.split()], PRESETS, world)
     kernels, _ = choose_backends(config, UNCUT, torch.device("cpu"), documents=False)
-    return fake_step(config, Layout.from_config(config.parallel, world), kernels, CHUNK_BYTES["cpu"])
+    return fake_step(config, Layout.from_config(config.parallel, world), kernels, "cpu")
 
 
 def calls(measures: StepMeasures, kind: str, group: str = "dp_shard") -> int:

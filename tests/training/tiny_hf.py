@@ -34,7 +34,9 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_model(folder: Path, kind: str = "llama", layers: int = 4, *, tied: bool = False, hidden: int = 32) -> None:
+def write_model(
+    folder: Path, kind: str = "llama", layers: int = 4, *, tied: bool = False, hidden: int = 32, positions: int = 64
+) -> None:
     """Random weights, large enough that every part of the model shows in the loss."""
     import transformers
 
@@ -78,7 +80,7 @@ def write_model(folder: Path, kind: str = "llama", layers: int = 4, *, tied: boo
             num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=64,
+            max_position_embeddings=positions,
             tie_word_embeddings=tied,
             bos_token_id=0,
             eos_token_id=2,
