@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from smp.kernels.matmul import add_weight_gradient, gradient_by_onednn, linear, linear_by_onednn
 from smp.kernels.registry import define
@@ -145,7 +146,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> tor
     y, start = x.new_empty(x.shape[0], weight.shape[1]), 0
     # Experts without rows are left out: a product of nothing still costs a launch.
     for expert, count in occupied(x, counts):
-        _times(x, start, count, weight[expert].t(), y.narrow(0, start, count))
+        _times(x, start, count, weight[expert].t(), y)
         start += count
     return y
 
@@ -163,9 +164,8 @@ def _input_gradient(
         return dx
     dx, start = grad.new_empty(grad.shape[0], weights[0].shape[2]), 0
     for expert, count in occupied(grad, counts):
-        own = dx.narrow(0, start, count)
         for i, (g, weight) in enumerate(zip(grads, weights, strict=True)):
-            _times(g, start, count, weight[expert], own, add=i > 0)
+            _times(g, start, count, weight[expert], dx, add=i > 0)
         start += count
     return dx
 
@@ -181,40 +181,65 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) 
     dw, start = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1]), 0
     # All experts here: one without rows has a gradient of zeros, which a product of nothing writes.
     for expert, count in enumerate(counts.tolist()):
-        _transposed_times(grad.narrow(0, start, count), x.narrow(0, start, count), dw[expert])
+        _transposed_times(grad, x, start, count, dw[expert])
         start += count
     return dw
 
 
-_ROWS_AT_ONCE = 32
-"""oneDNN makes code for each number of rows that it meets, and keeps it. Experts have other numbers in each step, so it
-gets multiples of this one, but for the last rows of all."""
+_LEAST = 32
+"""Rows of which a product takes about as long as one of a single row."""
 
 
-def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
-    """Write to ``out``, or add, the product of these rows of x. oneDNN may multiply a few rows behind them too."""
-    rows = x.narrow(0, start, min(-(-count // _ROWS_AT_ONCE) * _ROWS_AT_ONCE, x.shape[0] - start))
-    if linear_by_onednn(rows, matrix.t()):
-        y = linear(rows, matrix.t())[:count]
+def _few_numbers(count: int, x: torch.Tensor) -> int:
+    """``count`` or somewhat more: one of 16 numbers between a power of two and the next.
+
+    oneDNN makes code for each number of rows that it meets, which takes as long as several products, and keeps the last
+    1,024 that it made. Experts have other numbers of rows in each step: in a model of 64 experts a third of a step was
+    the making of code. (How many rows there are of all is no such number.)"""
+    step = 1 << max(count.bit_length() - 5, 0)
+    return count if count in (0, len(x)) else max(-(-count // step) * step, _LEAST)
+
+
+def _in_half(x: torch.Tensor) -> bool:
+    """Whether ``torch.mm`` takes oneDNN for it."""
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """So many rows of x, and zeros behind its last one."""
+    there = min(count, len(x) - start)
+    rows = x.narrow(0, start, there)
+    return rows if there == count else F.pad(rows, (0, 0, 0, count - there))
+
+
+def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: torch.Tensor, add: bool = False) -> None:
+    """Write to these rows of y, or add, the product of those of x. A few rows behind them may lose what they hold: they
+    are those of experts that come later."""
+    few, half = _few_numbers(count, x), _in_half(x)
+    onednn = not half and linear_by_onednn(x.narrow(0, start, min(few, len(x) - start)), matrix.t())
+    rows = _rows(x, start, few if onednn or half else count)
+    if onednn or start + len(rows) > len(x):
+        product, own = linear(rows, matrix.t())[:count], y.narrow(0, start, count)
         if add:
-            out.add_(y)
+            own.add_(product)
         else:
-            out.copy_(y)
+            own.copy_(product)
     elif add:
-        out.addmm_(x.narrow(0, start, count), matrix)
+        y.narrow(0, start, len(rows)).addmm_(rows, matrix)
     else:
-        torch.mm(x.narrow(0, start, count), matrix, out=out)
+        torch.mm(rows, matrix, out=y.narrow(0, start, len(rows)))
 
 
-def _transposed_times(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a^T b to ``out``, zeros without rows. Rows that oneDNN does not get are added."""
-    whole = len(a) // _ROWS_AT_ONCE * _ROWS_AT_ONCE
-    if not gradient_by_onednn(a[:whole], b[:whole]):
-        torch.mm(a.t(), b, out=out)
-        return
-    add_weight_gradient(out, a[:whole], b[:whole], first=True)
-    if whole < len(a):
-        out.addmm_(a[whole:].t(), b[whole:])
+def _transposed_times(a: torch.Tensor, b: torch.Tensor, start: int, count: int, out: torch.Tensor) -> None:
+    """Write a^T b of these rows to ``out``, zeros without rows. Rows of b behind them may be multiplied by zeros."""
+    half, own = _in_half(a), a.narrow(0, start, count)
+    onednn = not half and gradient_by_onednn(own, b.narrow(0, start, count))
+    few = _few_numbers(count, a) if onednn or half else count
+    own = _rows(own, 0, few)
+    if onednn:
+        add_weight_gradient(out, own, _rows(b, start, few), first=True)
+    else:
+        torch.mm(own.t(), _rows(b, start, few), out=out)
 
 
 def occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:
@@ -226,7 +251,7 @@ def occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:
 def _as_one_expert(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """As much work and memory as :func:`_weight_gradient`, whatever the counts."""
     dw = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
-    _transposed_times(grad, x, dw[0])
+    _transposed_times(grad, x, 0, len(x), dw[0])
     return dw
 
 

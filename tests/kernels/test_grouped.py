@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -36,15 +39,29 @@ def test_where_the_host_waits_the_run_says_so(
     assert describe_products(torch.device("cpu"), dtype, widths) == []
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 33, 64, 100], [0, 31, 0, 0, 0], [0, 0, 0, 0, 0]])
+COUNTS = [[3, 0, 33, 64, 100], [70, 1, 2, 0, 137], [0, 31, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("onednn", [False, True])
 def test_products_of_any_numbers_of_rows_are_those_of_each_expert(
     counts: list[int], onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul, "SLOW_MKL", onednn and torch.backends.mkldnn.is_available())
     monkeypatch.setattr(matmul, "SMALLEST", 1)
-    x = torch.randn(sum(counts), 48, requires_grad=True)
-    weights = [torch.randn(5, 40, 48, requires_grad=True), torch.randn(5, 48, 40).transpose(1, 2).requires_grad_()]
+    compare(counts, torch.float32, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_products_in_bf16_are_those_of_each_expert(counts: list[int]) -> None:
+    compare(counts, torch.bfloat16, rtol=2**-7, atol=0.1)
+
+
+def compare(counts: list[int], dtype: torch.dtype, *, rtol: float, atol: float) -> None:
+    """Results and gradients of two grouped products of the same rows, with those of a product for each expert."""
+    x = torch.randn(sum(counts), 48, dtype=dtype, requires_grad=True)
+    second = torch.randn(5, 48, 40, dtype=dtype).transpose(1, 2).requires_grad_()
+    weights = [torch.randn(5, 40, 48, dtype=dtype, requires_grad=True), second]
     outputs = grouped_products(x, weights, torch.tensor(counts))
     grads = [torch.randn_like(y) for y in outputs]
     found = torch.autograd.grad(outputs, [x, *weights], grads)
@@ -54,23 +71,31 @@ def test_products_of_any_numbers_of_rows_are_those_of_each_expert(
     ]
     gradients = torch.autograd.grad(expected, [wide, *matrices], [grad.double() for grad in grads])
     for own, reference in zip((*outputs, *found), (*expected, *gradients), strict=True):
-        torch.testing.assert_close(own.double(), reference, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(own.double(), reference, rtol=rtol, atol=atol)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_onednn_gets_few_different_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, multiply = set(), matmul.linear_op
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_onednn_gets_few_different_numbers_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
 
-    def record(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
-        seen.add(tuple(x.shape))
-        return multiply(x, weight, bias)
+    def recorded(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def record(x: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+            seen.add(tuple(x.shape))
+            return multiply(x, *others, **settings)
 
-    monkeypatch.setattr(matmul, "linear_op", record)
+        return record
+
+    monkeypatch.setattr(matmul, "linear_op", recorded(matmul.linear_op))
+    monkeypatch.setattr(torch, "mm", recorded(torch.mm))
+    monkeypatch.setattr(torch.nn.functional, "linear", recorded(torch.nn.functional.linear))
     monkeypatch.setattr(matmul, "SLOW_MKL", True)
     monkeypatch.setattr(matmul, "SMALLEST", 1)
-    x, weight = torch.randn(300, 48, requires_grad=True), torch.randn(4, 40, 48, requires_grad=True)
-    for first in range(33, 64):  # experts of 33 to 63 rows
+    x = torch.randn(300, 48, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 40, 48, dtype=dtype, requires_grad=True)
+    for first in range(33, 65):  # experts of 33 to 64 rows
         (y,) = grouped_products(x, [weight], torch.tensor([first, 64, 97 - first, 139]))
         y.sum().backward()
-    # 139: what is left of x. Gradients of weights get 32 at a time, the rest is added.
-    assert seen == {(64, 48), (139, 48), (64, 40), (139, 40), (40, 32), (40, 64), (40, 128)}
+    numbers = {*range(34, 65, 2), 144}
+    outputs, gradients = ({(rows, width) for rows in numbers} for width in (48, 40))
+    assert seen == outputs | gradients | {(40, rows) for rows in numbers}
