@@ -28,6 +28,7 @@ from smp.kernels.registry import define
 def _mkl_is_slow() -> bool:
     """Whether torch multiplies by MKL on a processor of AMD's: no other has SSE4a. (MKL looks at the maker, too.)"""
     there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    there = there and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # a private operator
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 may not have it
     return there and bool(capabilities.get("sse4a", False))
 
@@ -81,12 +82,12 @@ def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if not _taken(x, weight) or x.ndim < 2 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         return False
     rows = math.prod(x.shape[:-1])
-    return rows >= ROWS and rows * weight.shape[0] * weight.shape[1] >= SMALLEST
+    return _surely(rows >= ROWS) and _surely(rows * weight.shape[0] * weight.shape[1] >= SMALLEST)
 
 
 def gradient_by_onednn(grad: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether oneDNN makes the product (n, out)^T (n, in)."""
-    return _taken(grad, x) and x.shape[0] * x.shape[1] * grad.shape[1] >= SMALLEST
+    return _taken(grad, x) and _surely(x.shape[0] * x.shape[1] * grad.shape[1] >= SMALLEST)
 
 
 def scratch_bytes(weight: torch.Tensor) -> int:
@@ -95,19 +96,30 @@ def scratch_bytes(weight: torch.Tensor) -> int:
     return torch.get_num_threads() * 64 * min(weight.shape[1], 1024) * weight.itemsize
 
 
+def _surely(condition: bool) -> bool:
+    """False where sizes are data (rows of a mask) and not known to a compiler."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy, a quarter of a second
+
+    return guard_or_false(condition)
+
+
 def _taken(*tensors: torch.Tensor) -> bool:
     """Whether these are fp32 on such a CPU. Autocast changes what ``F.linear`` computes in; it knows subclasses, other
     layouts, and the transforms of torch.func and forward-mode derivatives."""
     if not SLOW_MKL or torch.is_autocast_enabled("cpu"):
         return False
     fp32 = all(t.dtype == torch.float32 and t.device.type == "cpu" and type(t) in _PLAIN for t in tensors)
-    return fp32 and (torch.compiler.is_compiling() or _eager(*tensors))
+    if not fp32 or torch._C._are_functorch_transforms_active():
+        return False
+    return torch.compiler.is_compiling() or _eager(*tensors)
 
 
 def _eager(*tensors: torch.Tensor) -> bool:
     """What a compiler knows by itself, or cannot see."""
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return bool(torch.backends.mkldnn.enabled) and not transformed and all(t.layout == torch.strided for t in tensors)
+    forward_mode = forward_ad._current_level >= 0
+    return bool(torch.backends.mkldnn.enabled) and not forward_mode and all(t.layout == torch.strided for t in tensors)
 
 
 def _gradient_part(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -137,7 +149,7 @@ def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     bias = None if bias is None else bias.contiguous()  # oneDNN takes its numbers as they lie
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), _apart(weight), bias, "none", [], "")
     # As F.linear's, its result is nobody's view: FSDP2 warns of modules that return one.
-    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
 
 def _apart(matrix: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,36 @@ def test_transforms_and_other_layouts_are_torchs() -> None:
     assert relative(linear(x, weight.to_sparse()).to_dense(), x.double() @ weight.double().t()) <= 1e-6
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         linear(x, draw(160, 255))
+
+
+def test_compiled_transforms_are_torchs() -> None:
+    """What autograd of a Function asks under them while a compiler traces is not what they need: gradients were zero."""
+    x, weight, tangent = torch.randn(64, 256), torch.randn(256, 256), torch.randn(256, 256)
+
+    def loss(product: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = product(x, weight).square().sum()
+        return result
+
+    def all_of(product: Any) -> Any:
+        grad = torch.func.grad(functools.partial(loss, product))
+
+        def run(weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            along = torch.func.jvp(lambda w: product(x, w), (weight,), (tangent,))[1]
+            return grad(weight, x), along, torch.func.vmap(grad, (None, 0))(weight, torch.stack([x, 2 * x]))
+
+        return run
+
+    compiled = torch.compile(all_of(linear), backend="aot_eager")(weight, x)
+    for ours, theirs in zip(compiled, all_of(F.linear)(weight, x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_rows_that_are_data_compile() -> None:
+    x, weight = torch.randn(64, 256), torch.randn(256, 256)
+    kept = torch.arange(64) % 3 > 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(lambda: linear(x[kept], weight), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(run(), F.linear(x[kept], weight))
 
 
 def test_torchs_own_counter_of_flops_sees_it() -> None:
