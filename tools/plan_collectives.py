@@ -7,9 +7,9 @@ For each number of nodes: bytes that cross a node's uplink and seconds of all ga
 and for the backward pass) and reductions of gradients (fp32) of one micro-batch. Full sharding by flat rings, by
 hierarchical collectives (for each size the way that --data-parallel-collectives auto takes by its formula, but never a
 flat one), these with secondary shards (hpZ: --zero-hpz-partition-size of all ranks of a node), and hybrid sharding
-within nodes with a sum over replicas. A unit is a layer, or embedding and output layer; of the largest one the table says how its gather runs:
-round all nodes (ring) or straight to each (mesh), in how many chunks. Nothing is overlapped with computation here. It
-is the formula of docs/collectives.md; nothing is run.
+within nodes with a sum over replicas. A unit is a layer, or embedding and output layer; of the largest one the table
+says how its gather runs: round all nodes (ring) or straight to each (mesh), in how many chunks. Nothing is overlapped
+with computation here. It is the formula of docs/collectives.md; nothing is run.
 
 Beside what was measured, by the tables that benchmarks/collectives.py printed into a file (from 1 MiB on; each run's
 rate as the uplink's, and the same other numbers for all):
@@ -158,7 +158,8 @@ def table(given: Any) -> str:
         kept, _ = hierarchical(units, network, links, secondary=True, gloo=gloo)
         lines.append(
             f"{nodes:>5} | {network.size:>6} | {ring.seconds:>6.3f} {ring.uplink / 1e9:>7.2f} | "
-            f"{best.seconds:>14.3f} {best.uplink / 1e9:>7.2f} {ring.seconds / best.seconds:>6.2f}  {_in_words(way):<15} | "
+            f"{best.seconds:>14.3f} {best.uplink / 1e9:>7.2f} {ring.seconds / best.seconds:>6.2f}  "
+            f"{_in_words(way):<15} | "
             f"{kept.seconds:>7.3f} {kept.uplink / 1e9:>6.2f} | {inside.seconds:>8.3f} {inside.uplink / 1e9:>6.2f}"
         )
     return "\n".join(lines)

@@ -73,14 +73,16 @@ def say_end(code):
     # whole, whatever others print
     os.write(1, f"ended with {code} after {time.monotonic() - started:.1f} s\\n".encode())
 
-def leave(code, leave=os._exit):
+def leave(code, leaving=os._exit):
+    os._exit = leaving  # which ends a forked process, too
     say_end(code)
-    leave(code)
+    leaving(code)
 
 started, code, os._exit = time.monotonic(), 1, leave
 try:
     code = pretrain_gpt.main(sys.argv[1:])
 finally:
+    os._exit = leave.__defaults__[0]
     say_end(code)
     sys.exit(code)
 """

@@ -17,7 +17,7 @@ is best by formula is simulated, message by message, as far as that takes no lon
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -28,6 +28,8 @@ from smp.parallel.network.topology import Links, Topology
 
 CHUNKS = (1, 2, 3, 4, 8, 16)
 """Numbers of chunks that are tried."""
+FINER = (6, 12)
+"""Those that are tried after them, in groups of up to about 16 ranks."""
 MESSAGES = 60_000
 """What is simulated to choose a way for a size, in about a second, once: all ways of a group of up to 16 ranks. Of
 larger groups the best by formula; where that is not even one, above 170 to 240 ranks, the formula alone decides. Of 30
@@ -101,9 +103,9 @@ def two_levels(kind: Kind, topology: Topology, links: Links, size: int, way: Way
     return max(chunks * max(between, inside) + min(between, inside), own)
 
 
-def ways(topology: Topology, piece: int) -> Iterable[Way]:
-    """Hierarchical ones that may be good for pieces of so many bytes."""
-    for chunks in CHUNKS:
+def ways(topology: Topology, piece: int, numbers: Sequence[int] = CHUNKS) -> Iterable[Way]:
+    """Hierarchical ones that may be good for pieces of so many bytes, in so many chunks each."""
+    for chunks in numbers:
         if chunks == 1 or piece // chunks >= LEAST_CHUNK:
             yield Way("mesh", chunks)
             if len(topology.nodes) > 2:
@@ -154,7 +156,11 @@ class Policy:
         if self.links is None:
             return least_chunks(self.topology, piece)
         tried = [*([FLAT] if self.allow_flat else []), *ways(self.topology, piece)]
-        tried.sort(key=lambda way: self._formula(kind, size, way) * weight(way, self.topology))
+        # Finer ones last: in a large group they would take the place of ways that differ more.
+        finer = list(ways(self.topology, piece, FINER))
+        for some in (tried, finer):
+            some.sort(key=lambda way: self._formula(kind, size, way) * weight(way, self.topology))
+        tried += finer
         sent = accumulate(messages(kind, self.topology, way) for way in tried)
         tried = [way for way, total in zip(tried, sent, strict=True) if total <= MESSAGES] or tried[:1]
         return min(tried, key=lambda way: self.seconds(kind, size, way) * weight(way, self.topology))
