@@ -19,7 +19,7 @@ from smp.config.schema import ConfigError
 from smp.hf.adapters import base_of
 from smp.hf.plan import Plan
 from smp.hf.rows import COLUMN, EXPERTS, REPLICATE, ROW, pattern_of
-from smp.parallel.collectives import Group, gather_features, split_tokens
+from smp.parallel.collectives import Group, gather_sequence, split_tokens
 
 
 def check(model: nn.Module, plan: Plan) -> str:
@@ -143,7 +143,7 @@ class _Gather:
         if not module.training:
             return output
         x = output[0] if isinstance(output, tuple) else output  # (batch, n/tp, hidden)
-        whole = gather_features(x.transpose(1, 2), self.group).transpose(1, 2)
+        whole = gather_sequence(x, self.group)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
 

@@ -141,13 +141,15 @@ def _keys(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str
         text = Path(config).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"smp.init: {error.strerror}: {config}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"smp.init: {config} is no text in UTF-8: {error}") from None
     return _object(text, str(config))
 
 
 def _object(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"smp.init: {where} is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"smp.init: {where} holds no JSON object")

@@ -135,6 +135,15 @@ def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: st
         state_dict[name] = placed_like(own, whole.to(own.device).contiguous())
 
 
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    """All of it, over one dimension of the mesh after the other. (``full_tensor`` does the same, with a warning.)"""
+    placements = list(tensor.placements)
+    for dim in range(len(placements)):
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
 def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     """Whole tensors of the wanted names on the CPU of rank 0, elsewhere nothing; every rank calls this. Others hold one
     tensor at a time. Tied parameters stay one tensor."""
@@ -150,7 +159,7 @@ def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool]) -> dict[st
         seen[id(tensor)] = name
         gathered = tensor.detach()
         if isinstance(gathered, DTensor):
-            gathered = gathered.full_tensor()
+            gathered = _gathered(gathered)
         if dist.get_rank() == 0:
             whole[name] = gathered.cpu()
     return whole

@@ -149,7 +149,8 @@ def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     bias = None if bias is None else bias.contiguous()  # oneDNN takes its numbers as they lie
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), _apart(weight), bias, "none", [], "")
     # As F.linear's, its result is nobody's view: FSDP2 warns of modules that return one.
-    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+    out: torch.Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+    return out
 
 
 def _apart(matrix: torch.Tensor) -> torch.Tensor:

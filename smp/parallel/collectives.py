@@ -150,6 +150,15 @@ def _all_gather_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
     return parts.movedim(0, -2).flatten(-2)  # (..., size x width), in memory as it is read
 
 
+def _own_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
+    length = x.shape[1] // group.size
+    return x.narrow(1, group.rank * length, length)
+
+
+def _all_gather_slices(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return _all_gather(x.unsqueeze(0), group).movedim(0, 1).flatten(1, 2)
+
+
 def _all_reduce_fp32(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _all_reduce(x.float(), group).to(x.dtype)
 
@@ -199,6 +208,9 @@ split_tokens = _pair(_own_part, _all_gather)
 gather_features = _pair(_all_gather_columns, _own_columns)
 """All ranks' columns, (..., n) -> (..., n * size). Every rank must compute the same with the result: its gradient is
 cut, not summed."""
+
+gather_sequence = _pair(_all_gather_slices, _own_slice)
+"""All ranks' slices of sequences, (batch, n, ...) -> (batch, n * size, ...); the gradient as of gather_features."""
 
 split_features = _pair(_own_columns, _all_gather_columns)
 """This rank's columns of a tensor that all ranks hold, (..., n) -> (..., n / size); gradients are gathered."""

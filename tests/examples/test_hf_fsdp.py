@@ -17,6 +17,7 @@ def numbers(folder: Path, processes: int, *flags: object) -> list[float]:
     """Losses and norms of every step."""
     run = run_program(ROOT / "examples/hf_fsdp.py", flags, folder, processes, launcher=processes > 1)
     assert run.returncode == 0, run.stderr
+    assert "Warning" not in run.stderr and "redistribut" not in run.stderr  # each of them had a cause
     lines = re.findall(r"step \d+ loss ([\d.]+) norm ([\d.]+)", run.stdout)
     return [float(number) for line in lines for number in line]
 

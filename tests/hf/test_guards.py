@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -162,9 +163,8 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     _refused("create_graph=True: a transformed model has first", lambda: _second_derivative(chunked, ids))
     _refused("without return_dict=False", lambda: model(input_ids=ids, output_attentions=True, return_dict=False))
     for kind in (torch.optim.Adafactor, transformers_adafactor):
-        _refused(
-            "Adafactor divides by means over the rows", lambda kind=kind: _step_of(kind, copy.deepcopy(model), ids)
-        )
+        step = partial(_step_of, kind, copy.deepcopy(model), ids)
+        _refused("Adafactor divides by means over the rows", step)
     _parts_load_whole_tensors(copy.deepcopy(model), alone)
     found = {
         "subclass": _losses_of_a_subclass(),

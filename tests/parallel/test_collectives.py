@@ -55,10 +55,10 @@ def test_backward_is_the_adjoint(products: dict[str, tuple[float, float]], name:
     assert abs(left) > 1e-3
 
 
-def gathered_columns(rank: int, world: int) -> None:
+def gathered(rank: int, world: int) -> None:
     import torch.distributed as dist
 
-    from smp.parallel.collectives import Group, gather_features
+    from smp.parallel.collectives import Group, gather_features, gather_sequence
 
     assert dist.group.WORLD is not None
     group = Group(dist.group.WORLD.group_name, world, rank)
@@ -66,7 +66,14 @@ def gathered_columns(rank: int, world: int) -> None:
         whole = torch.arange(float(torch.Size((*shape[:-1], world * 5)).numel())).view(*shape[:-1], world * 5)
         found = gather_features(whole[..., 5 * rank : 5 * rank + 5], group)
         assert torch.equal(found, whole) and found.is_contiguous()
+    whole = torch.randn(2, 4 * world, 3, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    found = gather_sequence(whole[:, 4 * rank : 4 * rank + 4], group)
+    assert torch.equal(found, whole) and found.is_contiguous() and not found._is_view()
+    found.sum().backward()
+    assert whole.grad is not None and whole.grad.sum(dim=(0, 2)).nonzero().flatten().tolist() == [
+        *range(4 * rank, 4 * rank + 4)
+    ]
 
 
-def test_gathered_columns_lie_in_memory_as_they_are_read() -> None:
-    run_distributed(gathered_columns, 3)
+def test_what_is_gathered_lies_in_memory_as_it_is_read() -> None:
+    run_distributed(gathered, 3)

@@ -126,8 +126,7 @@ def collect(
         report.records += 1
         try:
             content = parse(record)
-            given = encode(content)
-            found, cut = _cut(given, seq_length)
+            found, cut = _cut(encode(content), seq_length)
             labels += [] if label is None else [label(content)]
         except ValueError as error:
             report.bad.append((where, str(error)))
@@ -135,7 +134,7 @@ def collect(
         report.used += 1
         report.labels += "label" in content
         report.truncated += cut
-        report.equal += len(given) == 2 and np.array_equal(given[0][0], given[1][0])
+        report.equal += len(found) == 2 and np.array_equal(found[0][0], found[1][0])
         texts += found
     _check(report, threshold)
     lengths = np.array([len(ids) for ids, _ in texts], np.int64)
