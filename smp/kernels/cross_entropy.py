@@ -85,6 +85,13 @@ def _scratch(logits: torch.Tensor, valid: int) -> torch.Tensor:
     return torch.empty(rows, valid, device=logits.device, dtype=accumulation_dtype(logits.dtype))
 
 
+def _minus(z: torch.Tensor, peak: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``z - peak`` in the precision of ``out``. A CPU would widen ``z`` in memory of its own."""
+    if z.dtype != out.dtype and z.device.type == "cpu":
+        return out.copy_(z).sub_(peak)
+    return torch.sub(z, peak, out=out)
+
+
 def softmax_stats_reference(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> torch.Tensor:
     """:func:`softmax_stats` in PyTorch."""
     stats = torch.zeros(3, logits.shape[0], device=logits.device, dtype=accumulation_dtype(logits.dtype))
@@ -95,7 +102,7 @@ def softmax_stats_reference(logits: torch.Tensor, columns: torch.Tensor, valid: 
     for rows in _row_blocks(logits):
         z = logits[rows, :valid]
         peak = z.amax(dim=1).to(stats.dtype).clamp_(min=LOWEST)  # NaN stays
-        total = torch.sub(z, peak[:, None], out=scratch[: z.shape[0]]).exp_().sum(dim=1)
+        total = _minus(z, peak[:, None], scratch[: z.shape[0]]).exp_().sum(dim=1)
         # Kept as a logarithm: ranks' sums are merged by logsumexp.
         stats[0, rows], stats[1, rows] = peak, total.log()
     here = (columns >= 0) & (columns < valid)
@@ -116,7 +123,7 @@ def logits_to_gradient_reference(
         z = logits[rows, :valid]
         gradient = z if z.dtype == scratch.dtype else scratch[: z.shape[0]]
         # In two subtractions: M + L in one number would round away the small one.
-        torch.sub(z, stats[0, rows, None], out=gradient).sub_(stats[1, rows, None]).exp_().mul_(weights[rows, None])
+        _minus(z, stats[0, rows, None], gradient).sub_(stats[1, rows, None]).exp_().mul_(weights[rows, None])
         # One column in each row, so there is nothing whose order could differ.
         gradient.scatter_add_(1, columns[rows], minus[rows].to(gradient.dtype))
         if gradient is not z:

@@ -21,15 +21,16 @@ With n = parameters on one of tp processes (vocabulary padding included) and d =
   With --offload-activations of --activation-loading-horizon layers only; cast weights leave with them.
 - backward: gradients in flight through a block's MLP, and what recompute replays of the block.
 - logits: one chunk, whose gradient replaces it; logits of all tokens never exist. The output matrix's gradient,
-  summed over chunks in fp32 and kept in compute precision from the forward pass, where the loss computes it: one
-  for each of the ``losses``, with multi-token prediction so many times more as there are predictions.
+  summed over chunks in fp32 and kept in compute precision from the forward pass, where the loss computes it, with
+  multi-token prediction so many times more as there are predictions. Each of the ``losses`` but the one that is
+  computed has one among the activations, with the last norm's input and its gradient, 2 h.
 
 Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the
 weights are gathered for the whole step (without --pipeline-reshard), as --data-parallel-sharding-strategy may have
-it without a pipeline. Activations are there ``held`` times for an
-average part. Frozen weights (the model under adapters, and copies of it) take b bytes instead of 4, and have no
-gradients and no optimizer state; those of linear layers in 4 bits take about 0.52, and one at a time is widened.
-What layers keep is counted as if they were trained: with adapters it is less.
+it without a pipeline. Activations are there ``held`` times for an average part; where these are all micro-batches,
+as with gpipe, gradients come when one of them has gone. Frozen weights (the model under adapters, and copies of it)
+take b bytes instead of 4, and have no gradients and no optimizer state; those of linear layers in 4 bits take about
+0.52, and one at a time is widened. What layers keep is counted as if they were trained: with adapters it is less.
 
 Attention is taken to take key/value heads as they are; where it does not, as behind a window, a block keeps
 2 b (q - k) per token more without recompute. Left out: the CUDA context, NCCL's buffers, fragmentation, and

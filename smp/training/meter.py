@@ -102,6 +102,7 @@ class Meter(TorchDispatchMode):
         self.peaks: dict[str, int] = {}
         self.counts, self.over_gloo = Counts(), False
         self._sizes: dict[int, int] = {}
+        self._copies: dict[int, int] = {}  # gloo's, of results that were not waited for yet
         self._phase: str | None = None
         self.elsewhere_held, self._is_elsewhere, self._is_trial = 0, False, False
 
@@ -170,6 +171,7 @@ class Meter(TorchDispatchMode):
             with self:
                 return body(*args, **kwargs)
         if func._overloadpacket in _WAITS:
+            self.held -= self._copies.pop(args[0].untyped_storage()._cdata, 0)
             return args[0]  # as on a device; a fake one would be another tensor
         result = func(*args, **kwargs)
         if func.namespace == "prim":
@@ -183,7 +185,7 @@ class Meter(TorchDispatchMode):
         self.counts.flops += _flops(func._overloadpacket, args, kwargs, result)
         if func.namespace in ("c10d", "_c10d_functional"):
             if func._opname in _KINDS:
-                self._communicated(func._opname, args)
+                self._communicated(func._opname, args, result)
         else:
             self._ran(func, args, kwargs)
         return result
@@ -222,7 +224,7 @@ class Meter(TorchDispatchMode):
         self.held -= size
 
     def _freed(self, key: int) -> None:
-        self.held -= self._sizes.pop(key)
+        self.held -= self._sizes.pop(key) + self._copies.pop(key, 0)
 
     def _freed_elsewhere(self, key: int, size: int) -> None:
         self.elsewhere_held -= size
@@ -238,7 +240,7 @@ class Meter(TorchDispatchMode):
         if (phase := self.current_phase) is not None:
             self.peaks[phase] = max(self.peaks.get(phase, 0), self.held)
 
-    def _communicated(self, name: str, args: Any) -> None:
+    def _communicated(self, name: str, args: Any, result: Any) -> None:
         group = _group(args)
         size = group.size()
         key = self.groups.get(group.group_name, "pp" if name == "send" else "all"), _KINDS[name]
@@ -257,6 +259,9 @@ class Meter(TorchDispatchMode):
             whole *= size
         if self.over_gloo and key[1] in _COPIED_BY_GLOO:
             self._needed(whole)
+            if isinstance(result, torch.Tensor):  # started, and waited for later
+                self._copies[result.untyped_storage()._cdata] = whole
+                self.held += whole
         times = {"send": 1.0, "all-reduce": 2 * (size - 1) / size}.get(_KINDS[name], (size - 1) / size)
         entry.sent += times * whole
         self._sent(key, size, whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -113,3 +114,15 @@ def test_a_label_that_does_not_exist_shows_where_it_counts(label: int) -> None:
     assert linear_cross_entropy(hidden, weight, labels, weights, SHARD, chunk_tokens=17).isnan()
     weights[[0, 1]] = 0
     assert linear_cross_entropy(hidden, weight, labels, weights, SHARD, chunk_tokens=17).isfinite()
+
+
+def test_a_cpu_widens_logits_in_one_place() -> None:
+    """Beside the block that they are widened in, statistics of rows and no second copy."""
+    logits, columns = torch.randn(512, 256).bfloat16(), torch.arange(512) % 250
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        kernel.softmax_stats_reference(logits, columns, 250)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    held = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    block = 512 * 250 * 4
+    assert block <= max(held) < 1.1 * block

@@ -316,8 +316,10 @@ def test_each_loss_in_flight_keeps_a_gradient_of_the_output_matrix(bf16: bool) -
     """The formula, and what autograd holds for three losses that have not gone backward."""
     config, vocabulary, b = _config(SMALL, bf16=bf16), 128 * 16, 2 if bf16 else 4
     one, three = (estimate_memory(config, Layout(), 1 << 20, losses=losses) for losses in (1, 3))
-    assert three.logits - one.logits == 2 * vocabulary * b
-    assert replace(three, logits=one.logits, most=one.most) == one
+    tokens = config.data.micro_batch_size * (config.data.seq_length or 0)
+    # and the last norm's input and its gradient
+    assert three.activations - one.activations == 2 * b * (vocabulary + 2 * 16 * tokens)
+    assert replace(three, activations=one.activations, most=one.most) == one
     assert run_distributed(_kept_by_losses, 1, bf16) == [3 * vocabulary * b]
 
 
