@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from smp.config.schema import ConfigError
 from smp.hf import optimizers
@@ -55,26 +54,6 @@ def refuse_ddp(model: Any) -> None:
     ranks. Its constructor iterates over this attribute of the module that it is given."""
     for face in faces_of(model):
         face._ddp_params_and_buffers_to_ignore = _NoDDP()
-
-
-def refuse_second_derivatives(model: Any) -> None:
-    """``backward(create_graph=True)`` ends in one line: sums over ranks and the losses of :mod:`smp.hf.loss` have no
-    derivative of their own backward pass, and what torch makes of that is wrong without an error."""
-    base, _ = base_of(model)
-    for called in {*faces_of(model), getattr(base, "base_model", base)}:  # also without its head
-        called.register_forward_hook(_once)
-
-
-def _once(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(_refuse_create_graph)
-
-
-def _refuse_create_graph(grad: torch.Tensor) -> None:
-    if torch.is_grad_enabled():  # in a backward pass that is for create_graph only
-        raise ConfigError("create_graph=True: a transformed model has first derivatives only, of its outputs")
 
 
 class _NoDDP:

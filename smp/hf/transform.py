@@ -113,8 +113,6 @@ def transform(
         guards.install(model, tp)
     if plan.steps:
         guards.refuse_ddp(model)
-    if plan.steps or loss != GATHERED or state.cp_size > 1:
-        guards.refuse_second_derivatives(model)
     context.install(model, cp_comm_type)  # after the comparison, which is of whole sequences
     return model
 

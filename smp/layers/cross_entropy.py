@@ -17,7 +17,7 @@ from smp.kernels.cross_entropy import combine_stats, logits_to_gradient, softmax
 from smp.kernels.matmul import linear, linear_by_onednn
 from smp.kernels.registry import accumulation_dtype
 from smp.kernels.weight_gradient import accumulate_weight_gradient
-from smp.parallel.collectives import Group, start_all_gather, wait
+from smp.parallel.collectives import Group, first_derivative_only, start_all_gather, wait
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(counts, losses, 0.0)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, stats, columns, counts = ctx.saved_tensors
         # The same for the gradient.
@@ -187,6 +188,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scales in place, to touch no new memory; autograd refuses a second backward pass through it."""
         dhidden, dweight = ctx.saved_tensors

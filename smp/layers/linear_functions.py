@@ -29,7 +29,14 @@ from smp.kernels.product import PRODUCTS, Product, Scaled
 from smp.kernels.registry import define
 from smp.kernels.swiglu import FusedSwiglu
 from smp.layers.fp8.scaling import Operands, Scaling
-from smp.parallel.collectives import Group, start_all_gather, start_all_reduce, start_reduce_scatter, wait
+from smp.parallel.collectives import (
+    Group,
+    first_derivative_only,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    wait,
+)
 
 WeightGradients = Callable[[], list[tuple[Any, torch.Tensor]]]
 """Computes gradients of weights: pairs of a layer and what is to be added to the gradient of its local weight."""
@@ -186,6 +193,7 @@ class _Column(torch.autograd.Function):
         return tuple(_column_op(x, weights, linear.key))
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         linear: Linear = ctx.linear
         trained = list(ctx.needs_input_grad[4:])
@@ -295,6 +303,7 @@ class _Row(torch.autograd.Function):
         return _row_op(x, weight, linear.key)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, *tensors = ctx.saved_tensors
         kept, scales = tensors[: ctx.kept], tensors[ctx.kept :]

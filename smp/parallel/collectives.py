@@ -10,6 +10,7 @@ functions return at once and ``wait`` finishes them: layers put a matrix product
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from smp.config.schema import ConfigError
 from smp.kernels.registry import define
 
 _ops = torch.ops._c10d_functional
@@ -51,6 +53,25 @@ class Group:
 
         name: Any = self.name  # of a type of its own in torch 2.13
         return _resolve_process_group(name)
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward pass of a Function that exchanges tensors, or keeps its gradients from the forward pass: torch
+    would take what comes out for a constant, and a second derivative would be wrong without an error.
+
+    Raises:
+        ConfigError: the backward pass is one with ``create_graph=True``.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise ConfigError(
+                "create_graph=True: layers that exchange tensors, and chunked losses, have first derivatives only"
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 def start_all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -181,6 +202,7 @@ def _pair(collective: _Collective, adjoint: _Collective) -> _Collective:
             return collective(x, group)
 
         @staticmethod
+        @first_derivative_only
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
             return adjoint(grad, ctx.group), None
 
@@ -233,6 +255,7 @@ class _SumGradients(torch.autograd.Function):
         return tuple(_identity(weight, group) for weight in weights)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # fp32 for all of them: one rounding at the end, and one message.
         whole = _all_reduce_fp32(torch.cat([grad.float().flatten() for grad in grads]), ctx.group)
@@ -259,6 +282,7 @@ class _StartExchange(torch.autograd.Function):
         return _exchange_rows_op(x, sent, received, group.name)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _ops.wait_tensor(ctx.back.pop()), None, None, None, None
 
@@ -272,6 +296,7 @@ class _EndExchange(torch.autograd.Function):
         return _identity(_ops.wait_tensor(x), group)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.back.append(_exchange_rows_op(grad, ctx.received, ctx.sent, ctx.group.name))
         return grad, None, None, None, None
@@ -286,6 +311,7 @@ class _Exchange(torch.autograd.Function):
         return _ops.wait_tensor(_exchange_rows_op(x, sent, received, group.name))
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _ops.wait_tensor(_exchange_rows_op(grad, ctx.received, ctx.sent, ctx.group.name)), None, None, None
 

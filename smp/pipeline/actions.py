@@ -16,6 +16,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -77,6 +78,13 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     placement: Placement = "loop"
     forward_only: bool = False
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.micro_batches, self.actions, self.placement, self.forward_only))
+
+    def __hash__(self) -> int:  # kept: a step looks up what depends on its schedule, of thousands of actions
+        return self._hash
 
     @property
     def stages(self) -> int:

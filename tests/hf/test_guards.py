@@ -120,6 +120,14 @@ def _without_head(model: Any, ids: torch.Tensor) -> None:
     model.model(input_ids=ids)[0].sum().backward(create_graph=True)
 
 
+def _of_what_a_hook_saw(model: Any, ids: torch.Tensor) -> None:
+    seen: list[torch.Tensor] = []
+    model.model.layers[0].register_forward_hook(lambda *given: seen.append(given[-1]))
+    model(input_ids=ids)
+    hidden = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
+    torch.autograd.grad(hidden.square().sum(), next(model.parameters()), create_graph=True)
+
+
 def _refused(message: str, action: Callable[[], Any]) -> None:
     try:
         action()
@@ -157,10 +165,15 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     _refused("the model, not its parameters", lambda: smp.clip_grad_norm_(model.parameters(), 1.0))
     rows = {"up": "colwise", "down": "rowwise"}
     smp.transform(_seeded(_Block), rows=rows)  # compares itself
-    _refused("create_graph=True: a transformed model has first", lambda: _second_derivative(copy.deepcopy(model), ids))
-    _refused("create_graph=True: a transformed model has first", lambda: _without_head(copy.deepcopy(model), ids))
+    _refused(
+        "create_graph=True: layers that exchange tensors, and", lambda: _second_derivative(copy.deepcopy(model), ids)
+    )
+    _refused("create_graph=True: layers that exchange tensors, and", lambda: _without_head(copy.deepcopy(model), ids))
+    _refused(
+        "create_graph=True: layers that exchange tensors, and", lambda: _of_what_a_hook_saw(copy.deepcopy(model), ids)
+    )
     chunked = smp.transform(build("Llama"), loss="chunked")
-    _refused("create_graph=True: a transformed model has first", lambda: _second_derivative(chunked, ids))
+    _refused("create_graph=True: layers that exchange tensors, and", lambda: _second_derivative(chunked, ids))
     _refused("without return_dict=False", lambda: model(input_ids=ids, output_attentions=True, return_dict=False))
     for kind in (torch.optim.Adafactor, transformers_adafactor):
         step = partial(_step_of, kind, copy.deepcopy(model), ids)

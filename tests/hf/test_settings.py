@@ -85,8 +85,8 @@ def test_a_mistake_is_one_line(given: object, message: str) -> None:
 
 
 def test_a_file_that_is_no_json(tmp_path: Path) -> None:
-    for text, message in (("{", "is no JSON"), ("[1]", "no JSON object")):
-        (tmp_path / "smp.json").write_text(text)
+    for text, message in ((b"{", "is no JSON"), (b"[1]", "no JSON object"), (b"\xff\xfe", "is no text in UTF-8")):
+        (tmp_path / "smp.json").write_bytes(text)
         with pytest.raises(ConfigError, match=message):
             read(tmp_path / "smp.json")
 

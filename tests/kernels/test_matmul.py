@@ -172,7 +172,7 @@ def test_transforms_and_other_layouts_are_torchs() -> None:
 
 
 def test_compiled_transforms_are_torchs() -> None:
-    """What autograd of a Function asks under them while a compiler traces is not what they need: gradients were zero."""
+    """A Function is not told, while a compiler traces, which gradients they need: theirs were zero."""
     x, weight, tangent = torch.randn(64, 256), torch.randn(256, 256), torch.randn(256, 256)
 
     def loss(product: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

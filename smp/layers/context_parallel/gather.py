@@ -29,7 +29,7 @@ from smp.layers.context_parallel.blocks import Call, Planner, runs_of
 from smp.layers.context_parallel.core import CutAttention
 from smp.layers.context_parallel.partial import Layer, finished
 from smp.layers.context_parallel.plan import Kind, kind_of
-from smp.parallel.collectives import Group, start_all_gather, start_reduce_scatter, wait
+from smp.parallel.collectives import Group, first_derivative_only, start_all_gather, start_reduce_scatter, wait
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class _Gathered(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dtype, group = lse.dtype, ctx.group

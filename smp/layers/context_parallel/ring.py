@@ -30,7 +30,7 @@ from smp.layers.context_parallel.blocks import Call, Planner, halves_of, last_st
 from smp.layers.context_parallel.core import CutAttention
 from smp.layers.context_parallel.partial import Layer, finished
 from smp.layers.context_parallel.plan import Kind, kind_of
-from smp.parallel.collectives import Group, start_shift, wait
+from smp.parallel.collectives import Group, first_derivative_only, start_shift, wait
 
 Steps = tuple[tuple[Call, ...], ...]
 
@@ -113,6 +113,7 @@ class _Ring(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dtype, group, last = lse.dtype, ctx.group, len(ctx.steps) - 1

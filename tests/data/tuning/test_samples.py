@@ -105,6 +105,8 @@ def test_pairs_of_equal_answers_are_counted() -> None:
     _, report = collect(records, pair, seq_length=10, vocab_size=99, threshold=0.0)
     assert report.used == 3 and report.equal == 2
     assert "note: 2 pairs have two equal answers: nothing is learned by comparing them" in report.lines()
+    _, report = collect(records, pair, seq_length=3, vocab_size=99, threshold=0.0)
+    assert report.equal == 3, "where they differ is cut off"
 
 
 def made(lengths: list[int]) -> Samples:
