@@ -93,6 +93,13 @@ def _of_cut_model(given: Mapping[str, Any]) -> dict[str, Any]:
             "FullyShardedDataParallel does not take a model with expert_parallel_degree > 1; instead of it, before "
             f"other layers: fully_shard(layer.mlp.experts, mesh=smp.state.expert_mesh), then {FSDP2}"
         )
+    names: dict[int, str] = {}
+    for name, parameter in given["module"].named_parameters(remove_duplicate=False):
+        if (first := names.setdefault(id(parameter), name)) != name:
+            raise ConfigError(
+                f"FullyShardedDataParallel makes two parameters of {first} and {name}, which are tied, where there is "
+                f"tensor_parallel_degree, and trains them apart; instead of it: {FSDP2}"
+            )
     if given.get("process_group") is not None or given.get("device_mesh") not in (None, mesh):
         raise ConfigError(
             "FullyShardedDataParallel(process_group=, device_mesh=): leave both out: a transformed model is sharded "

@@ -132,6 +132,8 @@ def _mistakes(fresh: Any) -> None:
     group = torch.distributed.group.WORLD
     _refused("leave both out", lambda: FullyShardedDataParallel(model, process_group=group))
     _refused("needs True", lambda: FullyShardedDataParallel(model, use_orig_params=False))
+    tied = smp.transform(build("Qwen2"))
+    _refused("lm_head.weight, which are tied", lambda: _wrapped(tied))
     wrapped = _wrapped(model)
     _refused("StateDictType.SHARDED", lambda: FullyShardedDataParallel.optim_state_dict_to_load(
         wrapped, None, {"state": {"lm_head.weight": {"exp_avg": torch.zeros(4, 4)}}, "param_groups": []}
