@@ -145,16 +145,17 @@ TINY = "--num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-he
 TINY += "--mock-data --micro-batch-size 2 --global-batch-size 8 --dry-run "
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
         (1, "--bf16"),
-        (2, "--recompute-granularity full --offload-activations"),
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16"),
-        pytest.param(2, "--pipeline-model-parallel-size 2 --bf16", marks=pytest.mark.slow),
-        pytest.param(
-            2, "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --bf16", marks=pytest.mark.slow
-        ),
+        pytest.param(2, "--recompute-granularity full --offload-activations", marks=SLOW),
+        pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16", marks=SLOW),
+        pytest.param(2, "--pipeline-model-parallel-size 2 --bf16", marks=SLOW),
+        pytest.param(2, "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --bf16", marks=SLOW),
     ],
 )
 def test_each_suggestion_says_what_a_dry_run_with_its_flags_says(world: int, flags: str) -> None:
