@@ -134,7 +134,7 @@ def test_what_this_machine_cannot_do_is_one_line(tmp_path: Path) -> None:
         "container=image": "container: image with cluster=local",
         "+cluster.partition=gpu": "cluster.partition: there is no such key",
         "recipes.lrr=1": "lrr: there is no such key: did you mean lr?",
-        "recipes.tensor_model_parallel_size=4": "tensor_model_parallel_size 4",
+        "recipes.tensor_model_parallel_size=4": "--tensor-model-parallel-size 4",
     }
     for word, message in cases.items():
         done = launcher("recipes=laptop/debug", f"base_results_dir={tmp_path}", word)
