@@ -60,17 +60,18 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return grad.t() @ x
     if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
         return linear(grad.t(), x.t())
-    if grad.shape[1] <= _COLUMNS:
-        return _gradient_part(grad, x).contiguous()
-    total = x.new_empty(grad.shape[1], x.shape[1])
-    add_weight_gradient(total, grad, x, first=True)
-    return total
+    if not _is_wide(grad, x) and grad.shape[1] > _COLUMNS:
+        total = x.new_empty(grad.shape[1], x.shape[1])
+        add_weight_gradient(total, grad, x, first=True)
+        return total
+    return _gradient(grad, x).contiguous()
 
 
 def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *, first: bool) -> None:
     """``total += g^T x`` by oneDNN, or ``=`` if ``first``: (out, in), (n, out) and (n, in)."""
-    for rows, part in zip(total.split(_COLUMNS), grad.split(_COLUMNS, 1), strict=True):
-        product = _gradient_part(part, x)
+    columns = grad.shape[1] if _is_wide(grad, x) else _COLUMNS
+    for rows, part in zip(total.split(columns), grad.split(columns, 1), strict=True):
+        product = _gradient(part, x)
         if first:
             rows.copy_(product)
         else:
@@ -122,12 +123,17 @@ def _eager(*tensors: torch.Tensor) -> bool:
     return bool(torch.backends.mkldnn.enabled) and not forward_mode and all(t.layout == torch.strided for t in tensors)
 
 
-def _gradient_part(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """g^T x, maybe as a transposed view. The left operand has to be copied: of a wide g it is x."""
+def _is_wide(grad: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether transposing g takes longer than transposing x and the product, which is less than half of g then."""
     (n, out), width = grad.shape, x.shape[1]
-    if n * out > 2 * (n + out) * width:
-        return linear_op(x.t().contiguous(), grad.t(), None).t()
-    return linear_op(grad.t().contiguous(), x.t(), None)
+    return _surely(n * out > 2 * (n + out) * width)
+
+
+def _gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """g^T x, maybe as a transposed view. The left operand has to be copied: of a wide g it is x."""
+    if _is_wide(grad, x):
+        return linear_op(x.t().contiguous(), grad.contiguous().t(), None).t()
+    return linear_op(grad.t().contiguous(), x.contiguous().t(), None)
 
 
 class _Linear(torch.autograd.Function):
@@ -147,17 +153,16 @@ class _Linear(torch.autograd.Function):
 
 def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     bias = None if bias is None else bias.contiguous()  # oneDNN takes its numbers as they lie
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), _apart(weight), bias, "none", [], "")
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), _dense(weight), bias, "none", [], "")
     # As F.linear's, its result is nobody's view: FSDP2 warns of modules that return one.
     out: torch.Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
     return out
 
 
-def _apart(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix whose rows do not overlap in memory, as windows of a signal do: oneDNN cannot describe them."""
-    (rows, columns), (down, across) = matrix.shape, matrix.stride()
-    apart = down > (columns - 1) * across if down >= across else across > (rows - 1) * down
-    return matrix if apart else matrix.contiguous()
+def _dense(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix that lies in one piece, by rows or by columns. oneDNN has fast code for no other: of columns of a wider
+    matrix it takes a thousand times as long. Rows that overlap (windows of a signal) it cannot describe."""
+    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 
 linear_op = define(

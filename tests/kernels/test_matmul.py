@@ -149,6 +149,33 @@ def test_windows_that_overlap(leading: tuple[int, ...]) -> None:
     assert relative(y, draw(128, 400).double() @ wave.double().flatten().unfold(0, 400, 160).t()) <= 1e-6
 
 
+@pytest.mark.parametrize("rows, width, out", [(1024, 128, 5000), (64, 256, 5000), (2048, 512, 8), (300, 300, 301)])
+def test_onednn_gets_matrices_in_one_piece(rows: int, width: int, out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of columns of a wider matrix it takes a thousand times as long: 20 s for the output layer of a small model."""
+    given, product = list[torch.Tensor](), torch.ops.mkldnn._linear_pointwise
+
+    def watched(x: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
+        given.extend((x, weight))
+        result: torch.Tensor = product(x, weight, *more)
+        return result
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", watched)
+    x, weight, grad = (
+        torch.randn(rows, 2 * width)[:, :width],
+        torch.randn(out, width + 1)[:, 1:],
+        torch.randn(rows, out),
+    )
+    results = linear(x, weight), linear(grad, weight.t()), weight_gradient(grad, x)
+    total = torch.zeros(out, width)
+    accumulate_weight_gradient(total, grad, x)
+    expected = grad.double().t() @ x.double()
+    wide = [x.double() @ weight.double().t(), grad.double() @ weight.double(), expected, expected]
+    for ours, theirs in zip((*results, total), wide, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+    assert len(given) >= 4
+    assert all(matrix.is_contiguous() or matrix.t().is_contiguous() for matrix in given)
+
+
 def test_transforms_and_other_layouts_are_torchs() -> None:
     x, weight = draw(128, 256), draw(160, 256)
 
