@@ -194,9 +194,8 @@ def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, D
         raise ConfigError(why_none(why, given.gpus))
     if not fitting:
         least = min(found, key=lambda one: one.memory.total)
-        more = (
-            "" if asked.optim.optimizer_cpu_offload else "; try --optimizer-cpu-offload, which is only taken when given"
-        )
+        helps = not (on_cpu or asked.optim.optimizer_cpu_offload) and asked.optim.optimizer == "adam"
+        more = "; try --optimizer-cpu-offload, which is only taken when given" if helps else ""
         raise ConfigError(
             f"none of {len(found)} layouts fits into {(1 - FREE) * device.memory / GIB:.1f} GiB of {given.gpus} GPUs "
             f"({100 * FREE:.0f} % of their memory stays free); the least needs {least.memory.total / GIB:.1f} GiB: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
@@ -46,8 +45,7 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     watchdog = Watchdog(process, timeout, lambda why: _end(f"{name}: {why}", config, process))
     try:
         with naming(name, wrap=CollectiveError):
-            with watchdog.ending():
-                device = start_process_group(process, timeout, deterministic)
+            device = start_process_group(process, timeout, deterministic, watchdog)
             run = Run(make_parts(), process, device, StopSignal(), watchdog)
             # Before the first step: a file that cannot be written is said now, and not when training is over.
             path, iteration = status_path(config.logging), _iteration(run)
@@ -90,11 +88,12 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
 
 def _end(why: str, config: Config, process: Process) -> None:
     """Say why and end, from a thread beside the one that is stuck in torch: nothing else would end this process."""
-    report_own(why, process.rank)
-    _write_outcome(config, process, Outcome("failed", why, 0), started=False, instead=process.rank != 0)
-    with contextlib.suppress(OSError):  # nobody may read it any more
+    try:
+        report_own(why, process.rank)
+        _write_outcome(config, process, Outcome("failed", why, 0), started=False, instead=process.rank != 0)
         sys.stdout.flush()
-    os._exit(1)
+    finally:  # nobody may read what it says any more
+        os._exit(1)
 
 
 def _last_barrier(name: str) -> str:

@@ -27,7 +27,9 @@ GRACE = 5.0
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def start_process_group(process: Process, timeout_minutes: float, deterministic: bool) -> torch.device:
+def start_process_group(
+    process: Process, timeout_minutes: float, deterministic: bool, watchdog: Watchdog
+) -> torch.device:
     """Pick this process's device and join the default process group.
 
     CUDA tensors go through NCCL and CPU tensors through gloo, so small control messages never wait for the GPU. What is
@@ -51,14 +53,18 @@ def start_process_group(process: Process, timeout_minutes: float, deterministic:
         # Before the process group: NCCL binds this process to the current device.
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        # One process alone needs no port and nobody to meet.
-        store=None if process.under_launcher else dist.HashStore(),
-        rank=process.rank,
-        world_size=process.world_size,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-    )
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    store: dist.Store = dist.HashStore()  # one process alone needs no port and nobody to meet
+    if process.under_launcher:
+        with watchdog.ending(waits=2):  # for the process that keeps the store, then for all that come to it
+            found, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
+        found.set_timeout(timeout)
+        store = dist.PrefixStore("default_pg", found)
+    with watchdog.ending():
+        backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(
+            backends, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout
+        )
     return device
 
 
@@ -123,7 +129,7 @@ class Watchdog:
     def __init__(self, process: Process, timeout_minutes: float, end: Callable[[str], object] | None = None) -> None:
         self._title = f"rank {process.rank} of {process.world_size} has made no progress for"
         limit = 60 * timeout_minutes
-        self._limit, self._patience = 0.9 * limit, limit + max(GRACE, limit / 2)
+        self._limit, self._timeout, self._patience = 0.9 * limit, limit, 0.0
         self._end, self._ending = end, 0  # 0, or the thread that :meth:`ending` is called on
         self._last = time.monotonic()
         self._closed = threading.Event()
@@ -134,9 +140,10 @@ class Watchdog:
         self._last = time.monotonic()
 
     @contextlib.contextmanager
-    def ending(self) -> Iterator[None]:
-        """Inside, a standstill of half as much again as the timeout (at least of ``GRACE`` seconds more) ends the
+    def ending(self, waits: int = 1) -> Iterator[None]:
+        """Inside, a standstill of half a timeout (at least ``GRACE`` seconds) more than ``waits`` timeouts ends the
         process. Only for what torch itself should have ended by then, with progress told after each part of it."""
+        self._patience = waits * self._timeout + max(GRACE, self._timeout / 2)
         self.progress()
         self._ending = threading.get_ident()
         try:
