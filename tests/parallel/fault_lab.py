@@ -102,7 +102,10 @@ FLAGS = (
 MEASURED = "--data-parallel-collectives auto"
 REPLICAS = "--hybrid-shard-degree 1"
 """All four ranks hold the whole model, so that their sum crosses nodes that have several of them."""
-IN_A_SCHEDULE = r"{0} of [\d,]+ bytes over 2 nodes of 2 ranks failed after [\d.]+ s on rank {1} \(node\d\): rank \d on node\d has not"
+IN_A_SCHEDULE = (
+    r"{0} of [\d,]+ bytes over 2 nodes of 2 ranks failed after [\d.]+ s on rank {1} \(node\d\): "
+    r"rank \d on node\d has not"
+)
 IN_A_FLAT_ONE = rf"rank {{1}} on \S+: {{0}} failed: .*; {LOST}"
 IN_EITHER = f"(?:{IN_A_SCHEDULE}|{IN_A_FLAT_ONE.replace('{0}', 'sum_over_ranks')})"
 """A rank whose gathers were through waits in the sum of its losses."""
