@@ -186,10 +186,6 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) 
     return dw
 
 
-_LEAST = 32
-"""Rows of which a product takes about as long as one of a single row."""
-
-
 def _few_numbers(count: int, x: torch.Tensor) -> int:
     """``count`` or somewhat more: one of 16 numbers between a power of two and the next.
 
@@ -197,7 +193,7 @@ def _few_numbers(count: int, x: torch.Tensor) -> int:
     1,024 that it made. Experts have other numbers of rows in each step: in a model of 64 experts a third of a step was
     the making of code. (How many rows there are of all is no such number.)"""
     step = 1 << max(count.bit_length() - 5, 0)
-    return count if count in (0, len(x)) else max(-(-count // step) * step, _LEAST)
+    return count if count in (0, len(x)) else -(-count // step) * step
 
 
 def _in_half(x: torch.Tensor) -> bool:
