@@ -186,14 +186,14 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) 
     return dw
 
 
-def _few_numbers(count: int, x: torch.Tensor) -> int:
+def _few_numbers(count: int) -> int:
     """``count`` or somewhat more: one of 16 numbers between a power of two and the next.
 
     oneDNN makes code for each number of rows that it meets, which takes as long as several products, and keeps the last
     1,024 that it made. Experts have other numbers of rows in each step: in a model of 64 experts a third of a step was
-    the making of code. (How many rows there are of all is no such number.)"""
+    the making of code."""
     step = 1 << max(count.bit_length() - 5, 0)
-    return count if count in (0, len(x)) else -(-count // step) * step
+    return -(-count // step) * step
 
 
 def _in_half(x: torch.Tensor) -> bool:
@@ -211,7 +211,7 @@ def _rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
 def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: torch.Tensor, add: bool = False) -> None:
     """Write to these rows of y, or add, the product of those of x. A few rows behind them may lose what they hold: they
     are those of experts that come later."""
-    few, half = _few_numbers(count, x), _in_half(x)
+    few, half = _few_numbers(count), _in_half(x)
     onednn = not half and linear_by_onednn(x.narrow(0, start, min(few, len(x) - start)), matrix.t())
     rows = _rows(x, start, few if onednn or half else count)
     if onednn or start + len(rows) > len(x):
@@ -230,7 +230,7 @@ def _transposed_times(a: torch.Tensor, b: torch.Tensor, start: int, count: int, 
     """Write a^T b of these rows to ``out``, zeros without rows. Rows of b behind them may be multiplied by zeros."""
     half, own = _in_half(a), a.narrow(0, start, count)
     onednn = not half and gradient_by_onednn(own, b.narrow(0, start, count))
-    few = _few_numbers(count, a) if onednn or half else count
+    few = _few_numbers(count) if onednn or half else count
     own = _rows(own, 0, few)
     if onednn:
         add_weight_gradient(out, own, _rows(b, start, few), first=True)

@@ -120,6 +120,15 @@ def test_onednn_gets_few_different_numbers_of_rows(dtype: torch.dtype, seen: set
 
 
 @needs_onednn
+@DTYPES
+def test_also_where_an_expert_has_all_rows(dtype: torch.dtype, seen: set[tuple[int, ...]]) -> None:
+    """With one expert on a process their number is another one in each step."""
+    for n in range(193, 257):
+        multiply([n], n, dtype)
+    assert seen == shapes_of(set(range(200, 257, 8)))
+
+
+@needs_onednn
 def test_few_rows_stay_as_few(seen: set[tuple[int, ...]]) -> None:
     """In bf16 a product of a few rows takes as much less time."""
     multiply([1, 2, 3, 17, 31, 8], 62, torch.bfloat16)
