@@ -227,15 +227,16 @@ def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: tor
 
 
 def _transposed_times(a: torch.Tensor, b: torch.Tensor, start: int, count: int, out: torch.Tensor) -> None:
-    """Write a^T b of these rows to ``out``, zeros without rows. Rows of b behind them may be multiplied by zeros."""
-    half, own = _in_half(a), a.narrow(0, start, count)
-    onednn = not half and gradient_by_onednn(own, b.narrow(0, start, count))
-    few = _few_numbers(count) if onednn or half else count
-    own = _rows(own, 0, few)
+    """Write a^T b of these rows to ``out``, zeros without rows."""
+    own, other = a.narrow(0, start, count), b.narrow(0, start, count)
+    onednn = not _in_half(a) and gradient_by_onednn(own, other)
+    if onednn or _in_half(a):
+        # Zeros behind both: rows of the next expert may be infinite, and 0 x Inf is NaN.
+        own, other = (_rows(rows, 0, _few_numbers(count)) for rows in (own, other))
     if onednn:
-        add_weight_gradient(out, own, _rows(b, start, few), first=True)
+        add_weight_gradient(out, own, other, first=True)
     else:
-        torch.mm(own.t(), _rows(b, start, few), out=out)
+        torch.mm(own.t(), other, out=out)
 
 
 def occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:

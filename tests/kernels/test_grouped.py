@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from smp.kernels import matmul
-from smp.kernels.grouped import describe_products, grouped_products, has_kernel
+from smp.kernels.grouped import (
+    describe_products,
+    grouped_input_gradient,
+    grouped_product,
+    grouped_products,
+    grouped_weight_gradient,
+    has_kernel,
+)
 
 GPU = torch.device("cuda")
 
@@ -72,6 +79,29 @@ def compare(counts: list[int], dtype: torch.dtype, *, rtol: float, atol: float) 
     gradients = torch.autograd.grad(expected, [wide, *matrices], [grad.double() for grad in grads])
     for own, reference in zip((*outputs, *found), (*expected, *gradients), strict=True):
         torch.testing.assert_close(own.double(), reference, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_experts_rows_do_not_reach_the_gradients_of_others(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Infinite rows of one expert, and rows behind the last one's that nothing wrote."""
+    monkeypatch.setattr(matmul, "SLOW_MKL", torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(matmul, "SMALLEST", 1)
+    grad, x = (torch.randn(240, width, dtype=dtype) for width in (40, 48))
+    counts = [33, 70, 67]
+    x[33], grad[34], x[170:], grad[170:] = torch.inf, torch.inf, torch.nan, torch.nan
+    dw = grouped_weight_gradient(grad, x, torch.tensor(counts))
+    assert [bool(each.isfinite().all()) for each in dw] == [True, False, True]
+    y = grouped_product(x, torch.randn(3, 40, 48, dtype=dtype), torch.tensor(counts))
+    dx = grouped_input_gradient(grad, torch.randn(3, 40, 48, dtype=dtype), torch.tensor(counts))
+    for rows, spoilt in ((y, 33), (dx, 34)):
+        assert (~rows[:170].isfinite().all(1)).nonzero().flatten().tolist() == [spoilt]
+    for expert, (own, other) in enumerate(zip(grad[:170].split(counts), x[:170].split(counts), strict=True)):
+        if expert != 1:
+            expected = own.double().t() @ other.double()
+            tolerances = (1e-5, 2e-5) if dtype == torch.float32 else (2**-7, 0.1)
+            torch.testing.assert_close(dw[expert].double(), expected, rtol=tolerances[0], atol=tolerances[1])
 
 
 @pytest.fixture
