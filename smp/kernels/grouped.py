@@ -186,18 +186,14 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) 
     return dw
 
 
-_LEAST = 32
-"""Rows of which a product takes about as long as one of a single row."""
-
-
-def _few_numbers(count: int, x: torch.Tensor) -> int:
+def _few_numbers(count: int) -> int:
     """``count`` or somewhat more: one of 16 numbers between a power of two and the next.
 
     oneDNN makes code for each number of rows that it meets, which takes as long as several products, and keeps the last
     1,024 that it made. Experts have other numbers of rows in each step: in a model of 64 experts a third of a step was
-    the making of code. (How many rows there are of all is no such number.)"""
+    the making of code."""
     step = 1 << max(count.bit_length() - 5, 0)
-    return count if count in (0, len(x)) else max(-(-count // step) * step, _LEAST)
+    return -(-count // step) * step
 
 
 def _in_half(x: torch.Tensor) -> bool:
@@ -215,7 +211,7 @@ def _rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
 def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: torch.Tensor, add: bool = False) -> None:
     """Write to these rows of y, or add, the product of those of x. A few rows behind them may lose what they hold: they
     are those of experts that come later."""
-    few, half = _few_numbers(count, x), _in_half(x)
+    few, half = _few_numbers(count), _in_half(x)
     onednn = not half and linear_by_onednn(x.narrow(0, start, min(few, len(x) - start)), matrix.t())
     rows = _rows(x, start, few if onednn or half else count)
     if onednn or start + len(rows) > len(x):
@@ -231,15 +227,16 @@ def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: tor
 
 
 def _transposed_times(a: torch.Tensor, b: torch.Tensor, start: int, count: int, out: torch.Tensor) -> None:
-    """Write a^T b of these rows to ``out``, zeros without rows. Rows of b behind them may be multiplied by zeros."""
-    half, own = _in_half(a), a.narrow(0, start, count)
-    onednn = not half and gradient_by_onednn(own, b.narrow(0, start, count))
-    few = _few_numbers(count, a) if onednn or half else count
-    own = _rows(own, 0, few)
+    """Write a^T b of these rows to ``out``, zeros without rows."""
+    own, other = a.narrow(0, start, count), b.narrow(0, start, count)
+    onednn = not _in_half(a) and gradient_by_onednn(own, other)
+    if onednn or _in_half(a):
+        # Zeros behind both: rows of the next expert may be infinite, and 0 x Inf is NaN.
+        own, other = (_rows(rows, 0, _few_numbers(count)) for rows in (own, other))
     if onednn:
-        add_weight_gradient(out, own, _rows(b, start, few), first=True)
+        add_weight_gradient(out, own, other, first=True)
     else:
-        torch.mm(own.t(), _rows(b, start, few), out=out)
+        torch.mm(own.t(), other, out=out)
 
 
 def occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:
