@@ -267,15 +267,19 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     settings, unused = on_all_or_none(lambda: read(config, state._set_before), ConfigError, "smp.init")
     _check_same(settings)
     layout = layout_of(settings, dist.get_world_size())
-    state._made = settings, build_context(layout, device_type, tp_backend=_tp_backend(layout.tp, device_type))
+    backend, exchange = _tp_backend(layout.tp, device_type)
+    state._made = settings, build_context(layout, device_type, tp_backend=backend)
     state._ranker = _make_ranker(layout)
+    if backend is not None:
+        exchange = _exchange(state.tp_process_group)
     if dist.get_rank() == 0:
         print(
             f"smp.init: {dist.get_world_size()} processes = tensor_parallel_degree {layout.tp} x hybrid_shard_degree "
             f"{layout.dp_shard * layout.cp} x {layout.dp_replicate} replicas"
             + (f", context_parallel_degree {layout.cp}" if layout.cp > 1 else "")
             + (f", expert_parallel_degree {layout.ep}" if layout.ep > 1 else "")
-            + f", on {device_type}",
+            + f", on {device_type}"
+            + (f"; tensor-parallel ranks exchange through {exchange}" if exchange else ""),
             flush=True,
         )
         for key in unused:
@@ -291,13 +295,23 @@ def _check_same(settings: Settings) -> None:
                 raise ConfigError(f"smp.init: {key} is {ranks[0][key]} on rank 0 and {value} on rank {rank}")
 
 
-def _tp_backend(tp: int, device_type: str) -> str | None:
-    """Of the tensor-parallel groups: on CPUs of one machine the memory that their ranks share, instead of gloo."""
+def _tp_backend(tp: int, device_type: str) -> tuple[str | None, str]:
+    """Of the tensor-parallel groups: on CPUs of one machine the memory that their ranks share, instead of gloo. And
+    what else they exchange through, in words."""
     if tp == 1 or device_type != "cpu" or "gloo" not in str(dist.get_backend_config()):
-        return None
+        return None, ""
     hosts = gather(socket.gethostname())
     together = all(len(set(hosts[first : first + tp])) == 1 for first in range(0, len(hosts), tp))
-    return shared_memory.NAME if together else None
+    return (shared_memory.NAME, "") if together else (None, "gloo (some are on different hosts)")
+
+
+def _exchange(group: Any) -> str:
+    """In words, through what ranks of ``smp_node`` exchange: each group finds out whether it can share memory."""
+    without = [rank for rank, shares in enumerate(gather(group.memory is not None)) if not shares]
+    if not without:
+        return "shared memory"
+    who = "" if len(without) == dist.get_world_size() else f" on ranks {', '.join(map(str, without))}"
+    return f"gloo{who} (their memory is not shared)"
 
 
 def _use_own_gpu() -> None:

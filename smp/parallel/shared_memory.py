@@ -5,7 +5,9 @@
 
 gloo sends every byte through the system's sockets: a sum of 256 KiB over two ranks takes 1 to 1.5 ms, through memory
 0.1 ms. Each rank copies its tensor to a place of its own, counts up, waits until the others have counted, and reads
-theirs. There are two places for each rank, used in turns: who has counted twice since has read the first one.
+theirs. There are two places for each rank, used in turns: who has counted twice since has read the first one. Beside
+its counter a rank writes which collective it calls, of how many bytes and which numbers: others that call another one
+raise an error, as it does.
 
 A group uses it if all of its ranks see the same memory and their processor keeps the order of stores (x86); else, and
 for everything but sums, averages and gathers of floating-point tensors, it is what the backend ``smp`` is
@@ -26,21 +28,26 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from smp.parallel.backend import DIVIDED, NetworkProcessGroup, alike_on_cpu, limit_of, options_of
+from smp.parallel.backend import DIVIDED, NetworkProcessGroup, limit_of, options_of
 from smp.parallel.network.group import CollectiveError
 
 NAME = "smp_node"
 PLACE = 1 << 22
 """Bytes of a place; larger tensors go in several turns. Pages that nothing was written to take no memory."""
-_LINE = 16
-"""Numbers (int64) of the counters of one rank, in cache lines of their own: collectives begun, and whether it left."""
-_HEADER = 1 << 16
+_LINE, _CALL = 16, 2
+"""Numbers (int64) of one rank, in cache lines of their own: turns begun, whether it left, and from _CALL on which
+collective it calls in this turn and in the one before, used in turns like the places."""
+_HEADER, _SECRET = 1 << 16, 32
+"""Bytes before the places, and of the secret at their end."""
+_MOST = (_HEADER - _SECRET) // (8 * _LINE)
+"""Ranks that there is room for."""
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 _Limit = Callable[[], float]
 """Seconds until a late rank is an error, asked for only while one is late."""
 _SPINS = 3000
@@ -58,61 +65,86 @@ class Memory:
     def __init__(self, rank: int, size: int, memory: mmap.mmap, processes: dict[int, int]) -> None:
         self.rank, self.size = rank, size
         self._counters = memoryview(memory).cast("q")
-        self._places = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER).view(2, size, PLACE)
+        with torch.inference_mode(False):  # in which mode a group is made says nothing of its later calls
+            self._places = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER).view(2, size, PLACE)
         self._turn, self._processes = 0, processes
         self._close = weakref.finalize(self, _close_all, tuple(processes.values()))
-        self._failure = ""
+        self._call, self._failure = 0, ""
 
-    def all_reduce(self, x: torch.Tensor, limit: _Limit) -> None:
+    def all_reduce(self, x: torch.Tensor, limit: _Limit, average: bool = False) -> None:
         """(n), the sum over all ranks in the order of ranks, in place; 16-bit numbers are rounded once."""
+        self._begin("all-reduce", x, average)
         for part in x.split(PLACE // x.itemsize):
-            places = self._next(part.nbytes, x.dtype)
+            places = self._next(part)
             places[self.rank].copy_(part)
-            self._meet(limit, "all-reduce", x.nbytes)
+            self._meet(limit)
             _add(places, part)
+        self._end(x, average)
 
     def all_gather(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit) -> None:
         """(n) of every rank -> (size x n)."""
+        self._begin("all-gather", x)
         columns = PLACE // x.itemsize
         for part, into in zip(x.split(columns), output.view(self.size, -1).split(columns, 1), strict=True):
-            places = self._next(part.nbytes, x.dtype)
+            places = self._next(part)
             places[self.rank].copy_(part)
-            self._meet(limit, "all-gather", output.nbytes)
+            self._meet(limit)
             into.copy_(places)
+        self._end(output)
 
-    def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit) -> None:
+    def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit, average: bool = False) -> None:
         """(size x n) of every rank -> this rank's (n) of the sum."""
+        self._begin("reduce-scatter", x, average)
         columns = PLACE // x.itemsize // self.size
         for part, into in zip(x.view(self.size, -1).split(columns, 1), output.split(columns), strict=True):
-            places = self._next(part.nbytes, x.dtype).view(self.size, *part.shape)
+            places = self._next(part).view(self.size, *part.shape)
             places[self.rank].copy_(part)
-            self._meet(limit, "reduce-scatter", x.nbytes)
+            self._meet(limit)
             _add(places[:, self.rank], into)
+        self._end(output, average)
 
     def leave(self) -> None:
         """The others need not wait for this rank any more."""
         self._counters[self.rank * _LINE + 1] = 1
         self._close()
 
-    def _next(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """The places of this turn, (ranks, size in bytes / that of dtype)."""
+    def _begin(self, kind: str, x: torch.Tensor, average: bool = False) -> None:
         if self._failure:
             raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
-        self._turn += 1
-        return self._places[self._turn & 1][:, :size].view(dtype)
+        self._call = x.nbytes << 8 | DIVIDED.index(x.dtype) << 4 | _KINDS.index(kind) << 1 | average
+        # Until it has ended: an exception that comes from anywhere (Ctrl-C, a signal's handler) leaves ranks that have
+        # counted differently, which would take one collective's numbers for those of another.
+        self._failure = "it was interrupted, or has not ended"
 
-    def _meet(self, limit: _Limit, what: str, size: int) -> None:
+    def _end(self, result: torch.Tensor, average: bool = False) -> None:
+        if average:
+            result.div_(self.size)
+        self._failure = ""
+
+    def _next(self, part: torch.Tensor) -> torch.Tensor:
+        """The places of this turn, (ranks, elements of part)."""
+        self._turn += 1
+        return self._places[self._turn & 1][:, : part.nbytes].view(part.dtype)
+
+    def _meet(self, limit: _Limit) -> None:
         """Say that this rank's tensor is there, and wait for those of the others."""
         counters, turn = self._counters, self._turn
+        call = _CALL + (turn & 1)
+        counters[self.rank * _LINE + call] = self._call
         counters[self.rank * _LINE] = turn
         for other in range(self.size):
             spins = 0
             while counters[other * _LINE] < turn:
                 spins += 1
                 if spins > _SPINS:
-                    self._wait(other, limit, what, size)
+                    self._wait(other, limit)
+            if counters[other * _LINE + call] != self._call:
+                self._fail(
+                    f"ranks of a group on {socket.gethostname()} call different collectives: rank {self.rank} "
+                    f"{_in_words(self._call)}, rank {other} {_in_words(counters[other * _LINE + call])}"
+                )
 
-    def _wait(self, other: int, limit: _Limit, what: str, size: int) -> None:
+    def _wait(self, other: int, limit: _Limit) -> None:
         """For a rank that is not there soon."""
         counter, turn = other * _LINE, self._turn
         started = time.monotonic()
@@ -126,12 +158,22 @@ class Memory:
             gone = bool(ends.poll(0)) or bool(self._counters[counter + 1])
             if (gone or passed > limit()) and self._counters[counter] < turn:
                 why = "its process ended, or it left the group" if gone else "it is late, or waits for one that is"
-                self._failure = (
-                    f"{what} of {size:,} bytes failed after {passed:.1f} s on rank {self.rank} of {self.size} on "
+                self._fail(
+                    f"{_in_words(self._call)} failed after {passed:.1f} s on rank {self.rank} of {self.size} on "
                     f"{socket.gethostname()}: rank {other} of the group has not come: {why}"
                 )
-                raise CollectiveError(self._failure)
             time.sleep(5e-5)
+
+    def _fail(self, why: str) -> NoReturn:
+        self._failure = why
+        raise CollectiveError(why)
+
+
+def _in_words(call: int) -> str:
+    """What :meth:`Memory._begin` made one number of, so that ranks can compare it."""
+    kind = _KINDS[call >> 1 & 7]
+    operation = "" if kind == "all-gather" else ", AVG" if call & 1 else ", SUM"
+    return f"{kind} of {call >> 8:,} bytes ({str(DIVIDED[call >> 4 & 15]).removeprefix('torch.')}{operation})"
 
 
 def _close_all(descriptors: tuple[int, ...]) -> None:
@@ -156,41 +198,72 @@ def join(rank: int, size: int, store: Any) -> Memory | None:
     """Memory that all ranks of a group see, or None on every one of them. Every rank calls this.
 
     It has no name: rank 0's descriptor is opened through /proc, which ranks elsewhere (another machine, a container)
-    cannot, or they find another secret behind it. It is gone with the last process that has it.
+    cannot, or they find another secret behind it. It is gone with the last process that has it. What a system refuses
+    to one rank, all of them do without: each says what became of it.
     """
-    memory, secret = None, secrets.token_hex(16)
     able = platform.machine() == "x86_64" and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
-    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC) if able and rank == 0 else -1
+    able = able and size <= _MOST
+    store.set(f"process {rank}", str(os.getpid()))
+    secret = secrets.token_hex(16)
+    descriptor = _create_memory(size, secret) if able and rank == 0 else -1
     try:
-        if descriptor >= 0:
-            os.ftruncate(descriptor, _HEADER + 2 * size * PLACE)
-            os.pwrite(descriptor, secret.encode(), _HEADER - len(secret))
         if rank == 0:
             store.set("memory", json.dumps([f"/proc/{os.getpid()}/fd/{descriptor}", secret]))
         path, secret = json.loads(store.get("memory"))
+        processes = {other: int(store.get(f"process {other}")) for other in range(size) if other != rank}
         memory = _open(path, secret) if able else None
-        store.set(f"process {rank}", str(os.getpid() if memory is not None else 0))
+        watched = _watch(processes) if memory is not None else None
+        made = Memory(rank, size, memory, watched) if memory is not None and watched is not None else None
+        store.set(f"joined {rank}", str(int(made is not None)))
         # Also what keeps rank 0's descriptor open until all have opened it.
-        processes = [int(store.get(f"process {other}")) for other in range(size)]
+        joined = [int(store.get(f"joined {other}")) for other in range(size)]
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    if memory is None or 0 in processes:
-        return None
-    return Memory(rank, size, memory, {r: os.pidfd_open(pid) for r, pid in enumerate(processes) if r != rank})
+    if made is not None and not all(joined):
+        made.leave()
+    return made if all(joined) else None
+
+
+def _create_memory(size: int, secret: str) -> int:
+    """Its descriptor, -1 if the system refuses it."""
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, _HEADER + 2 * size * PLACE)
+        os.pwrite(descriptor, secret.encode(), _HEADER - _SECRET)
+    except OSError:
+        _close_all((descriptor,) if descriptor >= 0 else ())
+        return -1
+    return descriptor
 
 
 def _open(path: str, secret: str) -> mmap.mmap | None:
+    """What is at ``path``; None if that cannot be opened here, or is something else."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        if os.pread(descriptor, len(secret), _HEADER - len(secret)) != secret.encode():
+        if os.pread(descriptor, _SECRET, _HEADER - _SECRET) != secret.encode():
             return None
         return mmap.mmap(descriptor, 0)
+    except OSError:  # a pipe, or no room for it
+        return None
     finally:
         os.close(descriptor)
+
+
+def _watch(processes: dict[int, int]) -> dict[int, int] | None:
+    """A descriptor for each process, by rank; None if the system refuses one."""
+    opened: dict[int, int] = {}
+    try:
+        for rank, process in processes.items():
+            opened[rank] = os.pidfd_open(process)
+    except OSError:
+        _close_all(tuple(opened.values()))
+        return None
+    return opened
 
 
 class NodeProcessGroup(NetworkProcessGroup):
@@ -220,36 +293,39 @@ class NodeProcessGroup(NetworkProcessGroup):
         """In place; a sum or an average of one tensor goes through memory."""
         opts = options_of(dist.AllreduceOptions, opts, more)
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        x = given[0].detach()
-        if self.memory is None or len(given) > 1 or not _is_taken(x, opts.reduceOp):
+        if self.memory is None or len(given) > 1 or not _is_taken(opts.reduceOp, given[0]):
             return super().allreduce(tensors, opts)
         self.counts["memory all-reduce"] += 1
-        ordered = x if x.is_contiguous() else x.contiguous()
-        self.memory.all_reduce(ordered.view(-1), partial(self._seconds, opts))
-        self._divide(ordered, opts)
-        if ordered is not x:
-            x.copy_(ordered)
+        with torch.inference_mode(given[0].is_inference()):  # else nothing may write to it
+            x = _in_order(given[0])
+            self.memory.all_reduce(x, partial(self._seconds, opts), opts.reduceOp == dist.ReduceOp.AVG)
+            _put_back(x, given[0])
         return _Done(list(given))
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n) of every rank -> (n x ranks)."""
         opts = options_of(AllgatherOptions, opts, more)
-        fits = alike_on_cpu(output, given) and output.numel() == self.size() * given.numel()
-        if self.memory is None or not fits or not _is_taken(given):
+        fits = output.numel() == self.size() * given.numel()
+        if self.memory is None or not fits or not _is_taken(dist.ReduceOp.SUM, output, given):
             return super().all_gather_single(output, given, opts)
         self.counts["memory all-gather"] += 1
-        self.memory.all_gather(output.detach().view(-1), given.detach().view(-1), partial(self._seconds, opts))
+        with torch.inference_mode(output.is_inference()):
+            result = _in_order(output)
+            self.memory.all_gather(result, _in_order(given), partial(self._seconds, opts))
+            _put_back(result, output)
         return _Done([output])
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n x ranks) of every rank -> (n) of the sum."""
         opts = options_of(dist.ReduceScatterOptions, opts, more)
-        fits = alike_on_cpu(output, given) and given.numel() == self.size() * output.numel()
-        if self.memory is None or not fits or not _is_taken(given, opts.reduceOp):
+        fits = given.numel() == self.size() * output.numel()
+        if self.memory is None or not fits or not _is_taken(opts.reduceOp, output, given):
             return super().reduce_scatter_single(output, given, opts)
         self.counts["memory reduce-scatter"] += 1
-        self.memory.reduce_scatter(output.detach().view(-1), given.detach().view(-1), partial(self._seconds, opts))
-        self._divide(output.detach(), opts)
+        with torch.inference_mode(output.is_inference()):
+            result, average = _in_order(output), opts.reduceOp == dist.ReduceOp.AVG
+            self.memory.reduce_scatter(result, _in_order(given), partial(self._seconds, opts), average)
+            _put_back(result, output)
         return _Done([output])
 
     _allgather_base = all_gather_single
@@ -258,16 +334,24 @@ class NodeProcessGroup(NetworkProcessGroup):
     def _seconds(self, opts: Any) -> float:
         return (limit_of(opts) or self.network.timeout).total_seconds()
 
-    def _divide(self, x: torch.Tensor, opts: Any) -> None:
-        if opts.reduceOp == dist.ReduceOp.AVG:
-            x.div_(self.size())
+
+def _is_taken(op: Any, *tensors: torch.Tensor) -> bool:
+    """Whether they are summed or gathered through memory: by what an error names where ranks differ in it, or what is
+    the same on all of them, not by how this rank's tensor lies in memory."""
+    there = all(x.device.type == "cpu" and x.layout is torch.strided for x in tensors)
+    numbers = tensors[0].dtype in DIVIDED and all(x.dtype == tensors[0].dtype for x in tensors)
+    return there and numbers and bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
 
 
-def _is_taken(x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> bool:
-    """Whether it is summed or gathered through memory: by what is the same on all ranks."""
-    there = x.device.type == "cpu" and x.layout is torch.strided and x.numel() > 0
-    plain = there and x.dtype in DIVIDED and not x.is_neg()
-    return plain and bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
+def _in_order(x: torch.Tensor) -> torch.Tensor:
+    """(elements), its numbers one behind the other: its memory, or a copy of strided ones and negated views."""
+    return x.detach().resolve_neg().contiguous().view(-1)
+
+
+def _put_back(result: torch.Tensor, x: torch.Tensor) -> None:
+    """What :func:`_in_order` made of x, into x."""
+    if x.is_neg() or not x.is_contiguous():
+        x.detach().copy_(result.view(x.shape))
 
 
 class _Done(dist.Work):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import mmap
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +23,7 @@ from smp.parallel.network.group import CollectiveError
 from tests.distributed import run_distributed
 from tests.parallel.test_backend import each_collective, same
 
-SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+AVG = dist.ReduceOp.AVG
 LIMIT = 2.0
 
 
@@ -38,6 +43,37 @@ def as_on_gloo(rank: int, world: int) -> None:
     dist.all_reduce(gaps, AVG, group=group)
     assert gaps.tolist() == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
     assert group.counts["memory all-reduce"] == 1
+    whatever_lies_in_memory(rank, world, group)
+
+
+def whatever_lies_in_memory(rank: int, world: int, group: Any) -> None:
+    """Ranks whose tensors lie differently go the same way; averages; tensors without elements."""
+    total = float(sum(range(world)))
+    negated = torch._neg_view(torch.full((2, 6), -float(rank)))[:, ::2] if rank else torch.zeros(2, 3)
+    dist.all_reduce(negated, group=group)
+    assert negated.tolist() == [[total] * 3] * 2
+    given = torch._neg_view(-torch.arange(6.0))[::2] if rank == 1 else torch.arange(0.0, 6.0, 2.0)
+    gathered = torch.zeros(6 * world)[::2] if rank == 2 else torch.zeros(3 * world)
+    dist.all_gather_into_tensor(gathered, given, group=group)
+    assert gathered.tolist() == [0.0, 2.0, 4.0] * world
+    parts = torch.arange(2.0 * world).repeat_interleave(2)[::2] if rank == 1 else torch.arange(2.0 * world)
+    part = torch._neg_view(torch.zeros(4))[::2] if rank == 0 else torch.zeros(2)
+    dist.reduce_scatter_tensor(part, parts + rank, AVG, group=group)
+    assert part.tolist() == [2 * rank + total / world, 2 * rank + 1 + total / world]
+    dist.reduce_scatter_tensor(part, parts, group=group)
+    assert part.tolist() == [2.0 * rank * world, (2.0 * rank + 1) * world]
+    dist.all_reduce(torch.empty(0, 3), group=group)
+    dist.all_gather_into_tensor(torch.empty(0), torch.empty(0), group=group)
+    dist.reduce_scatter_tensor(torch.empty(0), torch.empty(0), group=group)
+    with torch.inference_mode():
+        frozen = torch.ones(3)
+        made: Any = dist.new_group(backend=shared_memory.NAME)
+    for one in (group, made):
+        dist.all_reduce(frozen, group=one)
+    dist.all_reduce(x := torch.ones(3), group=made)
+    assert frozen.tolist() == [world**2] * 3 and x.tolist() == [world] * 3
+    counts = {"memory all-reduce": 4, "memory all-gather": 2, "memory reduce-scatter": 3}
+    assert dict(group.counts) == counts  # none went over gloo
 
 
 def test_collectives_are_those_of_gloo() -> None:
@@ -70,31 +106,120 @@ def test_sums_are_in_the_order_of_ranks_and_the_same_on_all(world: int) -> None:
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+CALLS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
+    "size": (lambda g, _: dist.all_reduce(torch.ones(20), group=g), "all-reduce of 80 bytes (float32, SUM)"),
+    "turns": (lambda g, _: dist.all_reduce(torch.ones(5000), group=g), "all-reduce of 20,000 bytes (float32, SUM)"),
+    "none": (lambda g, _: dist.all_reduce(torch.ones(0), group=g), "all-reduce of 0 bytes (float32, SUM)"),
+    "dtype": (
+        lambda g, _: dist.all_reduce(torch.ones(20, dtype=torch.bfloat16), group=g),
+        "all-reduce of 40 bytes (bfloat16, SUM)",
+    ),
+    "operation": (lambda g, _: dist.all_reduce(torch.ones(10), AVG, group=g), "all-reduce of 40 bytes (float32, AVG)"),
+    "gather": (
+        lambda g, world: dist.all_gather_into_tensor(torch.ones(10 * world), torch.ones(10), group=g),
+        "all-gather of 40 bytes (float32)",
+    ),
+    "scatter": (
+        lambda g, world: dist.reduce_scatter_tensor(torch.ones(10), torch.ones(10 * world), group=g),
+        "reduce-scatter of 120 bytes (float32, SUM)",
+    ),
+}
+"""What one rank calls while others sum ten numbers."""
+
+
+def call_differently(rank: int, world: int) -> None:
+    """Rank 1 calls something else after sums that all take part in."""
+    shared_memory.PLACE = 1 << 12
+    for name, (call, says) in CALLS.items():
+        group = dist.new_group(backend=shared_memory.NAME)
+        for _ in range(2):
+            dist.all_reduce(torch.full((1000,), 9.0), group=group)
+        with pytest.raises(CollectiveError, match="call different collectives") as caught:
+            call(group, world) if rank == 1 else dist.all_reduce(torch.ones(10), group=group)
+        others = "rank 0 all-reduce of 40 bytes (float32, SUM)" if rank == 1 else f"rank {rank} all-reduce of 40 bytes"
+        assert f"rank 1 {says}" in str(caught.value) and others in str(caught.value), (name, str(caught.value))
+        with pytest.raises(CollectiveError, match="an earlier collective of this group failed: ranks of a group"):
+            dist.all_reduce(torch.ones(10), group=group)
+
+
+def test_ranks_that_call_different_collectives_all_get_an_error() -> None:
+    run_distributed(call_differently, 3)
+
+
+def interrupt(rank: int, world: int) -> None:
+    """Rank 0 is interrupted in the first of four turns, and rank 1 comes only then."""
+    shared_memory.PLACE = 1 << 12
+    group = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(seconds=LIMIT))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+
+        def stop(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(4096), group=group)
+        store.set("interrupted", "")
+    else:
+        store.wait(["interrupted"])
+        with pytest.raises(CollectiveError, match="rank 0 of the group has not come"):
+            dist.all_reduce(torch.ones(4096), group=group)
+    with pytest.raises(CollectiveError, match="it was interrupted" if rank == 0 else "rank 0 of the group"):
+        dist.all_reduce(torch.ones(4096), group=group)
+
+
+def test_an_interrupted_rank_gives_no_wrong_numbers() -> None:
+    run_distributed(interrupt, 2)
+
+
 def lose(rank: int, world: int, how: str) -> str:
-    """Rank 1 takes no part in the second sum."""
-    group = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(seconds=LIMIT if how == "late" else 60))
+    """Rank 1 takes no part in the second sum, or only after rank 0 has given up, or not, for ten seconds."""
+    limit = LIMIT if how in ("late", "stopped") else 60
+    group: Any = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(seconds=limit))
+    store = dist.distributed_c10d._get_default_store()
     dist.all_reduce(torch.ones(10), group=group)
     if rank == 1:
+        store.set("process", str(os.getpid()))
         time.sleep(0.2)
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if how == "left":
             dist.destroy_process_group(group)
-        time.sleep(2 * LIMIT)
+        if how == "own timeout":
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait(["gave up"], timedelta(seconds=10))
+            dist.all_reduce(torch.ones(10), group=group)
+        store.wait(["gave up"])
         return ""
-    started = time.monotonic()
+    options = dist.AllreduceOptions()
+    if how == "own timeout":
+        options.timeout = timedelta(seconds=LIMIT)
     with pytest.raises(CollectiveError) as caught:
-        dist.all_reduce(torch.ones(10), group=group)
-    assert time.monotonic() - started < 30
+        group.allreduce([torch.ones(10)], options)
     with pytest.raises(CollectiveError, match="an earlier collective of this group failed"):
         dist.all_reduce(torch.ones(10), group=group)
+    if how == "stopped":
+        os.kill(int(store.get("process")), signal.SIGCONT)
+    store.set("gave up", "")
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "why"), [("left", "ended, or it left the group"), ("late", "it is late")])
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("left", "ended, or it left the group"),
+        ("late", "it is late"),
+        ("stopped", "it is late"),
+        ("own timeout", "it is late"),
+    ],
+)
 def test_a_rank_that_does_not_come_is_named(how: str, why: str) -> None:
     said = run_distributed(lose, 2, how)[0]
-    assert "all-reduce of 40 bytes failed after" in said and "rank 1 of the group has not come" in said and why in said
+    assert "all-reduce of 40 bytes (float32, SUM) failed after" in said
+    assert "rank 1 of the group has not come" in said and why in said
 
 
 def test_a_killed_rank_ends_the_others_before_their_timeout() -> None:
@@ -103,39 +228,83 @@ def test_a_killed_rank_ends_the_others_before_their_timeout() -> None:
     assert "rank 0:" not in str(caught.value)  # it got its error, long before its timeout of 60 seconds
 
 
-def without_memory(rank: int, world: int) -> None:
-    """Rank 1 cannot open what rank 0 made, as in another container."""
-    if rank == 1:
+def refused(number: int) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def without_memory(rank: int, world: int, what: str) -> None:
+    """One rank cannot: as in another container, by a filter of system calls, without room."""
+    if what == "open" and rank == 1:
         shared_memory._open = lambda path, secret: None
+    elif what == "memfd_create" and rank == 0:
+        os.memfd_create = refused(errno.EPERM)
+    elif what == "ftruncate" and rank == 0:
+        os.ftruncate = refused(errno.EFBIG)
+    elif what == "pidfd_open" and rank == 2:
+        os.pidfd_open = refused(errno.ENOSYS)
+    elif what == "mmap" and rank == 1:
+        mmap.mmap = refused(errno.ENOMEM)  # type: ignore[misc, assignment]
+    elif what == "room":
+        shared_memory._MOST = 2
+    before = len(os.listdir("/proc/self/fd"))
+    assert shared_memory.join(rank, world, dist.PrefixStore(what, dist.distributed_c10d._get_default_store())) is None
+    assert len(os.listdir("/proc/self/fd")) == before
     group: Any = dist.new_group(backend=shared_memory.NAME)
     dist.all_reduce(x := torch.ones(10), group=group)
     assert x.tolist() == [world] * 10
     assert group.memory is None and dict(group.counts) == {"gloo all-reduce": 1}
 
 
-def test_ranks_that_do_not_see_the_memory_send_over_gloo() -> None:
-    run_distributed(without_memory, 2)
+@pytest.mark.parametrize("what", ["open", "memfd_create", "ftruncate", "pidfd_open", "mmap", "room"])
+def test_ranks_of_which_one_cannot_share_memory_send_over_gloo(what: str) -> None:
+    run_distributed(without_memory, 3, what)
 
 
-def another_memory(rank: int, world: int) -> None:
-    """Behind the path is something else: a process of another machine."""
-    with open("/proc/self/exe", "rb") as file:
-        assert shared_memory._open(f"/proc/self/fd/{file.fileno()}", "0" * 32) is None
-    assert shared_memory._open("/proc/self/fd/12345", "0" * 32) is None
+def test_there_is_room_for_the_counters_of_all_ranks() -> None:
+    used = shared_memory._MOST * shared_memory._LINE * 8
+    assert used <= shared_memory._HEADER - shared_memory._SECRET < used + shared_memory._LINE * 8
 
 
 def test_memory_of_another_group_is_not_taken() -> None:
-    run_distributed(another_memory, 1)
+    secret = "0123456789abcdef" * 2
+    descriptor = shared_memory._create_memory(2, secret)
+    other, pipe = os.pipe()
+    try:
+        assert shared_memory._open(f"/proc/self/fd/{descriptor}", secret) is not None
+        assert shared_memory._open(f"/proc/self/fd/{descriptor}", secret[::-1]) is None
+        assert shared_memory._open(f"/proc/self/fd/{pipe}", secret) is None
+        assert shared_memory._open("/proc/self/fd/12345", secret) is None
+    finally:
+        for opened in (descriptor, other, pipe):
+            os.close(opened)
 
 
-def backends(rank: int, world: int, hosts: list[str]) -> str:
+def backends(rank: int, world: int, hosts: list[str], cannot: list[int]) -> tuple[str, str]:
     import smp.hf.state as module
 
     module.socket.gethostname = lambda: hosts[rank]
-    smp.init({"tensor_parallel_degree": 2})
-    return dist.get_backend(smp.state.tp_process_group)
+    if rank in cannot:
+        os.pidfd_open = refused(errno.ENOSYS)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        smp.init({"tensor_parallel_degree": 2})
+    return dist.get_backend(smp.state.tp_process_group), said.getvalue()
 
 
-@pytest.mark.parametrize(("hosts", "expected"), [(["a", "a", "b", "b"], "smp_node"), (["a", "b", "a", "b"], "gloo")])
-def test_tensor_parallel_ranks_of_one_machine_share_memory(hosts: list[str], expected: str) -> None:
-    assert run_distributed(backends, 4, hosts) == [expected] * 4
+@pytest.mark.parametrize(
+    ("hosts", "cannot", "backend", "through"),
+    [
+        ("aabb", [], "smp_node", "shared memory"),
+        ("abab", [], "gloo", "gloo (some are on different hosts)"),
+        ("aabb", [0, 2], "smp_node", "gloo (their memory is not shared)"),
+        ("aabb", [2], "smp_node", "gloo on ranks 2, 3 (their memory is not shared)"),
+    ],
+)
+def test_tensor_parallel_ranks_of_one_machine_share_memory_and_init_says_so(
+    hosts: str, cannot: list[int], backend: str, through: str
+) -> None:
+    (_, said), *_ = made = run_distributed(backends, 4, list(hosts), cannot)
+    assert [name for name, _ in made] == [backend] * 4
+    assert said.splitlines()[0].endswith(f"on cpu; tensor-parallel ranks exchange through {through}")
