@@ -19,6 +19,9 @@ from smp.kernels.registry import accumulation_dtype
 from smp.kernels.weight_gradient import accumulate_weight_gradient
 from smp.parallel.collectives import Group, first_derivative_only, start_all_gather, wait
 
+_BLOCK_ELEMENTS = 1 << 22
+"""Of logits that are capped at once: 16 MiB in fp32."""
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -50,15 +53,22 @@ class VocabShard:
             return logits
         return (self.softcap * (logits.to(accumulation_dtype(logits.dtype)) / self.softcap).tanh()).to(logits.dtype)
 
-    def cap_(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """The same in place, and its derivative; None: they stay, and it is 1."""
+    def cap_(self, logits: torch.Tensor, *, with_slope: bool) -> torch.Tensor | None:
+        """The same in place, and its derivative if asked for; None: they stay, and it is 1. Takes no memory beside it
+        but a block's of rows in fp32, twice."""
         if self.softcap is None:
             return None
-        # tanh in fp32 at least; the result is rounded once.
-        tanh = (logits.to(accumulation_dtype(logits.dtype)) / self.softcap).tanh_()
-        logits.copy_(tanh * self.softcap)
-        # The derivative of c tanh(z / c) is 1 - tanh^2: c falls out.
-        return tanh.square_().neg_().add_(1).to(logits.dtype)
+        slope = torch.empty_like(logits) if with_slope else None
+        rows = max(1, _BLOCK_ELEMENTS // max(logits.shape[1], 1))
+        for start in range(0, logits.shape[0], rows):
+            block = logits[start : start + rows]
+            # tanh in fp32 at least; the result is rounded once.
+            tanh = block.to(accumulation_dtype(block.dtype)).div_(self.softcap).tanh_()
+            if slope is not None:
+                # The derivative of c tanh(z / c) is 1 - tanh^2: c falls out.
+                slope[start : start + rows] = tanh.square().neg_().add_(1)
+            block.copy_(tanh.mul_(self.softcap))
+        return slope
 
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, backend: str) -> tuple[torch.Tensor, ...]:
@@ -134,7 +144,7 @@ def _chunk_loss(
     Tokens with weight 0 add nothing, whatever their label.
     """
     # In place: from here on ``logits`` are what the loss sees, and ``slope`` leads back to what was computed.
-    slope = shard.cap_(logits)
+    slope = shard.cap_(logits, with_slope=with_gradient)
     losses, stats, columns = _losses(logits, labels, shard, backend)
     if with_gradient:
         logits_to_gradient(logits, stats, columns, shard.valid, loss_weights, backend)
@@ -212,7 +222,9 @@ def linear_token_losses(
     losses = torch.empty(hidden.shape[0], device=hidden.device)
     for start in range(0, hidden.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
-        losses[part] = _losses(shard.capped(linear(hidden[part], weight)), labels[part], shard, backend)[0]
+        logits = linear(hidden[part], weight)
+        shard.cap_(logits, with_slope=False)
+        losses[part] = _losses(logits, labels[part], shard, backend)[0]
     return losses
 
 

@@ -20,10 +20,11 @@ With n = parameters on one of tp processes (vocabulary padding included) and d =
   tables, in fp32, of each micro-batch.
   With --offload-activations of --activation-loading-horizon layers only; cast weights leave with them.
 - backward: gradients in flight through a block's MLP, and what recompute replays of the block.
-- logits: one chunk, whose gradient replaces it; logits of all tokens never exist. The output matrix's gradient,
-  summed over chunks in fp32 and kept in compute precision from the forward pass, where the loss computes it, with
-  multi-token prediction so many times more as there are predictions. Each of the ``losses`` but the one that is
-  computed has one among the activations, with the last norm's input and its gradient, 2 h.
+- logits: one chunk, whose gradient replaces it, with --final-logit-softcapping beside the cap's derivative; logits of
+  all tokens never exist. The output matrix's gradient, summed over chunks in fp32 and kept in compute precision from
+  the forward pass, where the loss computes it, with multi-token prediction so many times more as there are
+  predictions. Each of the ``losses`` but the one that is computed has one among the activations, with the last norm's
+  input and its gradient, 2 h.
 
 Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the
 weights are gathered for the whole step (without --pipeline-reshard), as --data-parallel-sharding-strategy may have
@@ -129,7 +130,7 @@ def estimate_memory(
         kept_by_block=int(tokens * per_token),
         kept_behind=share.head * tokens * b * 2 * config.model.hidden_size // slices,
         split=int(tokens * _split(config, layout, b, share, split, per_token, around, backward)),
-        logits=_logits(tokens, chunk_bytes, b, share, trained=not weights.adapters),
+        logits=_logits(config, tokens, chunk_bytes, b, share, trained=not weights.adapters),
         backward=tokens * backward,
         **gathered_at_moments(config, layout, share, tuned, weights),
         **gradients_at_moments(config, layout, share, weights),
@@ -184,13 +185,20 @@ def _micro_batches(config: Config, layout: Layout) -> int:
     return data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
 
 
-def _logits(tokens: int, chunk_bytes: int, b: int, share: Share, *, trained: bool) -> int:
+def _logits(config: Config, tokens: int, chunk_bytes: int, b: int, share: Share, *, trained: bool) -> int:
     """Bytes of a chunk, and of what is kept of the output matrix's gradients, of one loss."""
     if not share.head or share.scores:  # a score's matrix is one row
         return 0
     chunk = min(tokens, max(1, chunk_bytes // (4 * share.rows))) * share.rows * b
-    gradients = (1 + share.further) * b + (4 if b < 4 else 0)
-    return chunk + (share.vocabulary * gradients if trained else 0)
+    slope = 0
+    if config.model.final_logit_softcapping is not None:
+        in_fp32 = 4 * min(chunk // b, 1 << 22)  # so many are capped at once, in smp.layers.cross_entropy
+        slope = chunk + in_fp32 * (2 if b < 4 else 1)
+    if not trained:
+        return chunk + slope
+    # The slope goes before the sum in fp32 is rounded.
+    of_earlier, summed, rounded = share.further * b, 4, b if b < 4 else 0
+    return chunk + share.vocabulary * (of_earlier + summed) + max(slope, share.vocabulary * rounded)
 
 
 def kept_by_blocks(config: Config, layout: Layout, tuned: Tuned = PRETRAINED) -> list[int]:

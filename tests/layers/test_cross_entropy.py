@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -97,3 +97,20 @@ def compare(rank: int, world: int, vocab: int) -> dict[str, float]:
 def test_equals_cross_entropy_of_the_whole_vocabulary(world: int, vocab: int) -> None:
     for errors in run_distributed(compare, world, vocab):
         assert {name: e for name, e in errors.items() if e > 1e-5} == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_capped_as_in_one_piece(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, block of rows by block of rows, with the derivative or without it."""
+    from smp.layers import VocabShard, cross_entropy
+    from smp.parallel.collectives import Group
+
+    monkeypatch.setattr(cross_entropy, "_BLOCK_ELEMENTS", 1000)  # 3 rows
+    logits = (40 * torch.randn(37, 333)).to(dtype)
+    shard = VocabShard(0, 333, cast(Group, None), 333, 30.0)
+    capped, alone = logits.clone(), logits.clone()
+    slope = shard.cap_(capped, with_slope=True)
+    tanh = (logits.float() / 30).tanh()
+    assert slope is not None and torch.equal(slope, (1 - tanh.square()).to(dtype))
+    assert torch.equal(capped, (30 * tanh).to(dtype)) and torch.equal(capped, shard.capped(logits))
+    assert shard.cap_(alone, with_slope=False) is None and torch.equal(alone, capped)
