@@ -336,6 +336,6 @@ def test_the_formula_is_near_the_step_of_unusual_layouts() -> None:
 def test_the_formula_follows(case: tuple[int, str]) -> None:
     """What it did not know: rows on their way to experts, the reduction of an earlier micro-batch, a ring's results
     before they are merged, what waits between both parts of backward passes; that a GPU's RMSNorm is a kernel without
-    Triton, too; scores that attention keeps; losses and gradients where all micro-batches go forward first; and the derivative of
-    a cap on logits."""
+    Triton, too; scores that attention keeps; losses and gradients where all micro-batches go forward first; and the
+    derivative of a cap on logits."""
     assert -0.045 < error_of_the_formula(*case) < 0.03
