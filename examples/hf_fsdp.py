@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/hf_fsdp.py --tp 2 --shard 2 --save out
     torchrun --nproc-per-node 1 examples/hf_fsdp.py --model out
 
-The three lines of smp are marked; without them this is an FSDP2 script. CPU or GPUs. Any layout prints the same losses, but for rounding.
+The three lines of smp are marked; without them this is an FSDP2 script. CPU or GPUs. Any
+layout prints the same losses, but for rounding.
 """
 
 from __future__ import annotations
