@@ -31,10 +31,10 @@ def kept_per_token(
 
     - none: input and output of both norms 4 h_l; query, key, value and output of attention 2 q + 2 k; MLP 2 f, with
       SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product); with qk-norm its inputs q + k, with norms before and
-      behind 2 h_l more; with hidden dropout two masks of one byte, 2 h_l bytes; log-sum-exp, 4 bytes per head, or with attention dropout per head and position the
-      probabilities in fp32, the mask in one byte and the dropped probabilities in compute precision, and where scores
-      are changed the probabilities, with a cap also the capped scores. Context parallelism that exchanges keys keeps
-      no probabilities.
+      behind 2 h_l more; with hidden dropout two masks of one byte, 2 h_l bytes; log-sum-exp, 4 bytes per head, or
+      with attention dropout per head and position the probabilities in fp32, the mask in one byte and the dropped
+      probabilities in compute precision, and where scores are changed the probabilities, with a cap also the capped
+      scores. Context parallelism that exchanges keys keeps no probabilities.
     - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
       and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
     - full: input h_l.
@@ -176,10 +176,11 @@ def replayed_per_token(config: Config, layout: Layout, b: int, *, fused: bool, e
 
 
 def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool = False) -> int:
-    """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of what
-    it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and up, and the
-    product once more), without a gate 2 f; where scores are changed, of scores and probabilities, values and output, in
-    fp32. With experts of each of a token's k the row h, or 3 e when the row of the result and the product have gone, e without a gate."""
+    """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of
+    what it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and
+    up, and the product once more), without a gate 2 f; where scores are changed, of scores and probabilities,
+    values and output, in fp32. With experts of each of a token's k the row h, or 3 e when the row of the result and
+    the product have gone, e without a gate."""
     model, tp, length = config.model, layout.tp, config.data.seq_length
     assert model.ffn_hidden_size is not None and model.kv_channels is not None and length is not None, "resolved before"
     split, wide = tp if config.parallel.sequence_parallel else 1, 4 if model.gated else 2

@@ -138,9 +138,7 @@ def _last_product(block: Iterable[Parameter], layout: Layout) -> int:
     return elements((p for p in block if p.module.endswith("down")), layout)
 
 
-def gradients_of_parts(
-    config: Config, layout: Layout, share: Share, weights: Weights
-) -> tuple[list[int], list[int]]:
+def gradients_of_parts(config: Config, layout: Layout, share: Share, weights: Weights) -> tuple[list[int], list[int]]:
     """Bytes of each part's gradients in a pipeline, and of those that come when its backward pass reaches its first
     block: of that block, and of the embedding."""
     parts = [Share.of(config.model, layout, [part]) for part in share.parts]
