@@ -106,8 +106,8 @@ def gradients_at_moments(
     block = adapters // len(share.layers) if adapters else share.block
     vocabulary, ends = (0, 0) if adapters else (share.vocabulary, share.ends if share.further else share.vocabulary)
     found = {"gradients": gradients, "waiting": gradients, "behind": 0, "before_last": 0, "before": 0, "late": 0}
-    first = of_each_block(config.model, share.layers, lambda block: _last_product(block, layout))
-    found |= {"own": b * block, "own_first": 0 if adapters else b * max(first, default=0), "tied": 0}
+    last = of_each_block(config.model, share.layers, lambda block: _last_product(block, layout))
+    found |= {"own": b * block, "own_first": 0 if adapters else b * max(last, default=0), "tied": 0}
     if layout.pp > 1:
         return found | {"head": 0, "block": 0, "ends": 4 * max(block, ends)}
     at_the_end = vocabulary * config.model.untie_embeddings_and_output_weights
