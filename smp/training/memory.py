@@ -19,17 +19,20 @@ With n = parameters on one of tp processes (vocabulary padding included) and d =
 - activations: layers x what a block keeps (``kept_per_token`` x T), what the output layer takes and gives, and RoPE's
   tables, in fp32, of each micro-batch.
   With --offload-activations of --activation-loading-horizon layers only; cast weights leave with them.
-- backward: gradients in flight through a block's MLP, and what recompute replays of the block.
+- backward: gradients in flight through a block's MLP, and what recompute replays of the block; or the masks of dropout
+  while they are made again.
+- A matrix that embedding and output share stays gathered from the loss until the embedding's gradient is there, and so
+  does its gradient as an output matrix, both in compute precision.
 - logits: one chunk, whose gradient replaces it, with --final-logit-softcapping beside the cap's derivative; logits of
   all tokens never exist. The output matrix's gradient, summed over chunks in fp32 and kept in compute precision from
   the forward pass, where the loss computes it, with multi-token prediction so many times more as there are
   predictions. Each of the ``losses`` but the one that is computed has one among the activations, with the last norm's
   input and its gradient, 2 h.
 
-Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the
-weights are gathered for the whole step (without --pipeline-reshard), as --data-parallel-sharding-strategy may have
-it without a pipeline. Activations are there ``held`` times for an average part; where these are all micro-batches,
-as with gpipe, gradients come when one of them has gone. Frozen weights (the model under adapters, and copies of it)
+Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the weights
+are gathered for the whole step (without --pipeline-reshard), as --data-parallel-sharding-strategy may have it without a
+pipeline. Activations are there ``held`` times for an average part, and each pass of its schedule is a moment of its
+own, with the activations and gradients that are there then. Frozen weights (the model under adapters, and copies of it)
 take b bytes instead of 4, and have no gradients and no optimizer state; those of linear layers in 4 bits take about
 0.52, and one at a time is widened. What layers keep is counted as if they were trained: with adapters it is less.
 
