@@ -30,7 +30,7 @@ from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
 from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
-from smp.training.build import Workplace, assemble, choose_backends
+from smp.training.build import RunSetup, assemble, choose_backends
 
 MODEL = ModelConfig(
     num_layers=8,
@@ -86,24 +86,24 @@ class Entry:
     seconds: list[float]
 
 
-def smp_model(work: Work, context: ParallelContext, **parallel: Any) -> tuple[GPT, Workplace, Config]:
+def smp_model(work: Work, context: ParallelContext, **parallel: Any) -> tuple[GPT, RunSetup, Config]:
     """Our model as a run builds it, with settings ``parallel``, but for the numbers of its weights."""
     config = Config(model=work.model, parallel=ParallelConfig(**parallel))
     config.data.seq_length, device = work.length, torch.device(work.device)
     context = replace(context, sequence_parallel=config.parallel.sequence_parallel)
     kernels, _ = choose_backends(config, context, device, documents=False)
-    place = Workplace(context, device, kernels, offload=offload_of(config.parallel, copier_of(device)))
-    model = assemble(config, place)
-    parallelize(model, context, config.parallel, place.offload)
+    setup = RunSetup(context, device, kernels, offload=offload_of(config.parallel, copier_of(device)))
+    model = assemble(config, setup)
+    parallelize(model, context, config.parallel, setup.offload)
     model.to_empty(device=work.device)
     draw_weights(model)
-    return model, place, config
+    return model, setup, config
 
 
 def smp_step(work: Work, context: ParallelContext, **parallel: Any) -> Step:
     """A training step of our model without data parallelism: loss, backward, clip, AdamW."""
-    model, place, config = smp_model(work, context, **parallel)
-    optimizer = build_optimizer(model, config.optim, place.context.fsdp)
+    model, setup, config = smp_model(work, context, **parallel)
+    optimizer = build_optimizer(model, config.optim, setup.context.fsdp)
     history, micro_batch = fp8_history(model), work.micro_batch()
 
     def step() -> torch.Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 DISTRIBUTION = "smp-training"
 """What pip lists this package as. The name ``smp`` on the package index is another project's. No hint installs either
-of them from an index: whoever reads a hint has this package already."""
+of them from an index: the reader of a hint has this package already."""
 
 ENTRY_POINTS = {"pretrain": "pretrain_gpt", "finetune": "finetune"}
 """Name of a command -> module at the top of a checkout and of a wheel."""

@@ -32,4 +32,4 @@ def read_architecture(folder: str) -> dict[str, Any] | None:
         # a checkpoint of an older version lacks settings that came later: they are at their default
         return architecture(ModelConfig(**{name: saved[name] for name in known})) if "num_layers" in known else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # whoever loads it says what is wrong with it
+        return None  # loading it says what is wrong with it

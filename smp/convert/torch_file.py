@@ -92,7 +92,7 @@ def _load(file: io.BufferedReader, path: Path, inert: tuple[str, ...]) -> tuple[
         if name != GETATTR and not name.startswith(inert):
             raise CheckpointError(f"{path} {refusal(name)}")
     file.seek(0)
-    # No data are read: the tensors only tell where theirs lie.
+    # No data are read: the tensors only tell where their data are in the file.
     with FakeTensorMode(), safe_globals([Namespace, *((Inert, name) for name in names)]):
         content = torch.load(file, weights_only=True)
     sizes = {}

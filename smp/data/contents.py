@@ -65,7 +65,7 @@ def contents_of(dataset: IndexedDataset, cache: NodeCache | None) -> Contents:
     """As ``scan``, once per node and state of the files; without a cache every time."""
     if cache is None:
         return scan(dataset)
-    # Reading all bytes takes minutes for large data. Whoever changes a file changes one of these.
+    # Reading all bytes takes minutes for large data. A change of a file changes one of these.
     stats = [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns, s.st_ino) for path in dataset.paths]
     name = f"contents-{xxhash.xxh3_64_hexdigest(json.dumps(stats).encode())}.npy"
     # As text: a 128-bit hash has no type in numpy.

@@ -1,7 +1,7 @@
 """Context parallelism in a transformed model: each rank has some tokens of every sequence.
 
 The script cuts its batch with :func:`cut_sequence`. A sequence of n tokens lies in 2 x cp chunks, and rank r holds
-chunks r and 2 x cp - 1 - r, as SMP v2 scripts cut theirs. The model then gets its position ids and the labels of the
+chunks r and 2 x cp - 1 - r, as SMP v2 scripts cut it. The model then gets its position ids and the labels of the
 tokens behind each chunk, and attention exchanges keys through Hugging Face's registry of attention functions. The loss
 of a rank is such that its mean over all data ranks is the mean over whole sequences.
 """
@@ -151,7 +151,7 @@ def install(model: nn.Module, comm_type: str) -> None:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The attention function knows who sees whom."""
+    """The attention function knows which tokens see which."""
 
 
 def _refuse_generate(*_: Any, **__: Any) -> None:

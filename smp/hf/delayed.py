@@ -151,7 +151,8 @@ class DelayedParamIniter:
     parameters from one generator, one behind the other.
 
     Args:
-        model: transformed, and sharded or not.
+        model: transformed, and sharded or not. After ``transform(load_state_dict_from_rank0=True)`` nothing is left to
+            draw, and some ranks may do without.
         seed: of the numbers; None: ``random_seed`` of ``smp.init``, else torch's seed on rank 0.
 
     Raises:
@@ -159,12 +160,15 @@ class DelayedParamIniter:
     """
 
     def __init__(self, model: nn.Module, seed: int | None = None) -> None:
-        if not any(p.is_meta for p in model.parameters()):
-            raise ConfigError("DelayedParamIniter: no parameter is on the meta device: nothing is delayed")
-        seed = state.settings.random_seed if seed is None else seed
-        self.model, self.seed = model, gather(torch.initial_seed())[0] if seed is None else seed
+        self.model, self.seed = model, 0
         self.names = {id(module): name for name, module in model.named_modules()}
         self.waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+        if getattr(model, "smp_from_rank0", False):
+            return  # SMP v2 sends the weights in FSDP, so its scripts call this on all ranks but 0: no collectives
+        if not self.waiting:
+            raise ConfigError("DelayedParamIniter: no parameter is on the meta device: nothing is delayed")
+        seed = state.settings.random_seed if seed is None else seed
+        self.seed = gather(torch.initial_seed())[0] if seed is None else seed
         _check_rules(model)
 
     def init(self) -> None:

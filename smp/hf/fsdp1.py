@@ -140,7 +140,7 @@ def _of_whole_model(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strategy(asked: ShardingStrategy | None, mesh: DeviceMesh) -> ShardingStrategy:
-    """As SMP v2: the layout decides what is sharded over whom, the script whether parameters are freed after use."""
+    """As SMP v2: the layout decides over which ranks parameters are sharded, the script whether they stay gathered."""
     zero2 = asked in _ZERO2
     if mesh.ndim == 2:
         return ShardingStrategy._HYBRID_SHARD_ZERO2 if zero2 else ShardingStrategy.HYBRID_SHARD

@@ -93,6 +93,7 @@ def transform(
     weights.check_alike(model, compare=not load_state_dict_from_rank0 and not on_meta)
     expected = Expected.of(model) if verify else None
     _cut(model, plan, None if on_meta and not load_state_dict_from_rank0 else device, dtype, load_state_dict_from_rank0)
+    model.smp_from_rank0 = load_state_dict_from_rank0  # type: ignore[assignment]
     install(model, plan, tp, state.context.ep_group)
     experts.apply_config(adapters.base_of(model)[0], config)
     for name in layers:

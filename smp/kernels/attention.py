@@ -75,7 +75,7 @@ def choose_attention(
         raise ConfigError(
             f"--attention-backend {wish} does not compute {shape.changes_scores}; --attention-backend math does"
         )
-    # Whoever names a backend gets that one or an error; only ``auto`` goes through the list.
+    # A backend that is named is taken, or it is an error; only ``auto`` goes through the list.
     names = [wish] if wish != "auto" else ["math"] if shape.changes_scores else preferred(device, shape, deterministic)
     # key/value heads as they are, which not all backends take, or repeated; the order of backends goes first
     shapes = dict.fromkeys((shape, replace(shape, groups=shape.heads)))

@@ -198,7 +198,8 @@ def _few_numbers(count: int) -> int:
 
 def _in_half(x: torch.Tensor) -> bool:
     """Whether ``torch.mm`` takes oneDNN for it."""
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+    half = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+    return half and bool(torch.backends.mkldnn.enabled)
 
 
 def _rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """How the tokens of sequences are spread over context-parallel ranks: index arithmetic on the host, no communication.
 
 With causal attention a token costs as much as there are tokens before it, so ranks that hold consecutive slices would
-wait for the last one. Whoever holds chunk r of 2 x cp chunks holds chunk 2 x cp - 1 - r as well: a cheap one and a dear
+wait for the last one. The rank with chunk r of 2 x cp chunks has chunk 2 x cp - 1 - r as well: a cheap one and a costly
 one. What counts is the place in the document, so packed documents are cut each by itself:
 
     cp 2, one document of 8      0 0 1 1 1 1 0 0        ranks of the tokens

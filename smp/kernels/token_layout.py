@@ -178,7 +178,7 @@ class TokenLayout:
                 do not end where queries end.
         """
         if self.query_start + self.length != self.key_start + self.keys:
-            raise ValueError("queries and keys of a sequence do not end together: only a mask can say who sees whom")
+            raise ValueError("queries and keys of a sequence do not end together: only a mask can describe them")
         first = self._first_of_documents()
         starts = first.nonzero()  # (documents, 2)
         cu_k = starts[:, 0] * self.keys + starts[:, 1]
@@ -212,7 +212,7 @@ class TokenLayout:
         # As many places where neighbours differ as there are different ids: none comes back.
         ordered = ids.sort(dim=1).values
         if first.sum() != (ordered[:, 1:] != ordered[:, :-1]).sum() + len(ids):
-            raise ValueError("a document's tokens are not next to each other: only a mask can say who sees whom")
+            raise ValueError("a document's tokens are not next to each other: only a mask can describe them")
         return first
 
 

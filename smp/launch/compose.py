@@ -128,7 +128,7 @@ def _check_known(tree: Any, key: str, file: Path) -> None:
     node, parts = tree, key.split(".")
     for depth, part in enumerate(parts):
         if node is None or (depth and not isinstance(node, DictConfig)):
-            return  # an unset or free section: whoever reads it checks it
+            return  # an unset or free section: its reader checks it
         if part not in node:
             near = did_you_mean(part, [str(name) for name in node])
             raise ConfigError(f"{key}: there is no such key in {file}{near}; +{key}=... adds one")

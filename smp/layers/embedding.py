@@ -73,7 +73,7 @@ class VocabParallelEmbedding(nn.Module):
         if self.group.size == 1:
             return F.embedding(ids.masked_fill(unknown, -1), weight)
         # Ids of other ranks become row 0, whose result is then set to 0; an unknown id becomes -1 and fails on every
-        # rank, whoever has the row.
+        # rank, also on those without the row.
         row = ids - self.group.rank * self.rows_per_rank
         elsewhere = (row < 0) | (row >= self.rows_per_rank)
         row = row.masked_fill(elsewhere, 0).masked_fill(unknown, -1)

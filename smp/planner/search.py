@@ -10,7 +10,7 @@ from typing import Any
 from smp.config import Config, ConfigError, Layout, ParallelConfig, resolve
 from smp.config.fields import flag_of
 from smp.layers.head import CHUNK_BYTES
-from smp.pipeline.plan import plan_pipeline
+from smp.pipeline.plan import Plan, plan_pipeline
 from smp.planner.devices import Device
 from smp.planner.seconds import StepTime
 from smp.planner.step_time import StepModel
@@ -73,7 +73,7 @@ def candidates(
             if why is not None:
                 why.append(error)
             continue
-        memory = largest_memory(resolved, layout, CHUNK_BYTES["cuda"], plan)
+        memory = largest_memory(resolved, layout, CHUNK_BYTES["cuda"], _whole(plan, resolved, layout))
         # A layout that does not fit is listed all the same, so that the table shows what it would need.
         fits = memory.total <= device.memory * (1 - FREE)
         time = StepModel(resolved, layout, device, plan).predict() if fits else None
@@ -91,6 +91,11 @@ def shortened(config: Config, layout: Layout) -> Config:
     each, data = config.data.micro_batch_size * layout.data_parallel, config.data
     assert data.global_batch_size is not None, "resolved before"
     return replace(config, data=replace(data, global_batch_size=min(data.global_batch_size, 3 * layout.pp * each)))
+
+
+def _whole(plan: Plan | None, config: Config, layout: Layout) -> Plan | None:
+    """The plan whose memory is that of the step: GPipe holds all micro-batches, so its memory grows with each more."""
+    return plan_pipeline(config, layout) if config.parallel.pipeline_schedule == "gpipe" and layout.pp > 1 else plan
 
 
 class _Given:

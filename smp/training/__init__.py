@@ -1,7 +1,7 @@
 """The training run: set-up, optimizer step, logging, evaluation, checkpoints and exit.
 
 Arguments that many functions here have, and that their docstrings leave out: ``config``, resolved settings;
-``process``, rank and world size of this process; ``place``, where and how the run computes (``Workplace``): ``context``
+``process``, rank and world size of this process; ``setup``, where and how the run computes (``RunSetup``): ``context``
 has the meshes and groups, ``device`` is that of the model; ``model``, after ``parallelize``, its weights
 initialized; ``forward_backward``, runs its micro-batches; ``optimizer``, over its parameters; ``progress``, the
 counters; ``stop``, told of signals; ``say``, which tells the user one line, and on ranks other than 0 does nothing.

@@ -119,7 +119,7 @@ def _products_of_experts(config: Config, device: torch.device, dtype: torch.dtyp
 
 
 @dataclass(frozen=True)
-class Workplace:
+class RunSetup:
     """Where and how a run computes, before there is a model.
 
     Attributes:
@@ -139,44 +139,44 @@ class Workplace:
     making_groups: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def build_model(config: Config, place: Workplace) -> GPT:
+def build_model(config: Config, setup: RunSetup) -> GPT:
     """A model with initial weights. Built without memory, sharded, and only then filled: no rank ever holds more than
     its part."""
-    model = assemble(config, place)
-    parallelize(model, place.context, config.parallel, place.offload)
+    model = assemble(config, setup)
+    parallelize(model, setup.context, config.parallel, setup.offload)
     # ``to_empty`` loses buffers too, so ``init_weights`` fills all that has an initializer.
-    model.to_empty(device=place.device)
+    model.to_empty(device=setup.device)
     init_weights(model, config.training.seed)
     return model
 
 
-def assemble(config: Config, place: Workplace) -> GPT:
+def assemble(config: Config, setup: RunSetup) -> GPT:
     """This rank's parts of the model, without memory and not yet sharded."""
-    context, plan = place.context, place.plan
+    context, plan = setup.context, setup.plan
     model = GPT(
         config.model,
         context,
         seed=config.training.seed,
         compute_dtype=torch.bfloat16 if config.parallel.bf16 else None,
         parts=None if plan is None else list(plan.stages_of(context.pp_rank).values()),
-        kernels=place.kernels,
+        kernels=setup.kernels,
     )
     if (fp8 := fp8_of(config)) is not None:
-        use_fp8(model, fp8, context, place.device, leave=layers_without_fp8(config, model))
+        use_fp8(model, fp8, context, setup.device, leave=layers_without_fp8(config, model))
     return model
 
 
-def build_forward_backward(config: Config, place: Workplace, model: GPT) -> ForwardBackward:
+def build_forward_backward(config: Config, setup: RunSetup, model: GPT) -> ForwardBackward:
     """Through the pipeline, or without one by accumulation."""
-    if place.plan is None:
+    if setup.plan is None:
         return Accumulation(model, config.parallel.data_parallel_sharding_strategy)
-    with place.making_groups():
-        return Pipelined(config, place.plan, model, place.context, place.device, place.offload)
+    with setup.making_groups():
+        return Pipelined(config, setup.plan, model, setup.context, setup.device, setup.offload)
 
 
 def batch_loader(
     config: Config,
-    place: Workplace,
+    setup: RunSetup,
     dataset: Any,
     read: ReadBatch | None = None,
     *,
@@ -191,7 +191,7 @@ def batch_loader(
         start: samples already consumed by all ranks.
         sizes: of the steps; by default all are --global-batch-size.
     """
-    data, context = config.data, place.context
+    data, context = config.data, setup.context
     assert data.global_batch_size is not None, "resolved before"
     return BatchLoader(
         dataset,
@@ -204,6 +204,6 @@ def batch_loader(
         num_workers=data.num_workers if read is None else 1,  # ``read`` keeps the order of one epoch at a time
         with_documents=data.reset_attention_mask,
         with_positions=data.reset_position_ids,
-        pin_memory=place.device.type == "cuda",
+        pin_memory=setup.device.type == "cuda",
         read=read,
     )

@@ -43,7 +43,7 @@ from smp.pipeline.plan import Plan
 from smp.pipeline.recorder import Watcher
 from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
-from smp.training.build import Workplace, assemble, build_forward_backward
+from smp.training.build import RunSetup, assemble, build_forward_backward
 from smp.training.exchange import exchange_of
 from smp.training.fake_tuning import FakeReference, judged, tuned
 from smp.training.forward_backward import ForwardBackward, stream_gradients
@@ -155,11 +155,11 @@ def fake_step(
         meter = make_meter(_names(context))
         meter.over_gloo = device_type == "cpu"
         copier = _Uncounted(meter)
-        place = Workplace(context, _CPU, kernels, plan, offload_of(config.parallel, copier))
+        setup = RunSetup(context, _CPU, kernels, plan, offload_of(config.parallel, copier))
 
         def build(trained: bool) -> tuple[GPT, ForwardBackward]:
-            model = _built(config, place, CHUNK_BYTES[device_type], trained=trained)
-            return model, build_forward_backward(config, place, model)
+            model = _built(config, setup, CHUNK_BYTES[device_type], trained=trained)
+            return model, build_forward_backward(config, setup, model)
 
         model, passes = build(True)
         reference = FakeReference(config, model, passes, build)
@@ -178,16 +178,16 @@ class _Tried:
     reference: FakeReference
 
 
-def _built(config: Config, place: Workplace, chunk_bytes: int, *, trained: bool) -> GPT:
+def _built(config: Config, setup: RunSetup, chunk_bytes: int, *, trained: bool) -> GPT:
     """A model as a run has it before there are numbers."""
-    model = assemble(config, place)
+    model = assemble(config, setup)
     tuned(model, config, trained=trained)
     if isinstance(model.head, VocabParallelHead):
         model.head.chunk_bytes = chunk_bytes
     for module in model.modules():
         if isinstance(module, MoE):
             module.read_counts = even_counts
-    parallelize(model, place.context, config.parallel, place.offload)
+    parallelize(model, setup.context, config.parallel, setup.offload)
     if (history := fp8_history(model)) is not None:
         history.is_empty = False  # as after a step
     return model

@@ -36,7 +36,7 @@ from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box
 from smp.sharding.parallelize import parallelize
 from smp.training.adapter_files import reference_config
-from smp.training.build import Workplace, assemble
+from smp.training.build import RunSetup, assemble
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def open_base(config: Config) -> Weights:
 
 
 def build_finetune_model(
-    config: Config, place: Workplace, start: Mapping[str, Adapter] | None, *, trainable: bool = True
+    config: Config, setup: RunSetup, start: Mapping[str, Adapter] | None, *, trainable: bool = True
 ) -> tuple[GPT, list[str]]:
     """(the model, what the user should hear). Built without memory, sharded, and only then filled.
 
@@ -104,11 +104,11 @@ def build_finetune_model(
         CheckpointError: the weights cannot be read.
     """
     # The order is that of ``parallelize``: adapters, frozen and packed weights have to be there before FSDP cuts them.
-    model = assemble(config, place)
+    model = assemble(config, setup)
     in_4_bits = config.lora is not None and config.lora.load_in_4bit
     tune(model, config, _adapter_plan(model, config, start) if config.has_adapters else None, trainable=trainable)
-    parallelize(model, place.context, config.parallel, place.offload)
-    model.to_empty(device=place.device)
+    parallelize(model, setup.context, config.parallel, setup.offload)
+    model.to_empty(device=setup.device)
     if config.has_adapters:
         init_weights(model, config.training.seed, only="lora")
     adapters = adapters_of(model)
@@ -126,7 +126,7 @@ def build_finetune_model(
     if start is not None:
         _fill_adapters(model, start)
     elif config.has_adapters:
-        # After the weights are there: row norms are theirs.
+        # After the weights are there: DoRA's magnitudes begin as their row norms.
         begin_magnitudes(layer for name, layer in linear_layers(model).items() if name in adapters)
     if config.has_adapters and config.model.num_experts is not None:
         # Ranks of a pipeline have different layers; all say the same.

@@ -29,7 +29,7 @@ from smp.parallel.boxes import local_part
 from smp.parallel.context import ParallelContext
 from smp.sharding.parallelize import free_gathered
 from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
-from smp.training.build import Workplace, batch_loader, build_forward_backward, choose_backends
+from smp.training.build import RunSetup, batch_loader, build_forward_backward, choose_backends
 from smp.training.finetune_model import build_finetune_model
 from smp.training.forward_backward import ForwardBackward
 from smp.training.objective import (
@@ -56,7 +56,7 @@ def finetuning(config: Config, data: TuningData) -> RunParts:
         config=config,
         datasets=partial(_datasets, config, data),
         kernels=partial(_choose_backends, config, data),
-        trainable=lambda place, say, progress: _Build(config, data, start, place, say, progress).trainable(),
+        trainable=lambda setup, say, progress: _Build(config, data, start, setup, say, progress).trainable(),
         read=lambda dataset: dataset.batch,
         work=_work(config),
         evaluate_first=True,
@@ -157,35 +157,35 @@ class _Build:
     config: Config
     data: TuningData
     start: Adapters | None
-    place: Workplace
+    setup: RunSetup
     say: Say
     progress: Callable[[], None]
 
     def trainable(self) -> Trainable:
-        config, place = self.config, self.place
-        model, notes = build_finetune_model(config, place, self.start)
-        for line in [*notes, *_sizes(config, place.context, model)]:
+        config, setup = self.config, self.setup
+        model, notes = build_finetune_model(config, setup, self.start)
+        for line in [*notes, *_sizes(config, setup.context, model)]:
             self.say(line)
-        forward_backward = build_forward_backward(config, place, model)
+        forward_backward = build_forward_backward(config, setup, model)
         objective = config.objective
-        cp = place.context.cp_group
+        cp = setup.context.cp_group
         if objective is None or not config.judges_answers:
-            return Trainable(model, forward_backward, NextToken(place.device, cp))
+            return Trainable(model, forward_backward, NextToken(setup.device, cp))
         if config.has_scores:
-            scored = ScoredAnswer(place.device, objective.reward_center_coefficient, cp)
+            scored = ScoredAnswer(setup.device, objective.reward_center_coefficient, cp)
             return Trainable(model, forward_backward, scored)
         if config.has_labels:
             labelled = LabelledAnswer(
-                device=place.device,
+                device=setup.device,
                 reference=self._reference(objective, model, forward_backward),
-                policy=ModelReference(model, forward_backward, place.device, cp=cp),
-                context=place.context,
+                policy=ModelReference(model, forward_backward, setup.device, cp=cp),
+                context=setup.context,
                 beta=objective.kto_beta,
                 weights=(objective.kto_desirable_weight, objective.kto_undesirable_weight),
             )
             return Trainable(model, forward_backward, labelled)
         preferred = PreferredAnswer(
-            device=place.device,
+            device=setup.device,
             reference=self._reference(objective, model, forward_backward),
             loss_type="orpo" if objective.objective == "orpo" else objective.dpo_loss_type,
             beta=objective.orpo_beta if objective.objective == "orpo" else objective.dpo_beta,
@@ -195,7 +195,7 @@ class _Build:
         return Trainable(model, forward_backward, preferred)
 
     def _reference(self, objective: ObjectiveConfig, model: GPT, forward_backward: ForwardBackward) -> Reference:
-        device, cp = self.place.device, self.place.context.cp_group
+        device, cp = self.setup.device, self.setup.context.cp_group
         if objective.objective == "orpo":
             return NoReference()
         if objective.dpo_reference == "adapters-off":
@@ -205,16 +205,16 @@ class _Build:
             table = self._table(ModelReference(model, forward_backward, device, cp=cp))
             free_gathered(model)
             return TableReference(table)
-        copy, _ = build_finetune_model(self.config, self.place, self.start, trainable=False)
+        copy, _ = build_finetune_model(self.config, self.setup, self.start, trainable=False)
         read_scales_of(copy, model)
-        return ModelReference(copy, build_forward_backward(self.config, self.place, copy), device, cp=cp)
+        return ModelReference(copy, build_forward_backward(self.config, self.setup, copy), device, cp=cp)
 
     def _table(self, reference: ModelReference) -> torch.Tensor:
         """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks."""
-        config, samples, device = self.config, self.data.samples, self.place.device
+        config, samples, device = self.config, self.data.samples, self.setup.device
         every = lay_out(samples, np.arange(len(samples)), self.data.train.length, "off")
         dataset = _dataset(config, self.data, every)
-        batches = batch_loader(config, self.place, dataset, dataset.batch)
+        batches = batch_loader(config, self.setup, dataset, dataset.batch)
         table = torch.zeros(len(samples), device=device)
         try:
             # Pairs, in batches of the run's size: as many collectives on every rank.
@@ -222,13 +222,13 @@ class _Build:
                 batch = next(batches)
                 assert isinstance(batch, PairBatch) and batch.texts is not None
                 log_probs, real = reference.log_probs(batch), batch.texts >= 0
-                if self.place.context.cp_rank == 0:  # the others have the same ones, and the sum is over all ranks
+                if self.setup.context.cp_rank == 0:  # the others have the same ones, and the sum is over all ranks
                     table[batch.texts[real].to(device)] = log_probs[real.to(device)]
                 self.progress()
         finally:
             batches.close()
         self.say(f"log-probabilities of the reference: {len(samples):,} answers")
-        return self.place.context.sum_loss(table)
+        return self.setup.context.sum_loss(table)
 
 
 def _sizes(config: Config, context: ParallelContext, model: GPT) -> list[str]:

@@ -36,7 +36,7 @@ _KINDS = (
     | {"send": "send", "alltoall_base_": "all-to-all", "all_to_all_single": "all-to-all"}
 )
 _COPIED_BY_GLOO = {"all-gather", "reduce-scatter"}
-"""Gloo works on a copy of the whole tensor (measured, torch 2.13); all-reduces and all-to-alls take theirs as it is."""
+"""Gloo works on a copy of the whole tensor (measured, torch 2.13); all-reduces and all-to-alls on the tensor."""
 _WAITS = {torch.ops._c10d_functional.wait_tensor}
 _FUSED = ("triton", "cuda", "apex")
 FREE = {"view", "t", "transpose", "detach", "permute", "as_strided", "slice", "alias", "expand", "unsqueeze", "split"}

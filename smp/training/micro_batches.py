@@ -115,7 +115,7 @@ class _Columns:
         return to_device(x.gather(1, self.chosen), self.device)
 
     def numbers(self) -> torch.Tensor:
-        """Theirs in the whole row, on the device: (length,), or (rows, length / cp)."""
+        """Token indices in the whole row, on the device: (length,), or (rows, length / cp)."""
         return (
             torch.arange(self.length, device=self.device)
             if self.chosen is None

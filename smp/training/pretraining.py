@@ -10,7 +10,7 @@ from smp.config.command import in_one_line
 from smp.data.build import Datasets, build_datasets
 from smp.parallel.agree import on_rank_zero
 from smp.training.adapter_files import leave_companions
-from smp.training.build import Workplace, build_forward_backward, build_model, choose_backends
+from smp.training.build import RunSetup, build_forward_backward, build_model, choose_backends
 from smp.training.objective import NextToken
 from smp.training.run import RunParts, Trainable
 
@@ -21,15 +21,15 @@ def pretraining(config: Config) -> RunParts:
         config=config,
         datasets=partial(_read, config),
         kernels=partial(choose_backends, config, documents=config.data.reset_attention_mask),
-        trainable=lambda place, say, progress: _trainable(config, place),
+        trainable=lambda setup, say, progress: _trainable(config, setup),
         before=lambda: on_rank_zero(lambda: leave_companions(config), CheckpointError),
     )
 
 
-def _trainable(config: Config, place: Workplace) -> Trainable:
-    model = build_model(config, place)
-    objective = NextToken(place.device, place.context.cp_group, further=config.model.mtp_num_layers or 0)
-    return Trainable(model, build_forward_backward(config, place, model), objective)
+def _trainable(config: Config, setup: RunSetup) -> Trainable:
+    model = build_model(config, setup)
+    objective = NextToken(setup.device, setup.context.cp_group, further=config.model.mtp_num_layers or 0)
+    return Trainable(model, build_forward_backward(config, setup, model), objective)
 
 
 def _read(config: Config) -> Datasets:

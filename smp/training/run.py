@@ -35,7 +35,7 @@ from smp.parallel.network.quantize import Quantization
 from smp.pipeline.failure import naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
 from smp.sharding.offload import offload_of
-from smp.training.build import Workplace, batch_loader
+from smp.training.build import RunSetup, batch_loader
 from smp.training.console import Console
 from smp.training.exchange import exchange_of
 from smp.training.forward_backward import ForwardBackward
@@ -69,7 +69,7 @@ class RunParts:
         datasets: reads what to train and evaluate on, once the folder of checkpoints is this run's.
         read: (one of them) -> what makes a batch of numbered samples; None: the loader stacks them.
         kernels: (context, device) -> what computes, and what the user should hear of that choice.
-        trainable: (place, tell the user, say that there is progress) -> what is trained.
+        trainable: (setup, tell the user, say that there is progress) -> what is trained.
         work: FLOPs of a step, relative to pretraining on as many tokens.
         evaluate_first: also before the first step.
         before: called before the first step.
@@ -79,7 +79,7 @@ class RunParts:
     config: Config
     datasets: Callable[[], Datasets]
     kernels: Callable[[ParallelContext, torch.device], tuple[Kernels, list[str]]]
-    trainable: Callable[[Workplace, Say, Callable[[], None]], Trainable]
+    trainable: Callable[[RunSetup, Say, Callable[[], None]], Trainable]
     read: Callable[[Any], ReadBatch | None] = lambda dataset: None
     work: float = 1.0
     evaluate_first: bool = False
@@ -129,16 +129,16 @@ class Run:
             self.checkpoints = RunCheckpoints(self.config, self.say)  # before the data, whose indices may take minutes
             opened.callback(self.checkpoints.close)
             self.datasets = self._read_data()
-            self.place = self._find_place()
+            self.setup = self._make_setup()
             self.trainer = self._build_trainer()
             progress = self.trainer.progress
             check_batch_sizes(self.config.data, self.layout, sizes.ahead(progress.consumed_samples))
             self.batches = self._loader(self.datasets.train, progress.consumed_samples, sizes)
             opened.callback(self.batches.close)
-            place = self.config, self.layout, process.rank, device, progress.iteration, parts.work
+            arguments = self.config, self.layout, process.rank, device, progress.iteration, parts.work
             epoch = self.datasets.train.samples_per_epoch
             log_dir = self.config.logging.log_dir
-            self.console = on_all_or_none(lambda: Console(*place, epoch), ConfigError, f"--log-dir {log_dir}")
+            self.console = on_all_or_none(lambda: Console(*arguments, epoch), ConfigError, f"--log-dir {log_dir}")
             opened.callback(self.console.close)
             self._evaluated_at = progress.iteration
             # All is built: from here on nothing closes by itself.
@@ -182,7 +182,7 @@ class Run:
                 self.say(line)
         return datasets
 
-    def _find_place(self) -> Workplace:
+    def _make_setup(self) -> RunSetup:
         config, device = self.config, self.device
         plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
         for line in [] if plan is None else describe_plan(plan, config):
@@ -197,10 +197,10 @@ class Run:
         offload = offload_of(config.parallel, copier_of(device))
         for line in describe_offload(config, device.type):
             self.say(line)
-        return Workplace(self.context, device, kernels, plan, offload, self.watchdog.ending)
+        return RunSetup(self.context, device, kernels, plan, offload, self.watchdog.ending)
 
     def _build_trainer(self) -> Trainer:
-        model, forward_backward, objective = self.parts.trainable(self.place, self.say, self.watchdog.progress)
+        model, forward_backward, objective = self.parts.trainable(self.setup, self.say, self.watchdog.progress)
         optimizer = build_optimizer(
             model,
             self.config.optim,
@@ -269,8 +269,8 @@ class Run:
                     self._steps.append(self.trainer.start_step(batch, waited))
                 # Looks at the step before while the device computes this one.
                 self._finish_steps(keep=1)
-                if self.iteration == first and self.place.offload is not None:
-                    for line in offload_at_work(self.place.offload):
+                if self.iteration == first and self.setup.offload is not None:
+                    for line in offload_at_work(self.setup.offload):
                         self.say(line)
                 if due(self.iteration, training.eval_interval):
                     self.evaluate()
@@ -326,7 +326,7 @@ class Run:
         return loss
 
     def _loader(self, dataset: SampleDataset, start: int = 0, sizes: BatchSizes | None = None) -> BatchLoader:
-        return batch_loader(self.config, self.place, dataset, self.parts.read(dataset), start=start, sizes=sizes)
+        return batch_loader(self.config, self.setup, dataset, self.parts.read(dataset), start=start, sizes=sizes)
 
     def save(self) -> None:
         """Write a checkpoint, or begin to, if --save is given."""

@@ -66,7 +66,7 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     from smp.parallel.boxes import local_box
     from smp.parallel.context import build_context
     from smp.pipeline.plan import plan_pipeline
-    from smp.training.build import Workplace, build_model
+    from smp.training.build import RunSetup, build_model
 
     count, read = 0, local._LocalSource.read_into
 
@@ -80,7 +80,7 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     config = resolve(Config(model=model, parallel=ParallelConfig(**parallel), training=training), world)
     layout = Layout.from_config(config.parallel, world)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
-    built = build_model(config, Workplace(build_context(layout, "cpu"), torch.device("cpu"), TORCH, plan))
+    built = build_model(config, RunSetup(build_context(layout, "cpu"), torch.device("cpu"), TORCH, plan))
     local._LocalSource.read_into = counted  # type: ignore[method-assign]
     load_hf(built, folder)
     local._LocalSource.read_into = read  # type: ignore[method-assign]

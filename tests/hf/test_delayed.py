@@ -165,5 +165,24 @@ def _refused(rank: int, world_size: int, folder: str) -> None:
         smp.transform(_on_meta(_config("Llama")), verify=True)
 
 
+def _filled_from_rank_zero(rank: int, world_size: int) -> None:
+    """SMP v2's scripts for fine-tuning call DelayedParamIniter on the ranks that had no weights, and not on rank 0."""
+    smp.init({"tensor_parallel_degree": 2})
+    for family in ("Llama", "GPT-2"):  # the second's rules are refused where they are needed
+        wanted = build(family).eval()(**batch(1)).logits
+        model = _on_meta(_config(family)) if rank else build(family)
+        smp.transform(model, load_state_dict_from_rank0=True)
+        if rank:
+            initer = smp.delayed_param.DelayedParamIniter(model)
+            with initer.validate_params_and_buffers_inited():
+                model.apply(initer.get_param_init_fn())
+                initer.get_post_param_init_fn()(model)
+        torch.testing.assert_close(model.eval()(**batch(1)).logits, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_rank_zero_stay() -> None:
+    run_distributed(_filled_from_rank_zero, 2)
+
+
 def test_what_cannot_be_filled_is_refused(tmp_path: Path) -> None:
     run_distributed(_refused, 2, str(tmp_path))

@@ -200,8 +200,17 @@ def _delayed(family: str, tp: int, shard: int, seed: int) -> Any:
         )
 
 
+def _fine_tuned(model: Any) -> Any:
+    """The model of an SMP v2 script that fine-tunes: rank 0 has the weights."""
+    _restart(2, 2)
+    rank = smp.state.rank
+    smp.transform(model.to("meta") if rank else model, load_state_dict_from_rank0=True)
+    init = smp.delayed_param.DelayedParamIniter(model).get_param_init_fn() if rank else None
+    return _wrapped(model, param_init_fn=init, sync_module_states=True)
+
+
 def _scripts(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """Delayed init, recompute, training, a checkpoint, and resuming at the same and another degree."""
+    """Delayed init, recompute, training, a checkpoint, and resuming at the same and another degree; fine-tuning."""
     smp.compat.install()
     found: dict[str, Any] = {}
     for family in SCRIPTS:
@@ -210,6 +219,7 @@ def _scripts(rank: int, world_size: int, path: str) -> dict[str, Any]:
         smp.delayed_param.DelayedParamIniter(drawn, 1).init()
         alone = build(family)
         alone.load_state_dict({name: whole(tensor) for name, tensor in drawn.state_dict().items()})
+        fresh = copy.deepcopy(alone)
         wanted = _train(alone, _optimizer(alone), range(STEPS), smp.clip_grad_norm_)
         weights = {name: p.detach() for name, p in alone.state_dict().items()}
         model = _delayed(family, 2, 2, seed=1)
@@ -224,13 +234,16 @@ def _scripts(rank: int, world_size: int, path: str) -> dict[str, Any]:
             step = _resume(model, optimizer, folder)
             norms = wanted[:step] + _train(model, optimizer, range(step, STEPS), smp.clip_grad_norm_)
             found[f"{family}, resumed at tp {tp}"] = wanted, norms, _error(model, weights)
+        model = _fine_tuned(fresh)
+        norms = _train(model, _optimizer(model), range(STEPS), smp.clip_grad_norm_)
+        found[f"{family}, fine-tuned"] = wanted, norms, _error(model, weights)
     return found
 
 
 @pytest.mark.slow
 def test_families_of_smp_v2_scripts(tmp_path: Path) -> None:
     for rank, found in enumerate(run_distributed(_scripts, 4, str(tmp_path))):
-        assert len(found) == 3 * len(SCRIPTS)
+        assert len(found) == 4 * len(SCRIPTS)
         for case, (wanted, norms, weights) in found.items():
             assert norms == pytest.approx(wanted, rel=1e-5), case
             assert weights is not None or rank > 0, case

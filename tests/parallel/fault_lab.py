@@ -108,14 +108,14 @@ IN_A_SCHEDULE = (
 )
 IN_A_FLAT_ONE = rf"rank {{1}} on \S+: {{0}} failed: .*; {LOST}"
 IN_EITHER = f"(?:{IN_A_SCHEDULE}|{IN_A_FLAT_ONE.replace('{0}', 'sum_over_ranks')})"
-"""A rank whose gathers were through waits in the sum of its losses."""
+"""A rank whose gathers were through, or had not begun, waits in the sum of its losses."""
 MOMENTS = {
     "rendezvous": (IN_A_FLAT_ONE, "start_process_group", ""),
     "meeting": (IN_A_FLAT_ONE, "start_process_group", ""),
     "groups": (IN_A_FLAT_ONE, r"\w+", ""),
     "choice": (IN_A_FLAT_ONE, r"\w+", ""),
     "measurement": (IN_A_FLAT_ONE, "_shift", MEASURED),
-    "gather": (IN_A_SCHEDULE, "all-gather", ""),
+    "gather": (IN_EITHER, "all-gather", ""),
     "reduction": (IN_A_SCHEDULE, "reduce-scatter", ""),
     "replicas' sum": (IN_A_SCHEDULE, "all-reduce", REPLICAS),
     "evaluation": (IN_EITHER, "all-gather", ""),

@@ -27,6 +27,8 @@ def check_words(done: subprocess.CompletedProcess[str], moment: str, speaking: l
     words, what, _ = lab.MOMENTS[moment]
     for rank, line in zip(speaking, lines, strict=True):
         assert re.match(f"error: rank {rank}: {words.format(what, rank)}", line), line
+    if words == lab.IN_EITHER:
+        assert any(f": {what} of " in line for line in lines), "one at least stands at the moment itself"
     return own
 
 

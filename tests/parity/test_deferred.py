@@ -15,7 +15,7 @@ from smp.config import Layout
 from smp.kernels import TORCH
 from smp.pipeline.actions import Action, Op
 from smp.pipeline.plan import plan_pipeline
-from smp.training.build import Workplace, build_forward_backward, build_model
+from smp.training.build import RunSetup, build_forward_backward, build_model
 from smp.training.objective import NextToken
 from smp.training.pipelined import Pipelined
 from tests.fake_group import fake_context
@@ -60,8 +60,8 @@ def test_experts_weight_gradients_wait_for_their_action(schedule: str, fp8: str 
     config, device = config_of(Case(problem, spread)), torch.device("cpu")
     layout = Layout.from_config(config.parallel, spread.world_size)
     with fake_context(layout) as context, Products() as products:
-        place = Workplace(context, device, TORCH, plan_pipeline(config, layout))
-        passes = build_forward_backward(config, place, build_model(config, place))
+        setup = RunSetup(context, device, TORCH, plan_pipeline(config, layout))
+        passes = build_forward_backward(config, setup, build_model(config, setup))
         assert isinstance(passes, Pipelined)
         passes.watched_by(products)
         passes.train(NextToken(device).micro_batches(share(problem, spread, 0, 0), 1))

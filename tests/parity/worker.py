@@ -34,7 +34,7 @@ from smp.sharding import parallelize
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix
 from smp.training import objective as objective_module
-from smp.training.build import Workplace, build_forward_backward, build_model, choose_backends
+from smp.training.build import RunSetup, build_forward_backward, build_model, choose_backends
 from smp.training.exchange import exchange_of
 from smp.training.forward_backward import ForwardBackward
 from smp.training.micro_batches import MicroBatches
@@ -98,11 +98,11 @@ def train(case: Case, contexts: Contexts, device: torch.device) -> dict[str, Any
     plan = plan_pipeline(config, layout) if spread.pp > 1 else None
     kernels, _ = choose_backends(config, context, device, documents=config.data.reset_attention_mask)
     offload = CountingOffload(config.parallel, copier_of(device)) if spread.horizon else None
-    place = Workplace(context, device, kernels, plan, offload)
-    model = build_model(config, place)
+    setup = RunSetup(context, device, kernels, plan, offload)
+    model = build_model(config, setup)
     initial = _weights(model)
     optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp)
-    recording = Recording(build_forward_backward(config, place, model), model, problem.recorded_steps)
+    recording = Recording(build_forward_backward(config, setup, model), model, problem.recorded_steps)
     objective = NextToken(device, context.cp_group, further=problem.further)
     trainer = Trainer(config, model, recording, objective, optimizer, context, device, Progress())
     recorder = Recorder()

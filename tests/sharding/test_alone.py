@@ -17,7 +17,7 @@ from smp.layers.norm import Norm
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.sharding.parallelize import parallelize, shard
-from smp.training.build import Workplace, assemble, build_forward_backward, build_model, choose_backends
+from smp.training.build import RunSetup, assemble, build_forward_backward, build_model, choose_backends
 from smp.training.objective import NextToken
 from smp.training.trainer import Progress, Trainer
 from tests.fake_group import fake_context, lone_context
@@ -148,20 +148,20 @@ def two_steps(device: torch.device, values: dict[str, Any], fsdp: bool) -> tuple
     config = config_of(case)
     with lone_context(device.type) as context:
         kernels, _ = choose_backends(config, context, device, documents=False)
-        place = Workplace(context, device, kernels)
+        setup = RunSetup(context, device, kernels)
         if fsdp:
-            model = assemble(config, place)
+            model = assemble(config, setup)
             shard(model, model.fsdp_units(), context.fsdp, bf16=config.parallel.bf16)
             model.to_empty(device=device)
             init_weights(model, config.training.seed)
         else:
-            model = build_model(config, place)
+            model = build_model(config, setup)
         assert isinstance(model, FSDPModule) is fsdp
         optimizer = build_optimizer(model, config.optim, context.fsdp)
         optimizer.register_step_pre_hook(
             lambda *_: gradients.append({n: p.grad.to_local().cpu().clone() for n, p in model.named_parameters()})  # type: ignore[union-attr]
         )
-        forward_backward, objective = build_forward_backward(config, place, model), NextToken(device)
+        forward_backward, objective = build_forward_backward(config, setup, model), NextToken(device)
         trainer = Trainer(config, model, forward_backward, objective, optimizer, context, device, Progress())
         losses = [trainer.train_step(share(case.problem, case.spread, 0, step)).loss for step in range(2)]
     return losses, gradients

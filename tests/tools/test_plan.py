@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from smp.config import Config, Layout, load_config, resolve
+from smp.layers.head import CHUNK_BYTES
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.inventory import inventory
 from smp.models.presets import PRESETS
@@ -21,7 +22,7 @@ from smp.planner.search import candidates, ranked
 from smp.planner.seconds import StepTime
 from smp.planner.step_time import StepModel, _offloaded
 from smp.planner.update import update_seconds
-from smp.training.memory import kept_by_blocks
+from smp.training.memory import kept_by_blocks, largest_memory
 from smp.training.offload import HOST_ADAM
 from smp.training.settings import read_settings
 from smp.training.weight_memory import trained_by_muon
@@ -43,6 +44,9 @@ IDEAL = Device(
     launch=0.0,
 )
 """Computes at its peak and does nothing else."""
+
+
+DECIDED = {"pipeline_model_parallel_size", "pipeline_schedule"}
 
 
 def config_of(flags: str) -> Config:
@@ -93,6 +97,17 @@ def test_what_was_decided_stays() -> None:
     assert {c.layout.tp for c in found} == {2} and len({c.layout.pp for c in found}) > 2
     times = [c.time.total for c in ranked(found) if c.time]
     assert times == sorted(times) and 1 < len(times) < len(found)
+
+
+def test_gpipe_needs_memory_for_all_micro_batches() -> None:
+    """Also of those that the simulation of its time leaves out."""
+    flags = f"{EIGHT.replace('batch-size 32', 'batch-size 64')} --pipeline-model-parallel-size 4"
+    asked = asked_for([*flags.split()[4:], "--pipeline-schedule", "gpipe"], 8)
+    found = [c for c in candidates(asked, 8, DEVICES["h100"], DECIDED) if c.config.data.micro_batch_size == 1]
+    assert found
+    for c in found:
+        plan = plan_pipeline(c.config, c.layout)
+        assert c.memory == largest_memory(c.config, c.layout, CHUNK_BYTES["cuda"], plan), c.flags
 
 
 def test_on_an_ideal_device_a_step_takes_its_flops() -> None:

@@ -17,7 +17,7 @@ from smp.models.micro_batch import MicroBatch
 from smp.parallel.context import build_context
 from smp.pipeline.plan import plan_pipeline
 from smp.sharding.parallelize import parallelize
-from smp.training.build import Workplace, build_forward_backward
+from smp.training.build import RunSetup, build_forward_backward
 from smp.training.micro_batches import MicroBatches
 from tests.distributed import run_distributed
 from tests.sharding.model import BATCH, LENGTH, MODEL
@@ -58,7 +58,7 @@ def train(
     parallelize(model, context, config.parallel)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
-    runner = build_forward_backward(config, Workplace(context, CPU, TORCH, plan), model)
+    runner = build_forward_backward(config, RunSetup(context, CPU, TORCH, plan), model)
     outputs = runner.train(MicroBatches(COUNT, micro_batch))
     losses = [loss for output in outputs if (loss := output.total) is not None]
     loss = context.sum_loss(sum(losses, torch.zeros(()))).item()

@@ -15,7 +15,7 @@ from smp.config import Config, DataConfig, Layout, ModelConfig, ParallelConfig, 
 from smp.config.schema import TrainingConfig
 from smp.data.loader import RankBatch
 from smp.parallel.context import build_context
-from smp.training.build import Workplace, build_model, choose_backends
+from smp.training.build import RunSetup, build_model, choose_backends
 from smp.training.memory import estimate_memory
 from smp.training.micro_batches import token_micro_batch
 from tests.distributed import run_distributed
@@ -55,7 +55,7 @@ def kept(rank: int, cp: int, recompute: str) -> dict[str, tuple[int, int]]:
     for exchange in EXCHANGES if cp > 1 else EXCHANGES[:1]:
         config = settings(cp, exchange, recompute)
         model = build_model(
-            config, Workplace(context, device, choose_backends(config, context, device, documents=False)[0])
+            config, RunSetup(context, device, choose_backends(config, context, device, documents=False)[0])
         )
         batch = RankBatch(ids, ids, torch.zeros(1, 1, dtype=torch.int64))
         micro_batch = token_micro_batch(batch, 0, LENGTH, device, context.cp_group)

@@ -109,7 +109,7 @@ def load_balancing(value: Any, get: Get) -> Mapping[str, Any] | str:
 
 
 def shard(value: Any, get: Get) -> Mapping[str, Any]:
-    """HyperPod's degree counts context-parallel processes too; this project's is multiplied by theirs."""
+    """HyperPod's degree counts context-parallel processes too; this project multiplies by their number."""
     degree, context = get("model.shard_degree") or 0, get("model.context_parallel_degree")
     context = context if isinstance(context, int) and context > 0 else 1  # what else it may be, its own key refuses
     if value == "full_shard" or (value == "hybrid_shard" and not degree):
