@@ -186,7 +186,7 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) 
     return dw
 
 
-def _few_numbers(count: int) -> int:
+def _rounded_rows(count: int) -> int:
     """``count`` or somewhat more: one of 16 numbers between a power of two and the next.
 
     oneDNN makes code for each number of rows that it meets, which takes as long as several products, and keeps the last
@@ -196,13 +196,13 @@ def _few_numbers(count: int) -> int:
     return -(-count // step) * step
 
 
-def _in_half(x: torch.Tensor) -> bool:
+def _is_half_on_cpu(x: torch.Tensor) -> bool:
     """Whether ``torch.mm`` takes oneDNN for it."""
     half = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
     return half and bool(torch.backends.mkldnn.enabled)
 
 
-def _rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
+def _padded_rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """So many rows of x, and zeros behind its last one."""
     there = min(count, len(x) - start)
     rows = x.narrow(0, start, there)
@@ -212,9 +212,9 @@ def _rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
 def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: torch.Tensor, add: bool = False) -> None:
     """Write to these rows of y, or add, the product of those of x. A few rows behind them may lose what they hold: they
     are those of experts that come later."""
-    few, half = _few_numbers(count), _in_half(x)
-    onednn = not half and linear_by_onednn(x.narrow(0, start, min(few, len(x) - start)), matrix.t())
-    rows = _rows(x, start, few if onednn or half else count)
+    rounded, half = _rounded_rows(count), _is_half_on_cpu(x)
+    onednn = not half and linear_by_onednn(x.narrow(0, start, min(rounded, len(x) - start)), matrix.t())
+    rows = _padded_rows(x, start, rounded if onednn or half else count)
     if onednn or start + len(rows) > len(x):
         product, own = linear(rows, matrix.t())[:count], y.narrow(0, start, count)
         if add:
@@ -230,10 +230,10 @@ def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: tor
 def _transposed_times(a: torch.Tensor, b: torch.Tensor, start: int, count: int, out: torch.Tensor) -> None:
     """Write a^T b of these rows to ``out``, zeros without rows."""
     own, other = a.narrow(0, start, count), b.narrow(0, start, count)
-    onednn = not _in_half(a) and gradient_by_onednn(own, other)
-    if onednn or _in_half(a):
+    onednn = not _is_half_on_cpu(a) and gradient_by_onednn(own, other)
+    if onednn or _is_half_on_cpu(a):
         # Zeros behind both: rows of the next expert may be infinite, and 0 x Inf is NaN.
-        own, other = (_rows(rows, 0, _few_numbers(count)) for rows in (own, other))
+        own, other = (_padded_rows(rows, 0, _rounded_rows(count)) for rows in (own, other))
     if onednn:
         add_weight_gradient(out, own, other, first=True)
     else:

@@ -361,6 +361,6 @@ def test_experts_rows_on_a_gpu_are_not_padded_as_on_a_cpu(monkeypatch: pytest.Mo
     config = settings(f"--seq-length 1030 --bf16 {EXPERTS}", 1)
     layout = Layout.from_config(config.parallel, 1)
     found = fake_gpu_step(config, layout)
-    monkeypatch.setattr(grouped, "_few_numbers", lambda count: count)
+    monkeypatch.setattr(grouped, "_rounded_rows", lambda count: count)
     exact = fake_gpu_step(config, layout)
     assert (found.peak, found.counts.flops) == (exact.peak, exact.counts.flops)
