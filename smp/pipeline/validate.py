@@ -44,18 +44,19 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     )
 
 
-def split_activations(schedule: Schedule) -> tuple[frozenset[tuple[int, int]], ...]:
+def split_activations(schedule: Schedule) -> tuple[frozenset[tuple[int, int, int]], ...]:
     """For each rank, how many micro-batches of a stage have activations behind a forward pass or the input part of a
-    backward pass: (those whose backward pass is to come, those whose weight part is). Empty where backward passes are
-    whole."""
+    backward pass: (those whose backward pass is to come, those whose weight part is, those of the first that have a
+    loss). Empty where backward passes are whole."""
     found = []
     for actions in schedule.actions:
-        waiting, pending, states = 0, 0, set[tuple[int, int]]()
+        waiting, pending, losses, states = 0, 0, 0, set[tuple[int, int, int]]()
         for action in actions:
-            waiting += (action.op is Op.FORWARD) - (action.op in (Op.BACKWARD, Op.BACKWARD_INPUT))
+            comes = (action.op is Op.FORWARD) - (action.op in (Op.BACKWARD, Op.BACKWARD_INPUT))
+            waiting, losses = waiting + comes, losses + comes * (action.stage == schedule.stages - 1)
             pending += (action.op is Op.BACKWARD_INPUT) - (action.op is Op.BACKWARD_WEIGHT)
             if pending:
-                states.add((waiting, pending))
+                states.add((waiting, pending, losses))
         found.append(frozenset(states))
     return tuple(found)
 

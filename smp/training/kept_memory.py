@@ -1,5 +1,5 @@
-"""Bytes that a block keeps for its backward pass, by formula, without torch but where context
-parallelism chooses its exchange; symbols as in :mod:`smp.training.memory`."""
+"""Bytes that a block keeps for its backward pass, by formula, without torch but for exchanges of
+context parallelism; symbols as in :mod:`smp.training.memory`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 
 from smp.config import Config, Layout, ModelConfig
 from smp.config.at_once import DROPOUT_BITS
-from smp.config.context_parallel import exchange_sizes
 from smp.config.layer_pattern import scores_flag
+from smp.training.exchanged_keys import of_exchange, others_keys
 
 
 def is_fused(config: Config) -> bool:
@@ -33,8 +33,8 @@ def kept_per_token(
       SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product); with qk-norm its inputs q + k, with norms before and
       behind 2 h_l more; with hidden dropout two masks of one byte, 2 h_l bytes; log-sum-exp, 4 bytes per head, or
       with attention dropout per head and position the probabilities in fp32, the mask in one byte and the dropped
-      probabilities in compute precision, and where scores are changed the probabilities, with a cap also the capped
-      scores. Context parallelism that exchanges keys keeps no probabilities.
+      probabilities in compute precision, and where it is operators the probabilities, in both cases with a cap also the
+      capped scores. Context parallelism that exchanges keys keeps no probabilities.
     - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
       and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
     - full: input h_l.
@@ -87,36 +87,24 @@ def kept_per_token(
     if model.multi_latent_attention:
         elements += _latent(model, heads, split, recompute) - (2 * q + 2 * k)
     if layout.cp > 1:
-        elements += _of_exchange(config, q, k, max(1, groups // tp), recompute)
+        elements += of_exchange(config, q, k, max(1, groups // tp), recompute)
     return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
 
 
 def _widened_operands(config: Config, b: int, q: int, k: int) -> int:
-    """Bytes per token that attention keeps more where scores are changed: query, key and value in fp32, key/value heads
+    """Bytes per token that attention keeps more where it is operators: query, key and value in fp32, key/value heads
     once for each query head, in place of those in compute precision."""
-    return 4 * 3 * q - b * (q + 2 * k) if _changes_scores(config) else 0
+    return 4 * 3 * q - b * (q + 2 * k) if _is_in_fp32(config) else 0
 
 
-def _changes_scores(config: Config) -> bool:
+def _is_in_fp32(config: Config) -> bool:
     """Whether attention is not a kernel's, and in fp32: with dropout its products stay in compute precision."""
-    return bool(scores_flag(config.model)) and config.model.attention_dropout == 0
+    return _keeps_scores(config) and config.model.attention_dropout == 0
 
 
-def _of_exchange(config: Config, q: int, k: int, groups: int, recompute: str) -> int:
-    """Elements per token that attention keeps more where context parallelism cuts sequences. none: where heads are
-    exchanged, its output as it went back, and key/value heads as often as each rank needs one. selective: results
-    before they are merged, of halves of the own tokens with each other rank's."""
-    parallel = config.parallel
-    kind, (heads_group, ring) = parallel.cp_comm_type, exchange_sizes(parallel)
-    if kind == "auto":
-        from smp.training.exchange import exchange_of  # which brings torch
-
-        chosen = exchange_of(config, "cuda")
-        kind, heads_group = chosen.kind, chosen.heads_group
-        ring = parallel.context_parallel_size // heads_group
-    if recompute == "selective":
-        return 0 if ring == 1 else q * (1 if kind == "all_gather" else ring) // 2
-    return 0 if heads_group == 1 else q + 2 * k * (-(-heads_group // groups) - 1 if heads_group > groups else 0)
+def _keeps_scores(config: Config) -> bool:
+    """Whether attention is operators, because it was asked for or because no kernel computes such scores."""
+    return config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
 
 
 def _keeps_in_8_bits(config: Config) -> bool:
@@ -158,11 +146,17 @@ def _per_position(config: Config, layout: Layout, recompute: str, b: int) -> int
     model = config.model
     # auto may choose to exchange heads
     by_heads = layout.cp == 1 or config.parallel.cp_comm_type not in ("p2p", "all_gather")
-    if not by_heads or (model.attention_dropout == 0 and not scores_flag(model)):
+    if not by_heads or (model.attention_dropout == 0 and not _keeps_scores(config)):
         return 0
+    capped = _of_a_cap(model, recompute)
     if model.attention_dropout == 0:
-        return 8 if model.attn_logit_softcapping is not None and recompute == "none" else 4
-    return b if recompute == "selective" else 4 + 1 + b
+        return 4 + capped
+    return b if recompute == "selective" else 4 + 1 + b + capped
+
+
+def _of_a_cap(model: ModelConfig, recompute: str) -> int:
+    """Of these the capped scores, which the cap's derivative is made of."""
+    return 0 if model.attn_logit_softcapping is None or recompute == "selective" else 4
 
 
 def replayed_per_token(config: Config, layout: Layout, b: int, *, fused: bool, experts: bool = False) -> int:
@@ -178,9 +172,10 @@ def replayed_per_token(config: Config, layout: Layout, b: int, *, fused: bool, e
 def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool = False) -> int:
     """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of
     what it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and
-    up, and the product once more), without a gate 2 f; where scores are changed, of scores and probabilities,
-    values and output, in fp32. With experts of each of a token's k the row h, or 3 e when the row of the result and
-    the product have gone, e without a gate."""
+    up, and the product once more), without a gate 2 f; where attention is operators, of scores and probabilities,
+    values and output, in fp32; where keys are exchanged what :func:`smp.training.exchanged_keys.others_keys` says, and
+    the gradient of attention's output, when what the MLP keeps has gone. With experts of each of a token's k the row h,
+    or 3 e when the row of the result and the product have gone, e without a gate."""
     model, tp, length = config.model, layout.tp, config.data.seq_length
     assert model.ffn_hidden_size is not None and model.kv_channels is not None and length is not None, "resolved before"
     split, wide = tp if config.parallel.sequence_parallel else 1, 4 if model.gated else 2
@@ -195,15 +190,18 @@ def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool
         inner = (2 if model.gated else 1) * (model.moe_ffn_hidden_size or 0) // tp
         each = max(rows, inner - rows)
         mlp = model.moe_router_topk * each + wide * (model.moe_shared_expert_intermediate_size or 0) // tp
-    scores = heads * _per_position(config, layout, "none", b) * length
+    scores = heads * (_per_position(config, layout, "none", b) - _of_a_cap(model, "none")) * length
     if _keeps_in_8_bits(config):
         scores += mlp // 4  # the product in 8 bits, which the weight's gradient takes
     around = model.hidden_size // split + (model.hidden_size if split > 1 else 0)
-    if scores and _changes_scores(config):
+    attention = 2 * (heads + groups) * width * b
+    if (others := others_keys(config, layout, b, heads, groups, width)) > 0:
+        attention = others + heads * width * b - b * mlp // 2
+    if scores and _is_in_fp32(config):
         # Gradients of probabilities and scores, values and the output. What the MLP keeps has gone by then.
         attention = 4 * heads * (2 * length + 2 * width) - b * mlp // 2
         return b * around + max(b * mlp, attention)
-    return b * (around + max(mlp, 2 * (heads + groups) * width)) + scores
+    return b * around + max(b * mlp, attention) + scores
 
 
 def _latent(model: ModelConfig, heads: int, split: int, recompute: str) -> int:
@@ -227,8 +225,8 @@ def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, ex
       int64 for each element of the mask, of at most ``DROPOUT_BITS`` elements at a time.
     - attention dropout: the norm's result h_l; query, key and value, 2 q + 2 k, of which selective recompute has kept
       q + 2 k, and rotated ones; the operands of its product, 2 q; and for each head and position scores, probabilities,
-      these divided and these dropped in fp32 and the mask, 17 bytes, in place of the scores that selective recompute
-      has kept.
+      these divided and these dropped in fp32 and the mask, 17 bytes, with a cap the capped scores, 4 more, in place of
+      the scores that selective recompute has kept.
     """
     model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
     assert model.kv_channels is not None and config.data.seq_length is not None, "resolved before"
@@ -243,7 +241,7 @@ def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, ex
         tokens = config.data.micro_batch_size * config.data.seq_length // layout.cp
         behind += 3 * 8 * min(h_l, DROPOUT_BITS // tokens)
     if (scores := _per_position(config, layout, recompute, b)) and model.attention_dropout > 0:
-        scores = 17 - (scores if recompute == "selective" else 0)
+        scores = 17 + 4 * (model.attn_logit_softcapping is not None) - (scores if recompute == "selective" else 0)
         attention = model.num_attention_heads // tp * scores * config.data.seq_length
         attention += b * (2 * h_l + q + 2 * k + 2 * q)
     return max(behind, attention)

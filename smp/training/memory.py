@@ -38,8 +38,8 @@ take b bytes instead of 4, and have no gradients and no optimizer state; those o
 
 Attention is taken to take key/value heads as they are; where it does not, as behind a window, a block keeps
 2 b (q - k) per token more without recompute. Left out: the CUDA context, NCCL's buffers, fragmentation, and
-keys of other context-parallel processes while they are used. Activations are those of fused kernels (a
-GPU).
+scores of --attention-backend math or dropout while context parallelism exchanges keys. Activations are those of fused
+kernels (a GPU).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def estimate_memory(
     held: int = 1,
     losses: int = 1,
     tuned: Tuned = PRETRAINED,
-    split: Iterable[tuple[int, int]] = (),
+    split: Iterable[tuple[int, int, int]] = (),
     states: Iterable[PassState] = (),
 ) -> MemoryEstimate:
     """Memory of one process of a training run by this file's formula: an estimate to choose a layout by, not a bound,
@@ -138,12 +138,21 @@ def estimate_memory(
     of_a_loss = share.head * b * 2 * config.model.hidden_size * tokens // slices
     if share.head and not share.scores and not weights.adapters:
         of_a_loss += share.vocabulary * (1 + share.further) * b
+
+    def behind(waiting: int, pending: int, losses: int) -> int:
+        layers, later = len(share.layers) / len(share.parts), _pending_per_token(config, layout, b, share)
+        kept = tokens * (layers * (waiting * per_token + pending * later) + around)
+        # Of an input part, whose block is not pending yet; or a stage's in compute precision, made by a weight part
+        # before it adds them to their sums.
+        made = 0 if weights.adapters else (b % 4) * sum(share.blocks) // len(share.parts)
+        return int(kept) + losses * of_a_loss + max(tokens * max(0, backward - later), made)
+
     moments = Moments(
         activations=activations(held, losses),
         kept_by_block=int(tokens * per_token),
         kept_behind=share.head * tokens * b * (2 * config.model.hidden_size // slices + 2 * config.model.hidden_size),
         to_the_end=int(tokens * (rope + received)),
-        split=int(tokens * _split(config, layout, b, share, split, per_token, around, backward)),
+        split=max((behind(*state) for state in split), default=0),
         logits=_logits(config, tokens, chunk_bytes, b, share, trained=not weights.adapters),
         backward=tokens * backward,
         **gathered_at_moments(config, layout, share, tuned, weights),
@@ -268,23 +277,10 @@ def _rope_per_token(config: Config) -> int:
     return 8 * (model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels)
 
 
-def _split(
-    config: Config,
-    layout: Layout,
-    b: int,
-    share: Share,
-    states: Iterable[tuple[int, int]],
-    kept: float,
-    around: float,
-    backward: int,
-) -> float:
-    """Bytes per token of activations at most, and of gradients beside them, in ``states`` of
-    :func:`split_activations`; a block whose gradients come is not pending yet."""
-    layers = len(share.layers) / len(share.parts)
+def _pending_per_token(config: Config, layout: Layout, b: int, share: Share) -> int:
+    """Bytes per token that a block of ``share`` keeps at most between both parts of its backward pass."""
     kinds = {has_experts(config.model, i) for i in share.layers} or {False}
-    later = max(pending_per_token(config, layout, b, experts=kind) for kind in kinds)
-    most = max((layers * (waiting * kept + pending * later) for waiting, pending in states), default=0.0)
-    return most + around + max(0, backward - later) if most else 0.0
+    return max(pending_per_token(config, layout, b, experts=kind) for kind in kinds)
 
 
 def _backward_per_token(config: Config, layout: Layout, b: int, share: Share) -> int:

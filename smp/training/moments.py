@@ -18,7 +18,8 @@ class Moments:
         activations: kept for the backward pass when it begins.
         kept_by_block, kept_behind: of them, of one on average, and what is gone when the last one's begins.
         to_the_end: activations, beside its own, that are there in the first block's.
-        at_loss, in_blocks, in_first: weights in compute precision that are gathered, or kept as they were cast.
+        at_loss, in_blocks, in_next, in_first: weights in compute precision that are gathered, or kept as they were
+            cast: at the loss and in the backward passes of the last, the next and the first block.
         split: activations and activations' gradients at most, where backward passes have two parts; 0: they are whole.
         logits: of the loss, and the gradients that it leaves.
         backward: activations' gradients, and what is replayed.
@@ -42,6 +43,7 @@ class Moments:
     split: int
     at_loss: int
     in_blocks: int
+    in_next: int
     in_first: int
     logits: int
     backward: int
@@ -74,7 +76,7 @@ class Moments:
             - self.kept_by_block
             + self.behind
             + self.before_last
-            + self.in_blocks
+            + self.in_next
             + max(backward, self.own)
             + self.block
             + self.tied,

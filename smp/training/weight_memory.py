@@ -70,7 +70,7 @@ def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tun
     out of it: at the loss the ends are there twice, in blocks one is there and the next one in that buffer. What is not
     sharded is only copied. Cast weights go with their block."""
     b, gathered = 2 if config.parallel.bf16 else 4, weights.gathered
-    alike = {"at_loss": gathered, "in_blocks": gathered, "in_first": gathered}
+    alike = {"at_loss": gathered, "in_blocks": gathered, "in_next": gathered, "in_first": gathered}
     if tuned.in_4_bits is not None or layout.pp > 1:
         return alike
     if not layout.has_fsdp:
@@ -79,15 +79,29 @@ def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tun
     accumulates = _accumulates(config, layout)
     if config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
         # nothing is gathered from the second micro-batch on, which has gradients of the first
-        return alike | {"at_loss": gathered + (0 if accumulates else (times - 1) * ends)}
+        return alike if accumulates else alike | _until_backward(config, layout, share, gathered, (times - 1) * b, b)
     experts, sharing = b * share.experts * (layout.ep > 1), layout.expert_shard > 1
     dense = b * share.block - experts
     blocks = times * dense + (1 + sharing) * experts
     if share.further:  # the ends are the root's, and stay
         # Shards are cast before a gather.
         cast = (4 // b - 1) / weights.sharing
-        return {"at_loss": int((1 + cast) * b * share.block) + ends, "in_blocks": blocks, "in_first": blocks}
-    return {"at_loss": times * ends, "in_blocks": blocks, "in_first": blocks}
+        ends += int((1 + cast) * b * share.block)
+        return {"at_loss": ends, "in_blocks": blocks, "in_next": blocks, "in_first": blocks}
+    return {"at_loss": times * ends, "in_blocks": blocks, "in_next": blocks, "in_first": blocks}
+
+
+def _until_backward(config: Config, layout: Layout, share: Share, gathered: int, buffer: int, b: int) -> dict[str, int]:
+    """Of weights that stay until their own backward pass in a step's only one; ``buffer`` bytes for each element of
+    what was gathered last: the output matrix, or where the embedding's unit has it, which comes first, a block."""
+    at_both_ends = _used_at_both_ends(config, layout, share) > 0
+    in_blocks = gathered if at_both_ends else gathered - b * share.ends
+    return {
+        "at_loss": gathered + buffer * (share.block if at_both_ends else share.ends),
+        "in_blocks": in_blocks,
+        "in_next": in_blocks - b * share.blocks[-1],
+        "in_first": in_blocks - b * sum(share.blocks[1:]),
+    }
 
 
 def _accumulates(config: Config, layout: Layout) -> bool:
@@ -109,7 +123,9 @@ def gradients_at_moments(
     last = of_each_block(config.model, share.layers, lambda block: _last_product(block, layout))
     found |= {"own": b * block, "own_first": 0 if adapters else b * max(last, default=0), "tied": 0}
     if layout.pp > 1:
-        return found | {"head": 0, "block": 0, "ends": 4 * max(block, ends)}
+        # A stage's gradients are reduced before its weights are let go: what is sent, and what comes.
+        sent = 4 * max(block, ends)
+        return found | {"head": 0, "block": 0, "ends": weights.gathered + sent + (sent // sharing if sharing > 1 else 0)}
     at_the_end = vocabulary * config.model.untie_embeddings_and_output_weights
     if (both := _used_at_both_ends(config, layout, share)) > 0:
         at_the_end = ends

@@ -229,8 +229,9 @@ def test_there_are_as_many_lists_as_ranks(ranks: int) -> None:
 def test_what_waits_between_both_parts_of_a_backward_pass() -> None:
     """By hand: the last rank of two puts a weight part off until the next backward pass has run, the first none."""
     first, last = split_activations(build_schedule("zb-h1", 2, 4))
-    assert first == {(1, 1), (0, 1)}
-    assert max(pending for _, pending in last) == 2 and max(map(sum, last)) == 2
+    assert first == {(1, 1, 0), (0, 1, 0)}
+    assert max(pending for _, pending, _ in last) == 2 and max(waiting + pending for waiting, pending, _ in last) == 2
+    assert all(losses == waiting for waiting, _, losses in last)
     assert split_activations(build_schedule("1f1b", 2, 4)) == (frozenset(), frozenset())
 
 
