@@ -28,15 +28,15 @@ LIMIT = 2.0
 
 
 def as_on_gloo(rank: int, world: int) -> None:
-    """Each collective gives gloo's bits on whole numbers, also in several turns."""
+    """Each collective gives gloo's bits on whole numbers, also in several chunks."""
     group: Any = dist.new_group(backend=shared_memory.NAME)
-    for place in (shared_memory.PLACE, 1 << 12):
-        shared_memory.PLACE = place
+    for size in (shared_memory.SLOT_BYTES, 1 << 12):
+        shared_memory.SLOT_BYTES = size
         made: Any = dist.new_group(backend=shared_memory.NAME)
-        ours, theirs = (each_collective(rank, world, g) for g in (made, dist.group.WORLD))
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            assert same(ours[name], theirs[name]), name
+        found, expected = (each_collective(rank, world, g) for g in (made, dist.group.WORLD))
+        assert found.keys() == expected.keys()
+        for name in found:
+            assert same(found[name], expected[name]), name
         counts = {name for name in made.counts if name.startswith("memory")}
         assert counts == {"memory all-reduce", "memory all-gather", "memory reduce-scatter"}
     gaps = torch.arange(12.0).view(3, 4)[:, ::2]
@@ -92,11 +92,11 @@ def sums(rank: int, world: int) -> list[torch.Tensor]:
         dist.all_reduce(x, group=group)
         assert torch.equal(x, expected.to(dtype))  # in the order of ranks, and rounded once
         out.append(x)
-    for turn in range(200):  # each rank is slow at other turns
-        time.sleep(1e-3 * (turn % world == rank))
-        x = torch.full((5000,), float(turn + rank))
+    for call in range(200):  # each rank is slow at other calls
+        time.sleep(1e-3 * (call % world == rank))
+        x = torch.full((5000,), float(call + rank))
         dist.all_reduce(x, group=group)
-        assert x.unique().tolist() == [world * turn + sum(range(world))]
+        assert x.unique().tolist() == [world * call + sum(range(world))]
     return out
 
 
@@ -108,7 +108,7 @@ def test_sums_are_in_the_order_of_ranks_and_the_same_on_all(world: int) -> None:
 
 CALLS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     "size": (lambda g, _: dist.all_reduce(torch.ones(20), group=g), "all-reduce of 80 bytes (float32, SUM)"),
-    "turns": (lambda g, _: dist.all_reduce(torch.ones(5000), group=g), "all-reduce of 20,000 bytes (float32, SUM)"),
+    "chunks": (lambda g, _: dist.all_reduce(torch.ones(5000), group=g), "all-reduce of 20,000 bytes (float32, SUM)"),
     "none": (lambda g, _: dist.all_reduce(torch.ones(0), group=g), "all-reduce of 0 bytes (float32, SUM)"),
     "dtype": (
         lambda g, _: dist.all_reduce(torch.ones(20, dtype=torch.bfloat16), group=g),
@@ -129,7 +129,7 @@ CALLS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
 
 def call_differently(rank: int, world: int) -> None:
     """Rank 1 calls something else after sums that all take part in."""
-    shared_memory.PLACE = 1 << 12
+    shared_memory.SLOT_BYTES = 1 << 12
     for name, (call, says) in CALLS.items():
         group = dist.new_group(backend=shared_memory.NAME)
         for _ in range(2):
@@ -147,8 +147,8 @@ def test_ranks_that_call_different_collectives_all_get_an_error() -> None:
 
 
 def interrupt(rank: int, world: int) -> None:
-    """Rank 0 is interrupted in the first of four turns, and rank 1 comes only then."""
-    shared_memory.PLACE = 1 << 12
+    """Rank 0 is interrupted in the first of four chunks, and rank 1 comes only then."""
+    shared_memory.SLOT_BYTES = 1 << 12
     group = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(seconds=LIMIT))
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -263,7 +263,7 @@ def test_ranks_of_which_one_cannot_share_memory_send_over_gloo(what: str) -> Non
     run_distributed(without_memory, 3, what)
 
 
-def test_there_is_room_for_the_counters_of_all_ranks() -> None:
+def test_there_is_room_for_the_numbers_of_all_ranks() -> None:
     used = shared_memory._MOST * shared_memory._LINE * 8
     assert used <= shared_memory._HEADER - shared_memory._SECRET < used + shared_memory._LINE * 8
 
