@@ -23,6 +23,7 @@ import platform
 import secrets
 import select
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -40,10 +41,17 @@ from smp.parallel.network.group import CollectiveError
 NAME = "smp_node"
 SLOT_BYTES = 1 << 22
 """Larger tensors go in several chunks. Pages that nothing was written to take no memory."""
-_LINE, _LEFT, _CALL = 16, 1, 2
+_LINE, _GONE, _CALL = 16, 1, 2
 """Numbers (int64) of one rank, in cache lines of their own, and where in them is what: first the sequence number, at
-_LEFT whether the rank left, at _CALL and behind it which collective it calls with this sequence number and which with
-the one before, alternating like the slots."""
+_GONE why the rank will not come any more, at _CALL and behind it which collective it calls with this sequence number
+and which with the one before, alternating like the slots."""
+_LEFT, _FAILED = 1, 2
+"""What is at _GONE."""
+_WHY = {
+    0: "it is late, or waits for one that is",
+    _LEFT: "its process ended, or it left the group",
+    _FAILED: "a collective of the group failed or was interrupted there",
+}
 _HEADER, _SECRET = 1 << 16, 32
 """Bytes before the slots, and of the secret at their end."""
 _MOST = (_HEADER - _SECRET) // (8 * _LINE)
@@ -71,56 +79,71 @@ class Memory:
         self._sequence, self._processes = 0, processes
         self._close = weakref.finalize(self, _close_all, tuple(processes.values()))
         self._call, self._failure = 0, ""
+        # One collective at a time, whichever thread calls it. A signal's handler that calls one inside of another gets
+        # the error of :meth:`_begin`, not a lock that its own thread holds.
+        self._lock = threading.RLock()
 
     def all_reduce(self, x: torch.Tensor, limit: _Limit, average: bool = False) -> None:
         """(n), the sum over all ranks in the order of ranks, in place; 16-bit numbers are rounded once."""
-        self._begin("all-reduce", x, average)
-        for chunk in x.split(SLOT_BYTES // x.itemsize):
-            slots = self._next_slots(chunk)
-            slots[self.rank].copy_(chunk)
-            self._meet(limit)
-            _add(slots, chunk)
-        self._end(x, average)
+        with self._lock, self._begin("all-reduce", x, average):
+            for chunk in x.split(SLOT_BYTES // x.itemsize):
+                slots = self._next_slots(chunk)
+                slots[self.rank].copy_(chunk)
+                self._meet(limit)
+                _add(slots, chunk)
+            if average:
+                x.div_(self.size)
 
     def all_gather(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit) -> None:
         """(n) of every rank -> (size x n)."""
-        self._begin("all-gather", x)
         columns = SLOT_BYTES // x.itemsize
-        for chunk, into in zip(x.split(columns), output.view(self.size, -1).split(columns, 1), strict=True):
-            slots = self._next_slots(chunk)
-            slots[self.rank].copy_(chunk)
-            self._meet(limit)
-            into.copy_(slots)
-        self._end(output)
+        with self._lock, self._begin("all-gather", x):
+            chunks = _apart(x, output).split(columns)
+            for chunk, into in zip(chunks, output.view(self.size, -1).split(columns, 1), strict=True):
+                slots = self._next_slots(chunk)
+                slots[self.rank].copy_(chunk)
+                self._meet(limit)
+                into.copy_(slots)
 
     def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit, average: bool = False) -> None:
         """(size x n) of every rank -> this rank's (n) of the sum."""
-        self._begin("reduce-scatter", x, average)
         columns = SLOT_BYTES // x.itemsize // self.size
-        for chunk, into in zip(x.view(self.size, -1).split(columns, 1), output.split(columns), strict=True):
-            slots = self._next_slots(chunk).view(self.size, *chunk.shape)
-            slots[self.rank].copy_(chunk)
-            self._meet(limit)
-            _add(slots[:, self.rank], into)
-        self._end(output, average)
+        with self._lock, self._begin("reduce-scatter", x, average):
+            chunks = _apart(x, output).view(self.size, -1).split(columns, 1)
+            for chunk, into in zip(chunks, output.split(columns), strict=True):
+                slots = self._next_slots(chunk).view(self.size, *chunk.shape)
+                slots[self.rank].copy_(chunk)
+                self._meet(limit)
+                _add(slots[:, self.rank], into)
+            if average:
+                output.div_(self.size)
 
     def leave(self) -> None:
         """The others need not wait for this rank any more."""
-        self._numbers[self.rank * _LINE + _LEFT] = 1
+        if not self._failure:
+            self._numbers[self.rank * _LINE + _GONE] = _LEFT
         self._close()
 
-    def _begin(self, kind: str, x: torch.Tensor, average: bool = False) -> None:
+    def _begin(self, kind: str, x: torch.Tensor, average: bool = False) -> Memory:
+        """Of a collective, which then runs as ``with self._lock, self._begin(...)``. An exception inside, from wherever
+        it comes (Ctrl-C, a signal's handler), leaves ranks with different sequence numbers, which would take the data
+        of one collective for those of another: this rank calls no more, and the others, who would wait for it, are
+        told.
+        """
         if self._failure:
             raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
-        self._call = x.nbytes << 8 | DIVIDED.index(x.dtype) << 4 | _KINDS.index(kind) << 1 | average
-        # Until it has ended: an exception that comes from anywhere (Ctrl-C, a signal's handler) leaves ranks with
-        # different sequence numbers, which would take the data of one collective for those of another.
         self._failure = "it was interrupted, or has not ended"
+        self._call = x.nbytes << 8 | DIVIDED.index(x.dtype) << 4 | _KINDS.index(kind) << 1 | average
+        return self
 
-    def _end(self, result: torch.Tensor, average: bool = False) -> None:
-        if average:
-            result.div_(self.size)
-        self._failure = ""
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._failure = ""
+        else:
+            self._numbers[self.rank * _LINE + _GONE] = _FAILED
 
     def _next_slots(self, chunk: torch.Tensor) -> torch.Tensor:
         """Those of the next sequence number, (ranks, elements of chunk)."""
@@ -156,9 +179,9 @@ class Memory:
             if passed < 1e-3:
                 os.sched_yield()
                 continue
-            gone = bool(ends.poll(0)) or bool(self._numbers[at + _LEFT])
+            gone = self._numbers[at + _GONE] or (_LEFT if ends.poll(0) else 0)
             if (gone or passed > limit()) and self._numbers[at] < sequence:
-                why = "its process ended, or it left the group" if gone else "it is late, or waits for one that is"
+                why = _WHY[gone]
                 self._fail(
                     f"{_in_words(self._call)} failed after {passed:.1f} s on rank {self.rank} of {self.size} on "
                     f"{socket.gethostname()}: rank {other} of the group has not come: {why}"
@@ -180,6 +203,13 @@ def _in_words(call: int) -> str:
 def _close_all(descriptors: tuple[int, ...]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def _apart(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it if a chunk of ``output`` would be written over a later chunk of x: they share memory, and the
+    smaller one is not a whole row (one rank's part) of the other."""
+    overlap = x.data_ptr() < output.data_ptr() + output.nbytes and output.data_ptr() < x.data_ptr() + x.nbytes
+    return x.clone() if overlap and (x.data_ptr() - output.data_ptr()) % min(x.nbytes, output.nbytes) else x
 
 
 def _add(slots: torch.Tensor, into: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -147,9 +148,9 @@ def test_ranks_that_call_different_collectives_all_get_an_error() -> None:
 
 
 def interrupt(rank: int, world: int) -> None:
-    """Rank 0 is interrupted in the first of four chunks, and rank 1 comes only then."""
+    """Rank 0 is interrupted in the first of four chunks, and rank 1 comes only then. It does not wait for rank 0."""
     shared_memory.SLOT_BYTES = 1 << 12
-    group = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(seconds=LIMIT))
+    group = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(hours=1))
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
 
@@ -163,7 +164,7 @@ def interrupt(rank: int, world: int) -> None:
         store.set("interrupted", "")
     else:
         store.wait(["interrupted"])
-        with pytest.raises(CollectiveError, match="rank 0 of the group has not come"):
+        with pytest.raises(CollectiveError, match="rank 0 of the group has not come: .* interrupted there"):
             dist.all_reduce(torch.ones(4096), group=group)
     with pytest.raises(CollectiveError, match="it was interrupted" if rank == 0 else "rank 0 of the group"):
         dist.all_reduce(torch.ones(4096), group=group)
@@ -171,6 +172,70 @@ def interrupt(rank: int, world: int) -> None:
 
 def test_an_interrupted_rank_gives_no_wrong_numbers() -> None:
     run_distributed(interrupt, 2)
+
+
+def overlap(rank: int, world: int) -> None:
+    """What is sent and what arrives share memory, in every position, over several chunks."""
+    shared_memory.SLOT_BYTES = 1 << 6
+    group = dist.new_group(backend=shared_memory.NAME)
+    n = 40
+    every = [torch.arange(float(world * n)) * (r + 1) for r in range(world)]
+    for start in range((world - 1) * n + 1):
+        x = every[rank].clone()
+        dist.reduce_scatter_tensor(x[start : start + n], x, group=group)
+        assert torch.equal(x[start : start + n], sum(every)[rank * n : (rank + 1) * n]), start  # type: ignore[index]
+        x = every[rank].clone()
+        dist.all_gather_into_tensor(x, x[start : start + n], group=group)
+        assert torch.equal(x, torch.cat([other[start : start + n] for other in every])), start
+
+
+def test_results_may_lie_in_the_memory_of_the_input() -> None:
+    run_distributed(overlap, 3)
+
+
+def on_two_threads(rank: int, world: int) -> None:
+    """Both call the same, so any order of theirs is right."""
+    group: Any = dist.new_group(backend=shared_memory.NAME)
+
+    def sum_often(_: int) -> set[float]:
+        found = set()
+        for call in range(100):
+            time.sleep(2e-3 * (rank == 1 and call % 20 == 0))
+            dist.all_reduce(x := torch.ones(100_000), group=group)
+            found |= set(x.unique().tolist())
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(sum_often, range(2))) == [{float(world)}] * 2
+    assert dict(group.counts) == {"memory all-reduce": 200}
+
+
+def test_threads_of_one_process_share_a_group() -> None:
+    run_distributed(on_two_threads, 2)
+
+
+def nested(rank: int, world: int) -> None:
+    """The handler of a signal calls a collective inside of another: an error at once, and the outer one goes on."""
+    group = dist.new_group(backend=shared_memory.NAME)
+    store = dist.distributed_c10d._get_default_store()
+
+    def call(*_: Any) -> None:
+        with pytest.raises(CollectiveError, match="or has not ended"):
+            dist.all_reduce(torch.ones(10), group=group)
+        store.set("called", "")
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, call)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        store.wait(["called"])
+    for _ in range(2):
+        dist.all_reduce(x := torch.ones(10), group=group)
+        assert x.tolist() == [world] * 10
+
+
+def test_a_collective_inside_of_another_is_an_error() -> None:
+    run_distributed(nested, 2)
 
 
 def lose(rank: int, world: int, how: str) -> str:
