@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from smp.config.at_once import DROPOUT_BITS
+
 _MASK = (1 << 32) - 1
-_AT_ONCE = 1 << 22
-"""Elements of a mask that are made at once: their bits take 8 bytes each, several times."""
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def keyed_keep_mask(
         first_channel: of the columns that this rank holds.
     """
     bound = int(p * 2**32)  # no float decides, which a device might round in another way
-    rows = max(1, _AT_ONCE // max(1, channels))
+    rows = max(1, DROPOUT_BITS // max(1, channels))
     if torch.compiler.is_compiling() or len(tokens) <= rows:  # a compiler makes no bits that lie in memory
         return keyed_bits(key, tokens, channels, first_channel) >= bound
     keep = torch.empty(len(tokens), channels, dtype=torch.bool, device=tokens.device)

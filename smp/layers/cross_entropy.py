@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
+from smp.config.at_once import CAPPED_LOGITS
 from smp.data.sample import IGNORE_INDEX
 from smp.kernels.cross_entropy import combine_stats, logits_to_gradient, softmax_stats
 from smp.kernels.matmul import linear, linear_by_onednn
 from smp.kernels.registry import accumulation_dtype
 from smp.kernels.weight_gradient import accumulate_weight_gradient
 from smp.parallel.collectives import Group, first_derivative_only, start_all_gather, wait
-
-_BLOCK_ELEMENTS = 1 << 22
-"""Of logits that are capped at once: 16 MiB in fp32."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class VocabShard:
         if self.softcap is None:
             return None
         slope = torch.empty_like(logits) if with_slope else None
-        rows = max(1, _BLOCK_ELEMENTS // max(logits.shape[1], 1))
+        rows = max(1, CAPPED_LOGITS // max(logits.shape[1], 1))
         for start in range(0, logits.shape[0], rows):
             block = logits[start : start + rows]
             # tanh in fp32 at least; the result is rounded once.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 
 from smp.pipeline.actions import COMPUTE, PARAMETERS, RECEIVE, SEND, Action, Op, Schedule, completed, counterpart, needs
@@ -55,6 +56,48 @@ def split_activations(schedule: Schedule) -> tuple[frozenset[tuple[int, int]], .
             pending += (action.op is Op.BACKWARD_INPUT) - (action.op is Op.BACKWARD_WEIGHT)
             if pending:
                 states.add((waiting, pending))
+        found.append(frozenset(states))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class PassState:
+    """What a rank holds in a pass of a micro-batch through one of its stages.
+
+    Attributes:
+        part: which of the rank's stages it goes through, counted from 0.
+        backward: it is a backward pass.
+        has_loss: that stage is the model's last one.
+        activations: micro-batches of a stage whose backward pass has not ended, this one included.
+        losses: micro-batches between their loss and its backward pass, this one included.
+        with_gradients: parts through which a micro-batch has gone backward before.
+    """
+
+    part: int
+    backward: bool
+    has_loss: bool
+    activations: int
+    losses: int
+    with_gradients: frozenset[int]
+
+
+def pass_states(schedule: Schedule) -> tuple[frozenset[PassState], ...]:
+    """For each rank, the states that its passes are in. Empty where backward passes have two parts."""
+    found = []
+    for rank, actions in enumerate(schedule.actions):
+        stages = list(schedule.stages_of(rank))
+        activations, losses, done, states = 0, 0, frozenset[int](), set[PassState]()
+        if any(action.op is Op.BACKWARD_INPUT for action in actions):
+            actions = ()
+        for action in actions:
+            if action.op not in (Op.FORWARD, Op.BACKWARD):
+                continue
+            backward, has_loss = action.op is Op.BACKWARD, action.stage == schedule.stages - 1
+            activations, losses = activations + (not backward), losses + (has_loss and not backward)
+            part = stages.index(action.stage)
+            states.add(PassState(part, backward, has_loss, activations, losses, done))
+            if backward:
+                activations, losses, done = activations - 1, losses - has_loss, done | {part}
         found.append(frozenset(states))
     return tuple(found)
 

@@ -80,7 +80,10 @@ def describe(config: Config, world_size: int) -> str:
             world_size,
             tuned,
             estimate=partial(predicted_memory, world_size=world_size),
-            measure=partial(tried_memory, world_size=world_size),
+            # The run's own step has been tried already.
+            measure=lambda tried: (
+                max(step.peak for step in steps) if steps and tried == config else tried_memory(tried, world_size)
+            ),
         )
     return "\n".join([recipe, *(f"# {line}" for line in lines)])
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Literal
 
 from smp.config import Config, Layout, ModelConfig
+from smp.config.at_once import DROPOUT_BITS
 from smp.config.context_parallel import exchange_sizes
 from smp.config.layer_pattern import scores_flag
 
@@ -30,10 +31,10 @@ def kept_per_token(
 
     - none: input and output of both norms 4 h_l; query, key, value and output of attention 2 q + 2 k; MLP 2 f, with
       SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product); with qk-norm its inputs q + k, with norms before and
-      behind 2 h_l more; log-sum-exp, 4 bytes per head, or with attention dropout per head and position the
-      probabilities in fp32, the mask in one byte and the dropped probabilities in compute precision, and where scores
-      are changed the probabilities, with a cap also the capped scores. Context parallelism that exchanges keys keeps
-      no probabilities.
+      behind 2 h_l more; with hidden dropout two masks of one byte, 2 h_l bytes; log-sum-exp, 4 bytes per head, or
+      with attention dropout per head and position the probabilities in fp32, the mask in one byte and the dropped
+      probabilities in compute precision, and where scores are changed the probabilities, with a cap also the capped
+      scores. Context parallelism that exchanges keys keeps no probabilities.
     - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
       and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
     - full: input h_l.
@@ -70,7 +71,9 @@ def kept_per_token(
         norms = 6 if model.norm_placement == "sandwich" else 4
         elements = norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
         wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
-    small = _widened_operands(config, b, q, k) if recompute == "none" else 0  # bytes, also elements of one byte
+    small = 0  # bytes, also elements of one byte
+    if recompute == "none":
+        small = _widened_operands(config, b, q, k) + 2 * h_l * (model.hidden_dropout > 0)
     if recompute == "none" and _keeps_in_8_bits(config):
         elements -= 2 * h_l
         small += 2 * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
@@ -173,10 +176,11 @@ def replayed_per_token(config: Config, layout: Layout, b: int, *, fused: bool, e
 
 
 def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool = False) -> int:
-    """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of what
-    it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and up, and the
-    product once more), without a gate 2 f; where scores are changed, of scores and probabilities, values and output, in
-    fp32. With experts of each of a token's k the row h, or 3 e when the row of the result has gone."""
+    """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of
+    what it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and
+    up, and the product once more), without a gate 2 f; where scores are changed, of scores and probabilities,
+    values and output, in fp32. With experts of each of a token's k the row h, or 3 e when the row of the result and
+    the product have gone, e without a gate."""
     model, tp, length = config.model, layout.tp, config.data.seq_length
     assert model.ffn_hidden_size is not None and model.kv_channels is not None and length is not None, "resolved before"
     split, wide = tp if config.parallel.sequence_parallel else 1, 4 if model.gated else 2
@@ -187,7 +191,8 @@ def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool
     mlp = wide * model.ffn_hidden_size // tp
     if experts:
         rows = model.hidden_size * layout.expert_tp // tp
-        inner = (3 if model.gated else 2) * (model.moe_ffn_hidden_size or 0) // tp  # they keep the product
+        # The product has gone, which they keep, and the row of the result.
+        inner = (2 if model.gated else 1) * (model.moe_ffn_hidden_size or 0) // tp
         each = max(rows, inner - rows)
         mlp = model.moe_router_topk * each + wide * (model.moe_shared_expert_intermediate_size or 0) // tp
     scores = heads * _per_position(config, layout, "none", b) * length
@@ -212,3 +217,33 @@ def _latent(model: ModelConfig, heads: int, split: int, recompute: str) -> int:
         return heads * (width + up) + (low + model.qk_pos_emb_head_dim) // split
     narrow = model.v_head_dim if model.v_head_dim < width else 0
     return heads * (4 * width + narrow) + low * (2 if model.qk_layernorm else 1) // split
+
+
+def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, experts: bool = False) -> int:
+    """Bytes per token of a block's replay when a dropout's mask is made, which is gone when gradients come; 0: there is
+    no dropout, or no replay. Beside the gradient of the block's output, h_l:
+
+    - hidden dropout, behind the MLP: all that is replayed; what attention added and the MLP's result, 2 h_l; and three
+      int64 for each element of the mask, of at most ``DROPOUT_BITS`` elements at a time.
+    - attention dropout: the norm's result h_l; query, key and value, 2 q + 2 k, of which selective recompute has kept
+      q + 2 k, and rotated ones; the operands of its product, 2 q; and for each head and position scores, probabilities,
+      these divided and these dropped in fp32 and the mask, 17 bytes, in place of the scores that selective recompute
+      has kept.
+    """
+    model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
+    assert model.kv_channels is not None and config.data.seq_length is not None, "resolved before"
+    if recompute == "none":
+        return 0
+    split = tp if config.parallel.sequence_parallel else 1
+    h_l = model.hidden_size // split
+    q, k = (max(1, n // tp) * model.kv_channels for n in (model.num_attention_heads, model.num_query_groups or 1))
+    behind = attention = 0
+    if model.hidden_dropout > 0:
+        behind = replayed_per_token(config, layout, b, fused=fused, experts=experts) + 3 * b * h_l
+        tokens = config.data.micro_batch_size * config.data.seq_length // layout.cp
+        behind += 3 * 8 * min(h_l, DROPOUT_BITS // tokens)
+    if (scores := _per_position(config, layout, recompute, b)) and model.attention_dropout > 0:
+        scores = 17 - (scores if recompute == "selective" else 0)
+        attention = model.num_attention_heads // tp * scores * config.data.seq_length
+        attention += b * (2 * h_l + q + 2 * k + 2 * q)
+    return max(behind, attention)

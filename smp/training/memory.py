@@ -19,17 +19,20 @@ With n = parameters on one of tp processes (vocabulary padding included) and d =
 - activations: layers x what a block keeps (``kept_per_token`` x T), what the output layer takes and gives, and RoPE's
   tables, in fp32, of each micro-batch.
   With --offload-activations of --activation-loading-horizon layers only; cast weights leave with them.
-- backward: gradients in flight through a block's MLP, and what recompute replays of the block.
+- backward: gradients in flight through a block's MLP, and what recompute replays of the block; or the masks of dropout
+  while they are made again.
+- A matrix that embedding and output share stays gathered from the loss until the embedding's gradient is there, and so
+  does its gradient as an output matrix, both in compute precision.
 - logits: one chunk, whose gradient replaces it, with --final-logit-softcapping beside the cap's derivative; logits of
   all tokens never exist. The output matrix's gradient, summed over chunks in fp32 and kept in compute precision from
   the forward pass, where the loss computes it, with multi-token prediction so many times more as there are
   predictions. Each of the ``losses`` but the one that is computed has one among the activations, with the last norm's
   input and its gradient, 2 h.
 
-Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the
-weights are gathered for the whole step (without --pipeline-reshard), as --data-parallel-sharding-strategy may have
-it without a pipeline. Activations are there ``held`` times for an average part; where these are all micro-batches,
-as with gpipe, gradients come when one of them has gone. Frozen weights (the model under adapters, and copies of it)
+Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the weights
+are gathered for the whole step (without --pipeline-reshard), as --data-parallel-sharding-strategy may have it without a
+pipeline. Activations are there ``held`` times for an average part, and each pass of its schedule is a moment of its
+own, with the activations and gradients that are there then. Frozen weights (the model under adapters, and copies of it)
 take b bytes instead of 4, and have no gradients and no optimizer state; those of linear layers in 4 bits take about
 0.52, and one at a time is widened. What layers keep is counted as if they were trained: with adapters it is less.
 
@@ -45,21 +48,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from smp.config import Config, Layout
+from smp.config.at_once import CAPPED_LOGITS
 from smp.config.moe import has_experts
 from smp.models.inventory import of_each_block
 from smp.models.part import ModelPart, whole
 from smp.pipeline.plan import Plan
-from smp.pipeline.validate import peak_activations, peak_losses, split_activations
+from smp.pipeline.validate import PassState, pass_states, peak_activations, peak_losses, split_activations
 from smp.training.kept_memory import (
     in_flight_per_token,
     is_fused,
     kept_per_token,
+    masking_per_token,
     pending_per_token,
     replayed_per_token,
 )
 from smp.training.model_share import PRETRAINED, Share, Tuned, elements
 from smp.training.moments import Moments
-from smp.training.weight_memory import Weights, gathered_at_moments, gradients_at_moments
+from smp.training.weight_memory import Weights, gathered_at_moments, gradients_at_moments, gradients_of_parts
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ def estimate_memory(
     losses: int = 1,
     tuned: Tuned = PRETRAINED,
     split: Iterable[tuple[int, int]] = (),
+    states: Iterable[PassState] = (),
 ) -> MemoryEstimate:
     """Memory of one process of a training run by this file's formula: an estimate to choose a layout by, not a bound,
     for what takes too long to try with :mod:`smp.training.fake_step`.
@@ -110,38 +116,56 @@ def estimate_memory(
         losses: most micro-batches at once between their loss and its backward pass.
         tuned: of fine-tuning.
         split: of a pipeline whose backward passes have two parts, what :func:`split_activations` says.
+        states: of any other pipeline, what :func:`pass_states` says.
     """
     b, parallel = 2 if config.parallel.bf16 else 4, config.parallel
     share = Share.of(config.model, layout, parts or (whole(config.model.num_layers),))
     weights = Weights.of(config, layout, share, tuned)
     tokens, slices = tokens_of(config, layout, tuned), layout.tp if parallel.sequence_parallel else 1
-    at_once = len(share.layers) * held / len(share.parts)
-    if parallel.offload_activations:
-        at_once = min(at_once, parallel.activation_loading_horizon)
     per_token, around = _activations_per_token(config, layout, b, share)
+    rope = _rope_per_token(config)
+    received = b * config.model.hidden_size // slices * (layout.pp > 1)  # the gradient of the next stage
+
+    def activations(micro_batches: int, losses: int, beside: float = around) -> int:
+        at_once = len(share.layers) * micro_batches / len(share.parts)
+        if parallel.offload_activations:
+            at_once = min(at_once, parallel.activation_loading_horizon)
+        kept = at_once * per_token + beside + micro_batches * rope
+        return int(tokens * kept) + max(0, losses - 1) * of_a_loss
+
     backward = _backward_per_token(config, layout, b, share)
     # Of losses that wait for their backward pass: the last norm's input, its gradient and the output matrix's.
     of_a_loss = share.head * b * 2 * config.model.hidden_size * tokens // slices
     if share.head and not share.scores and not weights.adapters:
         of_a_loss += share.vocabulary * (1 + share.further) * b
     moments = Moments(
-        activations=int(tokens * (at_once * per_token + around + held * _rope_per_token(config)))
-        + (losses - 1) * of_a_loss,
+        activations=activations(held, losses),
         kept_by_block=int(tokens * per_token),
-        kept_behind=share.head * tokens * b * 2 * config.model.hidden_size // slices,
+        kept_behind=share.head * tokens * b * (2 * config.model.hidden_size // slices + 2 * config.model.hidden_size),
+        to_the_end=int(tokens * (rope + received)),
         split=int(tokens * _split(config, layout, b, share, split, per_token, around, backward)),
         logits=_logits(config, tokens, chunk_bytes, b, share, trained=not weights.adapters),
         backward=tokens * backward,
         **gathered_at_moments(config, layout, share, tuned, weights),
-        **gradients_at_moments(config, layout, share, weights),
+        **gradients_at_moments(config, layout, share, tuned, weights),
     )
     most = moments.most
-    if layout.pp > 1 and held == len(share.parts) * _micro_batches(config, layout):
-        # All of the step have gone forward before any goes backward, whose gradients then find one fewer.
-        most = max(
-            replace(moments, waiting=0).most,
-            replace(moments, activations=moments.activations * (held - 1) // held).most,
-        )
+    if states:
+        gradients, first = gradients_of_parts(config, layout, share, weights)
+        most = 0
+        for state in states:
+            before = sum(gradients[part] for part in state.with_gradients)
+            comes = 0 if state.part in state.with_gradients else gradients[state.part]
+            there = replace(
+                moments,
+                waiting=before,
+                gradients=before + comes,
+                late=first[state.part] if comes else 0,
+                activations=activations(state.activations, state.losses),
+                to_the_end=activations(state.activations - 1, state.losses - state.has_loss, received),
+                logits=moments.logits * state.has_loss,
+            )
+            most = max(most, there.in_backward if state.backward else there.in_forward)
     return MemoryEstimate(
         parameters=weights.parameters,
         gradients=weights.gradients,
@@ -164,9 +188,18 @@ def largest_memory(
         return estimate_memory(config, layout, chunk_bytes, tuned=tuned)
     held, losses = peak_activations(plan.training), peak_losses(plan.training)
     split = split_activations(plan.training)
+    states = pass_states(plan.training)
     ranks = (
         estimate_memory(
-            config, layout, chunk_bytes, list(plan.stages_of(rank).values()), held[rank], losses, tuned, split[rank]
+            config,
+            layout,
+            chunk_bytes,
+            list(plan.stages_of(rank).values()),
+            held[rank],
+            losses,
+            tuned,
+            split[rank],
+            states[rank],
         )
         for rank in range(layout.pp)
     )
@@ -179,12 +212,6 @@ def tokens_of(config: Config, layout: Layout, tuned: Tuned) -> int:
     return tuned.rows * config.data.micro_batch_size * config.data.seq_length // layout.cp
 
 
-def _micro_batches(config: Config, layout: Layout) -> int:
-    data = config.data
-    assert data.global_batch_size is not None, "resolved before"
-    return data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
-
-
 def _logits(config: Config, tokens: int, chunk_bytes: int, b: int, share: Share, *, trained: bool) -> int:
     """Bytes of a chunk, and of what is kept of the output matrix's gradients, of one loss."""
     if not share.head or share.scores:  # a score's matrix is one row
@@ -192,7 +219,7 @@ def _logits(config: Config, tokens: int, chunk_bytes: int, b: int, share: Share,
     chunk = min(tokens, max(1, chunk_bytes // (4 * share.rows))) * share.rows * b
     slope = 0
     if config.model.final_logit_softcapping is not None:
-        in_fp32 = 4 * min(chunk // b, 1 << 22)  # so many are capped at once, in smp.layers.cross_entropy
+        in_fp32 = 4 * min(chunk // b, CAPPED_LOGITS)
         slope = chunk + in_fp32 * (2 if b < 4 else 1)
     if not trained:
         return chunk + slope
@@ -263,8 +290,12 @@ def _split(
 def _backward_per_token(config: Config, layout: Layout, b: int, share: Share) -> int:
     """Bytes per token of gradients in flight in the backward pass of a block, and of what is replayed of it."""
     kinds = {has_experts(config.model, i) for i in share.layers} or {False}
+    fused = is_fused(config)
     return max(
-        in_flight_per_token(config, layout, b, experts=kind)
-        + replayed_per_token(config, layout, b, fused=is_fused(config), experts=kind)
+        max(
+            in_flight_per_token(config, layout, b, experts=kind)
+            + replayed_per_token(config, layout, b, fused=fused, experts=kind),
+            masking_per_token(config, layout, b, fused=fused, experts=kind),
+        )
         for kind in kinds
     )

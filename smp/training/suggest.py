@@ -18,6 +18,9 @@ RATE = 450e12
 """FLOP/s of a device in bf16 products, such as an H100 reaches; half of it in fp32."""
 BANDWIDTH = 2.7e12
 """Bytes per second that its memory reaches."""
+FAR = 0.1
+"""Share of the device by which the formula has to be below or above it for its word to do. It errs by 5 % at most in
+docs/planning.md."""
 _RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 Estimate = Callable[[Config], MemoryEstimate]
@@ -41,24 +44,48 @@ class Suggestion:
     seconds: float
     is_tried: bool = False
 
+    @property
+    def order(self) -> tuple[float, bool, int]:
+        """The cheapest first; of those that cost the same, what was tried."""
+        return self.seconds, not self.is_tried, self.device
+
 
 def suggestions(
-    config: Config, world_size: int, tuned: Tuned, estimate: Estimate, measure: Measure = lambda config: None
+    config: Config,
+    world_size: int,
+    tuned: Tuned,
+    estimate: Estimate,
+    measure: Measure = lambda config: None,
+    limit: float | None = None,
 ) -> list[Suggestion]:
     """Every combination of recompute and offload that the run can have, the cheapest first.
+
+    A step that is tried takes seconds, the formula none. With a limit only those are tried of which the formula does
+    not say clearly whether they fit, and the cheapest that fits.
 
     Args:
         config: resolved. What it says of these flags is left out.
         estimate: of the rank that needs most memory, by formula.
         measure: the same, tried.
+        limit: bytes of the device; None: all are tried.
     """
-    found = []
+    estimated = []
     for tried in _combinations(config, world_size):
-        memory, device = estimate(tried), measure(tried)
-        layout = Layout.from_config(tried.parallel, world_size)
-        seconds = _seconds(tried, layout, tuned, memory)
-        found.append(Suggestion(_flags(tried), memory.total if device is None else device, seconds, device is not None))
-    return sorted(found, key=lambda suggestion: (suggestion.seconds, suggestion.device))
+        memory = estimate(tried)
+        seconds = _seconds(tried, Layout.from_config(tried.parallel, world_size), tuned, memory)
+        estimated.append((tried, Suggestion(_flags(tried), memory.total, seconds)))
+    found: list[Suggestion] = []
+    for tried, row in sorted(estimated, key=lambda pair: pair[1].order):
+        if limit is None or _is_open(row.device / limit, any(one.device <= limit for one in found)):
+            device = measure(tried)
+            row = row if device is None else replace(row, device=device, is_tried=True)
+        found.append(row)
+    return sorted(found, key=lambda row: row.order)
+
+
+def _is_open(share: float, one_fits: bool) -> bool:
+    """Whether the formula's ``share`` of the device leaves the question open; that the first one fits is tried."""
+    return share < 1 + FAR and (share > 1 - FAR or not one_fits)
 
 
 def _combinations(config: Config, world_size: int) -> Iterator[Config]:
@@ -125,18 +152,21 @@ def describe_suggestions(
     flops = forward_flops(config.model, config.data.seq_length or 1)
     tokens = tuned.rows * (config.data.global_batch_size or 1) * (config.data.seq_length or 1)
     step = 3 * (sum(flops.layers) + flops.head) * tokens / layout.world_size / _rate(config)
-    rows = suggestions(config, world_size, tuned, estimate, measure)
-    by = "memory in steps on tensors without data, time" if all(row.is_tried for row in rows) else "both"
+    rows = suggestions(config, world_size, tuned, estimate, measure, limit * 2**30)
+    some, untried = any(row.is_tried for row in rows), sum(not row.is_tried for row in rows)
+    by = "memory in steps on tensors without data, time" if some else "both"
     fitting = [row for row in rows if row.device <= limit * 2**30]
     lines = [
         f"flags that save memory, the cheapest first of those that fit into {limit:g} GiB (time beside a step's "
         f"{step:.3f} s of products at {_rate(config) / 1e12:.0f} TFLOP/s; {by} by formula):",
         *(
-            f"  {row.device / 2**30:9.2f} GiB  {100 * row.seconds / step:+7.1f} %  "
-            f"{'fits' if row in fitting else 'too much'}  {row.flags}"
+            f"  {'~' if some and not row.is_tried else ' '}{row.device / 2**30:8.2f} GiB  "
+            f"{100 * row.seconds / step:+7.1f} %  {'fits' if row in fitting else 'too much'}  {row.flags}"
             for row in [*fitting, *(row for row in rows if row not in fitting)]
         ),
     ]
+    if some and untried:
+        lines.append(f"~: by formula, and not tried: more than {FAR:.0%} of the device away from what fits")
     if not fitting:
         lines.append(f"none of them fits: {tool('plan')} looks for a layout that shares the model among more processes")
     return lines

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from smp.config import Config, Layout
@@ -12,7 +12,7 @@ from smp.config.mtp import further_layers
 from smp.config.parallel import ParallelConfig
 from smp.config.qlora import packed_row_bytes
 from smp.config.schema import OptimizerConfig
-from smp.models.inventory import Parameter, block_parameters, inventory
+from smp.models.inventory import Parameter, block_parameters, inventory, of_each_block
 from smp.training.model_share import Share, Tuned, elements
 
 
@@ -80,12 +80,12 @@ def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tun
     if config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
         # nothing is gathered from the second micro-batch on, which has gradients of the first
         return alike | {"at_loss": gathered + (0 if accumulates else (times - 1) * ends)}
-    # Shards are cast before a gather.
-    cast = (4 // b - 1) / weights.sharing
     experts, sharing = b * share.experts * (layout.ep > 1), layout.expert_shard > 1
     dense = b * share.block - experts
-    blocks = int((times + cast) * dense + (1 + sharing * (1 + cast)) * experts)
+    blocks = times * dense + (1 + sharing) * experts
     if share.further:  # the ends are the root's, and stay
+        # Shards are cast before a gather.
+        cast = (4 // b - 1) / weights.sharing
         return {"at_loss": int((1 + cast) * b * share.block) + ends, "in_blocks": blocks, "in_first": blocks}
     return {"at_loss": times * ends, "in_blocks": blocks, "in_first": blocks}
 
@@ -96,28 +96,64 @@ def _accumulates(config: Config, layout: Layout) -> bool:
     return (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel
 
 
-def gradients_at_moments(config: Config, layout: Layout, share: Share, weights: Weights) -> dict[str, int]:
+def gradients_at_moments(
+    config: Config, layout: Layout, share: Share, tuned: Tuned, weights: Weights
+) -> dict[str, int]:
     """Bytes of gradients that are whole, and of all. A pipeline adds them up in fp32 until its step ends; FSDP has one
     unit's on its way to its reduction, in fp32, while the next one's comes in compute precision."""
     b, adapters = 2 if config.parallel.bf16 else 4, weights.adapters
     gradients, sharing = weights.gradients, weights.sharing
     block = adapters // len(share.layers) if adapters else share.block
     vocabulary, ends = (0, 0) if adapters else (share.vocabulary, share.ends if share.further else share.vocabulary)
-    found = {"gradients": gradients, "waiting": gradients, "before": 0, "late": 0, "own": b * block}
+    found = {"gradients": gradients, "waiting": gradients, "behind": 0, "before_last": 0, "before": 0, "late": 0}
+    last = of_each_block(config.model, share.layers, lambda block: _last_product(block, layout))
+    found |= {"own": b * block, "own_first": 0 if adapters else b * max(last, default=0), "tied": 0}
     if layout.pp > 1:
-        return found | {"head": b * block, "block": 0, "ends": 4 * max(block, ends)}
-    untied = vocabulary * config.model.untie_embeddings_and_output_weights
+        return found | {"head": 0, "block": 0, "ends": 4 * max(block, ends)}
+    at_the_end = vocabulary * config.model.untie_embeddings_and_output_weights
+    if (both := _used_at_both_ends(config, layout, share)) > 0:
+        at_the_end = ends
+        freed = config.parallel.data_parallel_sharding_strategy == "optim_grads_params" and not tuned.in_4_bits
+        found["tied"] = b * (both * freed + ends)
     if not _accumulates(config, layout):
         # beside two gathered blocks, the gradients of two are still to come
         two = share.layers[: 2 if sharing > 1 else 1]
         first = sum(elements(block_parameters(config.model, i), replace(layout, ep=1, etp=None)) for i in two)
-        found |= {"waiting": 0, "late": 0 if adapters else 4 * (first + untied) // sharing}
+        come = vocabulary * config.model.untie_embeddings_and_output_weights if layout.has_fsdp else vocabulary
+        found |= {"behind": 4 * come // sharing, "before_last": 4 * block // sharing}
+        found |= {"waiting": 0, "late": 0 if adapters else 4 * (first + at_the_end) // sharing}
     elif layout.has_fsdp and config.parallel.data_parallel_sharding_strategy != "optim":
         found["before"] = 4 * ends
+    elif layout.has_fsdp:
+        found["late"] = 4 * block  # its own whole gradient is what is reduced there
     if not layout.has_fsdp:
-        return found | {"head": 4 * vocabulary, "block": 0, "ends": (b % 4) * vocabulary}
-    reduced = {"head": 4 * ends, "block": 4 * block, "ends": (b + 4) * max(vocabulary, ends)}
+        head = 0 if found["behind"] else 4 * vocabulary  # it is added to what is there
+        return found | {"head": head, "block": 0, "ends": (b % 4) * vocabulary}
+    reduced = {"head": 0 if both else 4 * ends, "block": 4 * block, "ends": (b + 4) * max(vocabulary, ends)}
     return found | reduced
+
+
+def _last_product(block: Iterable[Parameter], layout: Layout) -> int:
+    """Elements of the MLP's, or the experts', last weight."""
+    return elements((p for p in block if p.module.endswith("down")), layout)
+
+
+def gradients_of_parts(config: Config, layout: Layout, share: Share, weights: Weights) -> tuple[list[int], list[int]]:
+    """Bytes of each part's gradients in a pipeline, and of those that come when its backward pass reaches its first
+    block: of that block, and of the embedding."""
+    parts = [Share.of(config.model, layout, [part]) for part in share.parts]
+    if weights.adapters:
+        return [weights.gradients * len(part.layers) // len(share.layers) for part in parts], [0 for _ in parts]
+    first = [4 * (part.blocks[0] if part.blocks else 0) for part in parts]
+    embedding = [4 * share.vocabulary * part.embedding for part in share.parts]
+    return [4 * part.elements for part in parts], [sum(both) for both in zip(first, embedding, strict=True)]
+
+
+def _used_at_both_ends(config: Config, layout: Layout, share: Share) -> int:
+    """Elements of FSDP's root unit, of a whole model that uses its embedding at the loss, too: it is gathered until the
+    embedding's gradient is there, and its gradients are reduced then."""
+    tied = not config.model.untie_embeddings_and_output_weights
+    return share.ends if layout.has_fsdp and layout.pp == 1 and (tied or share.further) else 0
 
 
 def _gathered(config: Config, layout: Layout, share: Share, tuned: Tuned) -> int:

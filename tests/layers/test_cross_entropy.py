@@ -105,7 +105,7 @@ def test_logits_are_capped_as_in_one_piece(dtype: torch.dtype, monkeypatch: pyte
     from smp.layers import VocabShard, cross_entropy
     from smp.parallel.collectives import Group
 
-    monkeypatch.setattr(cross_entropy, "_BLOCK_ELEMENTS", 1000)  # 3 rows
+    monkeypatch.setattr(cross_entropy, "CAPPED_LOGITS", 1000)  # 3 rows
     logits = (40 * torch.randn(37, 333)).to(dtype)
     shard = VocabShard(0, 333, cast(Group, None), 333, 30.0)
     capped, alone = logits.clone(), logits.clone()

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from smp.pipeline.actions import COMPUTE, SEND, Action, Op, Schedule, completed, needs
 from smp.pipeline.communication import add_communication
 from smp.pipeline.schedules import SCHEDULES, build_schedule
-from smp.pipeline.validate import ScheduleError, peak_activations, peak_losses, split_activations, validate
+from smp.pipeline.validate import (
+    PassState,
+    ScheduleError,
+    pass_states,
+    peak_activations,
+    peak_losses,
+    split_activations,
+    validate,
+)
 from tests.pipeline.strategies import Sizes, sizes
 
 F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
@@ -224,6 +232,30 @@ def test_what_waits_between_both_parts_of_a_backward_pass() -> None:
     assert first == {(1, 1), (0, 1)}
     assert max(pending for _, pending in last) == 2 and max(map(sum, last)) == 2
     assert split_activations(build_schedule("1f1b", 2, 4)) == (frozenset(), frozenset())
+
+
+def test_what_a_rank_holds_in_each_pass() -> None:
+    """By hand: the first of two ranks holds two of three micro-batches, and has gradients from its first backward pass
+    on; the last one has a loss at each forward pass."""
+    first, last = pass_states(build_schedule("1f1b", 2, 3))
+    none, own = frozenset[int](), frozenset({0})
+    assert first == {
+        PassState(0, False, False, 1, 0, none),
+        PassState(0, False, False, 2, 0, none),
+        PassState(0, True, False, 2, 0, none),
+        PassState(0, False, False, 2, 0, own),
+        PassState(0, True, False, 2, 0, own),
+        PassState(0, True, False, 1, 0, own),
+    }
+    assert last == {PassState(0, back, True, 1, 1, done) for back in (False, True) for done in (none, own)}
+    assert pass_states(build_schedule("zb-h1", 2, 4)) == (frozenset(), frozenset())
+
+
+def test_gradients_of_a_ranks_stages_come_one_after_the_other() -> None:
+    states = pass_states(build_schedule("interleaved", 2, 2, 2))[0]
+    first, last, both = frozenset[int](), frozenset({1}), frozenset({0, 1})
+    coming = {(state.part, state.with_gradients) for state in states if state.backward}
+    assert coming == {(1, first), (1, last), (0, last), (0, both)}
 
 
 def test_a_schedule_made_by_hand_is_completed_and_valid() -> None:

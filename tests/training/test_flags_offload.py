@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from smp.config import Layout
+from smp.config import Config, Layout
 from smp.kernels.copier import copier_of
 from smp.models.presets import PRESETS
-from smp.pipeline.plan import plan_pipeline
+from smp.pipeline.plan import Plan, plan_pipeline
 from smp.sharding.offload import Offload
+from smp.training import describe as describe_module
 from smp.training.describe import describe, predicted_memory, tried_memory
 from smp.training.fake_step import fake_gpu_step
 from smp.training.model_share import Tuned
 from smp.training.offload import activation_copies, offload_at_work
 from smp.training.settings import read_settings
-from smp.training.suggest import suggestions
+from smp.training.suggest import FAR, Suggestion, suggestions
 from tests.training.flag_runs import Run, Runs, Tensors, Watched, proves, run_here
 
 FULL = "--num-layers 4 --recompute-granularity full"
@@ -174,6 +176,42 @@ def test_each_suggestion_says_what_a_dry_run_with_its_flags_says(world: int, fla
         assert row.is_tried and row.device == max(step.peak for step in steps), row.flags
     assert f"  total             {row.device / 2**30:10.3f} GiB" in describe(with_them, world), "the last one"
     assert len(found) >= 8 and len({row.device for row in found}) > len(found) / 2
+
+
+def test_what_is_far_from_the_end_of_the_device_is_not_tried() -> None:
+    """But the first that fits is, and so is what the formula calls near; each row is tried once at most."""
+    config, tried = read_settings([*TINY.split(), "--bf16"], PRESETS, 1), list[Config]()
+
+    def measure(one: Config) -> int:
+        tried.append(one)
+        return predicted_memory(one, 1).total + 1
+
+    def found(limit: float | None) -> list[Suggestion]:
+        tried.clear()
+        return suggestions(config, 1, Tuned(), lambda one: predicted_memory(one, 1), measure, limit)
+
+    rows = found(None)
+    assert all(row.is_tried for row in rows) and len(tried) == len(rows)
+    roomy = found(10 * max(row.device for row in rows))
+    assert [row.is_tried for row in roomy] == [True] + [False] * (len(rows) - 1), "the first one fits"
+    assert not any(row.is_tried for row in found(min(row.device for row in rows) / 2)), "none is near"
+    limit = sorted(row.device for row in rows)[len(rows) // 2]
+    fits = next(row for row in found(limit) if row.device <= limit)
+    near = {row.flags for row in rows if abs((row.device - 1) / limit - 1) < FAR}
+    assert near | {fits.flags} == {row.flags for row in found(limit) if row.is_tried}
+
+
+def test_a_dry_run_tries_its_own_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[Config]()
+
+    def count(config: Config, layout: Layout, plan: Plan | None) -> Any:
+        tried.append(replace(config, training=replace(config.training, suggest=None)))
+        return real(config, layout, plan)
+
+    real = describe_module._tried_steps
+    monkeypatch.setattr(describe_module, "_tried_steps", count)
+    describe(read_settings([*TINY.split(), "--suggest", "1"], PRESETS, 1), 1)
+    assert len(tried) == 1, "the first that fits is the run itself"
 
 
 def test_suggestions_are_ranked_by_what_they_cost() -> None:

@@ -60,8 +60,8 @@ def test_memory_by_hand() -> None:
         64 * 4 * (16 + 4 * 24),
     )
     assert estimate.logits == 10 * 128 * 4 + vocabulary * 4
-    always, behind = estimate.parameters + estimate.optimizer, 64 * 4 * 2 * 16
-    last = estimate.activations + estimate.backward + 4 * vocabulary - behind
+    always, behind = estimate.parameters + estimate.optimizer, 64 * 4 * 4 * 16
+    last = estimate.activations - behind + estimate.backward + 4 * vocabulary + 4 * 16 * 24
     assert estimate.total == always + last, "in the last block"
 
 
@@ -92,11 +92,14 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
     parts = Moments(
         gradients=1 << 4,
         waiting=0,
+        behind=0,
+        before_last=0,
         before=0,
         late=1 << 1,
         activations=1 << 5,
         kept_by_block=1 << 2,
         kept_behind=0,
+        to_the_end=0,
         split=0,
         at_loss=1 << 6,
         in_blocks=1 << 7,
@@ -106,17 +109,23 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
         head=1 << 11,
         block=1 << 3,
         own=1 << 0,
+        own_first=0,
         ends=1 << 12,
+        tied=0,
     )
     assert parts.most == (1 << 4) + (1 << 12), "behind the first block"
     parts = replace(parts, ends=0)
     assert parts.most == (1 << 5) + (1 << 7) + (1 << 10) + (1 << 11), "in the last block"
     assert replace(parts, kept_behind=1 << 3).most == parts.most - (1 << 3)
     assert replace(parts, waiting=1 << 4).most == parts.most + (1 << 4)
+    assert replace(parts, behind=1 << 4, own_first=1 << 5, tied=1 << 6, before_last=9).most == parts.most + (7 << 4)
     parts = replace(parts, head=0)
-    assert parts.most == (1 << 4) - (1 << 1) + (1 << 8) + (1 << 10) + (1 << 3), "in the first"
+    assert parts.most == (1 << 4) - (1 << 1) + (1 << 2) + (1 << 8) + (1 << 10) + (1 << 3), "in the first"
+    assert replace(parts, to_the_end=1 << 4, own_first=1 << 5, tied=1 << 6).most == parts.most + (7 << 4)
     beside = (1 << 5) - (1 << 2) + (1 << 7) + (1 << 10) + (1 << 3)
-    assert replace(parts, in_first=0).most == beside, "beside a reduction"
+    parts = replace(parts, in_first=0)
+    assert parts.most == beside, "beside a reduction"
+    assert replace(parts, behind=1, before_last=2, kept_behind=4, own_first=8, tied=16).most == beside + 1 + 2 - 4 + 24
     loss = replace(parts, logits=1 << 13)
     assert loss.most == (1 << 5) + (1 << 6) + (1 << 13), "at the loss"
     assert replace(loss, before=1 << 2).most == loss.most + (1 << 2)

@@ -1,0 +1,7 @@
+"""Elements that layers work on at once where all would take too much memory. Here, without torch, because formulas of
+memory read them, too."""
+
+CAPPED_LOGITS = 1 << 22
+"""Of logits that are capped: 16 MiB in fp32."""
+DROPOUT_BITS = 1 << 22
+"""Of a dropout mask whose bits are made, which take 8 bytes each, several times."""
