@@ -29,11 +29,11 @@ _SCORES = ("attentions", "cross_attentions", "decoder_attentions", "encoder_atte
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def install(model: Any, group: Group) -> None:
-    """Watch ``model``, which is cut over ``group``."""
+def install(model: Any, group: Group, device_type: str) -> None:
+    """Watch ``model``, which is cut over ``group`` and computes on this kind of device."""
     base, _ = base_of(model)
     if hasattr(base, "generate"):
-        base.generate = MethodType(_Generate(group), base)
+        base.generate = MethodType(_Generate(group, device_type), base)
     heads = getattr(base.config.get_text_config(), "num_attention_heads", None) if hasattr(base, "config") else None
     for face in faces_of(model):
         face.register_forward_pre_hook(_FirstPass(group), with_kwargs=True)
@@ -113,17 +113,19 @@ class _Generate:
 
     Attributes:
         group: the ranks of the model.
+        device_type: where it computes; its weights may wait elsewhere.
     """
 
     group: Group
+    device_type: str
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
         config = given.get("generation_config") or model.generation_config
         if kwargs.get("do_sample", getattr(config, "do_sample", False)):
-            numbers, device = torch.get_rng_state(), model.device.type
-            if device != "cpu":
-                numbers = torch.cat((numbers, torch.get_device_module(device).get_rng_state()))
+            numbers = torch.get_rng_state()
+            if self.device_type != "cpu":
+                numbers = torch.cat((numbers, torch.get_device_module(self.device_type).get_rng_state()))
             if len(set(gather(_mark(numbers), self.group.process_group))) > 1:
                 raise ConfigError(
                     "generate(do_sample=True): the ranks of a tensor-parallel group would draw different tokens: "

@@ -20,29 +20,32 @@ def refuse_built(model: nn.Module) -> None:
         gc.collect()  # a dropped optimizer lives on in reference cycles
         if kinds := _classes_with(model):
             raise ConfigError(
-                f"{kinds[0]} was built with this model's parameters, which transform replaces: build the optimizer "
-                "after transform and fully_shard"
+                f"{kinds[0].__name__} was built with this model's parameters, which transform replaces: build the "
+                "optimizer after transform and fully_shard"
             )
 
 
 def check(model: nn.Module) -> None:
-    """Those of a transformed model, at its first step of training, can train it.
+    """Those of a transformed model, at its first forward pass of training, can train it. One that is not found then
+    (built later, or with the parameters of a model that is one group of ``fully_shard``, which has gathered it by
+    now) ends at its own first step, with torch's error about placements.
 
     Raises:
-        ConfigError: for Adafactor.
+        ConfigError: for Adafactor and subclasses of it.
     """
-    if "Adafactor" in _classes_with(model):
+    # By name: torch and transformers have one each.
+    if any(kind.__name__ == "Adafactor" for found in _classes_with(model) for kind in found.__mro__):
         raise ConfigError(
             "Adafactor divides by means over the rows and columns of whole matrices, of which each rank has a part, "
             "and fails on DTensors, torch's and transformers' alike: train a transformed model with torch.optim.AdamW"
         )
 
 
-def _classes_with(model: nn.Module) -> list[str]:
+def _classes_with(model: nn.Module) -> list[type]:
     """The classes of living optimizers that have one of its parameters."""
     parameters = {id(parameter) for parameter in model.parameters()}
     return [
-        type(thing).__name__
+        type(thing)
         for thing in gc.get_objects()
         if issubclass(type(thing), torch.optim.Optimizer)
         for group in getattr(thing, "param_groups", ())

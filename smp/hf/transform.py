@@ -111,7 +111,7 @@ def transform(
     if expected is not None:
         expected.compare(model)
     if tp.size > 1:
-        guards.install(model, tp)
+        guards.install(model, tp, state.device_type)
     if plan.steps:
         guards.refuse_ddp(model)
     context.install(model, cp_comm_type)  # after the comparison, which is of whole sequences

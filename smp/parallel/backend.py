@@ -119,7 +119,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """(n) of every rank -> (n x ranks)."""
         opts, given = options_of(AllgatherOptions, opts, more), _resolved(given)
         way = self.network.way("all-gather", output)
-        fits = alike_on_cpu(output, given) and output.numel() == self.size() * given.numel()
+        fits = _alike_on_cpu(output, given) and output.numel() == self.size() * given.numel()
         if way.route is None or not fits:
             return self._inner("all-gather", given)._allgather_base(output, given, opts)
         self.counts["hierarchical all-gather"] += 1
@@ -130,7 +130,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """(n x ranks) of every rank -> (n) of the sum."""
         opts, given = options_of(dist.ReduceScatterOptions, opts, more), _resolved(given)
         way = self.network.way("reduce-scatter", given)
-        fits = alike_on_cpu(output, given) and given.numel() == self.size() * output.numel()
+        fits = _alike_on_cpu(output, given) and given.numel() == self.size() * output.numel()
         if way.route is None or not fits or not _is_summed(given, opts.reduceOp):
             return self._inner("reduce-scatter", given)._reduce_scatter_base(output, given, opts)
         self.counts["hierarchical reduce-scatter"] += 1
@@ -253,7 +253,7 @@ def _is_summed(tensor: torch.Tensor, op: Any) -> bool:
     return (op == dist.ReduceOp.SUM and tensor.dtype in _ADDED) or (op == dist.ReduceOp.AVG and tensor.dtype in DIVIDED)
 
 
-def alike_on_cpu(*tensors: torch.Tensor) -> bool:
+def _alike_on_cpu(*tensors: torch.Tensor) -> bool:
     """Whether they are contiguous, on the CPU, and of one dtype; gloo refuses several."""
     dtype = tensors[0].dtype
     return all(_is_plain(t) and t.is_contiguous() and t.dtype == dtype for t in tensors)

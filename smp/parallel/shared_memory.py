@@ -4,10 +4,10 @@
     torch.distributed.new_group(ranks, backend="smp_node")
 
 gloo sends every byte through the system's sockets: a sum of 256 KiB over two ranks takes 1 to 1.5 ms, through memory
-0.1 ms. Each rank copies its tensor to a place of its own, counts up, waits until the others have counted, and reads
-theirs. There are two places for each rank, used in turns: who has counted twice since has read the first one. Beside
-its counter a rank writes which collective it calls, of how many bytes and which numbers: others that call another one
-raise an error, as it does.
+0.1 ms. Each rank copies its tensor to its slot, publishes the next sequence number, waits until the other ranks have
+published it too, and reads their slots. Each rank has two slots and alternates between them: a rank that has published
+two numbers more has read the slot of the first. Beside its sequence number a rank writes which collective it calls, of
+how many bytes and which dtype: ranks that call different ones all raise an error.
 
 A group uses it if all of its ranks see the same memory and their processor keeps the order of stores (x86); else, and
 for everything but sums, averages and gathers of floating-point tensors, it is what the backend ``smp`` is
@@ -23,6 +23,7 @@ import platform
 import secrets
 import select
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -38,126 +39,149 @@ from smp.parallel.backend import DIVIDED, NetworkProcessGroup, limit_of, options
 from smp.parallel.network.group import CollectiveError
 
 NAME = "smp_node"
-PLACE = 1 << 22
-"""Bytes of a place; larger tensors go in several turns. Pages that nothing was written to take no memory."""
-_LINE, _CALL = 16, 2
-"""Numbers (int64) of one rank, in cache lines of their own: turns begun, whether it left, and from _CALL on which
-collective it calls in this turn and in the one before, used in turns like the places."""
+SLOT_BYTES = 1 << 22
+"""Larger tensors go in several chunks. Pages that nothing was written to take no memory."""
+_LINE, _GONE, _CALL = 16, 1, 2
+"""Numbers (int64) of one rank, in cache lines of their own, and where in them is what: first the sequence number, at
+_GONE why the rank will not come any more, at _CALL and behind it which collective it calls with this sequence number
+and which with the one before, alternating like the slots."""
+_LEFT, _FAILED = 1, 2
+"""What is at _GONE."""
+_WHY = {
+    0: "it is late, or waits for one that is",
+    _LEFT: "its process ended, or it left the group",
+    _FAILED: "a collective of the group failed or was interrupted there",
+}
 _HEADER, _SECRET = 1 << 16, 32
-"""Bytes before the places, and of the secret at their end."""
+"""Bytes before the slots, and of the secret at their end."""
 _MOST = (_HEADER - _SECRET) // (8 * _LINE)
 """Ranks that there is room for."""
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 _Limit = Callable[[], float]
 """Seconds until a late rank is an error, asked for only while one is late."""
 _SPINS = 3000
-"""Looks at a counter, about 0.1 ms, before the processor is offered to others."""
+"""Looks at a sequence number, about 0.1 ms, before the processor is offered to other threads."""
 
 
 class Memory:
     """What the ranks of one group share.
 
     Args:
-        memory: counters, then 2 x size places.
+        memory: sequence numbers, then 2 x size slots.
         processes: descriptors of the other ranks' processes, by rank; they become readable when one ends.
     """
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, processes: dict[int, int]) -> None:
         self.rank, self.size = rank, size
-        self._counters = memoryview(memory).cast("q")
+        self._numbers = memoryview(memory).cast("q")
         with torch.inference_mode(False):  # in which mode a group is made says nothing of its later calls
-            self._places = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER).view(2, size, PLACE)
-        self._turn, self._processes = 0, processes
+            self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER).view(2, size, SLOT_BYTES)
+        self._sequence, self._processes = 0, processes
         self._close = weakref.finalize(self, _close_all, tuple(processes.values()))
         self._call, self._failure = 0, ""
+        # One collective at a time, whichever thread calls it. A signal's handler that calls one inside of another gets
+        # the error of :meth:`_begin`, not a lock that its own thread holds.
+        self._lock = threading.RLock()
 
     def all_reduce(self, x: torch.Tensor, limit: _Limit, average: bool = False) -> None:
         """(n), the sum over all ranks in the order of ranks, in place; 16-bit numbers are rounded once."""
-        self._begin("all-reduce", x, average)
-        for part in x.split(PLACE // x.itemsize):
-            places = self._next(part)
-            places[self.rank].copy_(part)
-            self._meet(limit)
-            _add(places, part)
-        self._end(x, average)
+        with self._lock, self._begin("all-reduce", x, average):
+            for chunk in x.split(SLOT_BYTES // x.itemsize):
+                slots = self._next_slots(chunk)
+                slots[self.rank].copy_(chunk)
+                self._meet(limit)
+                _add(slots, chunk)
+            if average:
+                x.div_(self.size)
 
     def all_gather(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit) -> None:
         """(n) of every rank -> (size x n)."""
-        self._begin("all-gather", x)
-        columns = PLACE // x.itemsize
-        for part, into in zip(x.split(columns), output.view(self.size, -1).split(columns, 1), strict=True):
-            places = self._next(part)
-            places[self.rank].copy_(part)
-            self._meet(limit)
-            into.copy_(places)
-        self._end(output)
+        columns = SLOT_BYTES // x.itemsize
+        with self._lock, self._begin("all-gather", x):
+            chunks = _apart(x, output).split(columns)
+            for chunk, into in zip(chunks, output.view(self.size, -1).split(columns, 1), strict=True):
+                slots = self._next_slots(chunk)
+                slots[self.rank].copy_(chunk)
+                self._meet(limit)
+                into.copy_(slots)
 
     def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit, average: bool = False) -> None:
         """(size x n) of every rank -> this rank's (n) of the sum."""
-        self._begin("reduce-scatter", x, average)
-        columns = PLACE // x.itemsize // self.size
-        for part, into in zip(x.view(self.size, -1).split(columns, 1), output.split(columns), strict=True):
-            places = self._next(part).view(self.size, *part.shape)
-            places[self.rank].copy_(part)
-            self._meet(limit)
-            _add(places[:, self.rank], into)
-        self._end(output, average)
+        columns = SLOT_BYTES // x.itemsize // self.size
+        with self._lock, self._begin("reduce-scatter", x, average):
+            chunks = _apart(x, output).view(self.size, -1).split(columns, 1)
+            for chunk, into in zip(chunks, output.split(columns), strict=True):
+                slots = self._next_slots(chunk).view(self.size, *chunk.shape)
+                slots[self.rank].copy_(chunk)
+                self._meet(limit)
+                _add(slots[:, self.rank], into)
+            if average:
+                output.div_(self.size)
 
     def leave(self) -> None:
         """The others need not wait for this rank any more."""
-        self._counters[self.rank * _LINE + 1] = 1
+        if not self._failure:
+            self._numbers[self.rank * _LINE + _GONE] = _LEFT
         self._close()
 
-    def _begin(self, kind: str, x: torch.Tensor, average: bool = False) -> None:
+    def _begin(self, kind: str, x: torch.Tensor, average: bool = False) -> Memory:
+        """Of a collective, which then runs as ``with self._lock, self._begin(...)``. An exception inside, from wherever
+        it comes (Ctrl-C, a signal's handler), leaves ranks with different sequence numbers, which would take the data
+        of one collective for those of another: this rank calls no more, and the others, who would wait for it, are
+        told.
+        """
         if self._failure:
             raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
-        self._call = x.nbytes << 8 | DIVIDED.index(x.dtype) << 4 | _KINDS.index(kind) << 1 | average
-        # Until it has ended: an exception that comes from anywhere (Ctrl-C, a signal's handler) leaves ranks that have
-        # counted differently, which would take one collective's numbers for those of another.
         self._failure = "it was interrupted, or has not ended"
+        self._call = x.nbytes << 8 | DIVIDED.index(x.dtype) << 4 | _KINDS.index(kind) << 1 | average
+        return self
 
-    def _end(self, result: torch.Tensor, average: bool = False) -> None:
-        if average:
-            result.div_(self.size)
-        self._failure = ""
+    def __enter__(self) -> None:
+        pass
 
-    def _next(self, part: torch.Tensor) -> torch.Tensor:
-        """The places of this turn, (ranks, elements of part)."""
-        self._turn += 1
-        return self._places[self._turn & 1][:, : part.nbytes].view(part.dtype)
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._failure = ""
+        else:
+            self._numbers[self.rank * _LINE + _GONE] = _FAILED
+
+    def _next_slots(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Those of the next sequence number, (ranks, elements of chunk)."""
+        self._sequence += 1
+        return self._slots[self._sequence & 1][:, : chunk.nbytes].view(chunk.dtype)
 
     def _meet(self, limit: _Limit) -> None:
-        """Say that this rank's tensor is there, and wait for those of the others."""
-        counters, turn = self._counters, self._turn
-        call = _CALL + (turn & 1)
-        counters[self.rank * _LINE + call] = self._call
-        counters[self.rank * _LINE] = turn
+        """Say that this rank's slot is filled, and wait for those of the others."""
+        numbers, sequence = self._numbers, self._sequence
+        call = _CALL + (sequence & 1)
+        numbers[self.rank * _LINE + call] = self._call
+        numbers[self.rank * _LINE] = sequence
         for other in range(self.size):
             spins = 0
-            while counters[other * _LINE] < turn:
+            while numbers[other * _LINE] < sequence:
                 spins += 1
                 if spins > _SPINS:
                     self._wait(other, limit)
-            if counters[other * _LINE + call] != self._call:
+            if numbers[other * _LINE + call] != self._call:
                 self._fail(
                     f"ranks of a group on {socket.gethostname()} call different collectives: rank {self.rank} "
-                    f"{_in_words(self._call)}, rank {other} {_in_words(counters[other * _LINE + call])}"
+                    f"{_in_words(self._call)}, rank {other} {_in_words(numbers[other * _LINE + call])}"
                 )
 
     def _wait(self, other: int, limit: _Limit) -> None:
         """For a rank that is not there soon."""
-        counter, turn = other * _LINE, self._turn
+        at, sequence = other * _LINE, self._sequence
         started = time.monotonic()
         ends = select.poll()
         ends.register(self._processes[other], select.POLLIN)
-        while self._counters[counter] < turn:
+        while self._numbers[at] < sequence:
             passed = time.monotonic() - started
             if passed < 1e-3:
                 os.sched_yield()
                 continue
-            gone = bool(ends.poll(0)) or bool(self._counters[counter + 1])
-            if (gone or passed > limit()) and self._counters[counter] < turn:
-                why = "its process ended, or it left the group" if gone else "it is late, or waits for one that is"
+            gone = self._numbers[at + _GONE] or (_LEFT if ends.poll(0) else 0)
+            if (gone or passed > limit()) and self._numbers[at] < sequence:
+                why = _WHY[gone]
                 self._fail(
                     f"{_in_words(self._call)} failed after {passed:.1f} s on rank {self.rank} of {self.size} on "
                     f"{socket.gethostname()}: rank {other} of the group has not come: {why}"
@@ -181,17 +205,24 @@ def _close_all(descriptors: tuple[int, ...]) -> None:
         os.close(descriptor)
 
 
-def _add(places: torch.Tensor, into: torch.Tensor) -> None:
+def _apart(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it if a chunk of ``output`` would be written over a later chunk of x: they share memory, and the
+    smaller one is not a whole row (one rank's part) of the other."""
+    overlap = x.data_ptr() < output.data_ptr() + output.nbytes and output.data_ptr() < x.data_ptr() + x.nbytes
+    return x.clone() if overlap and (x.data_ptr() - output.data_ptr()) % min(x.nbytes, output.nbytes) else x
+
+
+def _add(slots: torch.Tensor, into: torch.Tensor) -> None:
     """(ranks, n) -> (n), in the order of ranks."""
-    if len(places) > 2 and into.itemsize == 2:
-        total = places[0].float()
-        for place in places[1:]:
-            total.add_(place)
+    if len(slots) > 2 and into.itemsize == 2:
+        total = slots[0].float()
+        for slot in slots[1:]:
+            total.add_(slot)
         into.copy_(total)
         return
-    torch.add(places[0], places[1], out=into)
-    for place in places[2:]:
-        into.add_(place)
+    torch.add(slots[0], slots[1], out=into)
+    for slot in slots[2:]:
+        into.add_(slot)
 
 
 def join(rank: int, size: int, store: Any) -> Memory | None:
@@ -230,7 +261,7 @@ def _create_memory(size: int, secret: str) -> int:
     descriptor = -1
     try:
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _HEADER + 2 * size * PLACE)
+        os.ftruncate(descriptor, _HEADER + 2 * size * SLOT_BYTES)
         os.pwrite(descriptor, secret.encode(), _HEADER - _SECRET)
     except OSError:
         _close_all((descriptor,) if descriptor >= 0 else ())
@@ -297,10 +328,10 @@ class NodeProcessGroup(NetworkProcessGroup):
             return super().allreduce(tensors, opts)
         self.counts["memory all-reduce"] += 1
         with torch.inference_mode(given[0].is_inference()):  # else nothing may write to it
-            x = _in_order(given[0])
+            x = _flat(given[0])
             self.memory.all_reduce(x, partial(self._seconds, opts), opts.reduceOp == dist.ReduceOp.AVG)
-            _put_back(x, given[0])
-        return _Done(list(given))
+            _copy_into(x, given[0])
+        return _CompletedWork(list(given))
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n) of every rank -> (n x ranks)."""
@@ -310,10 +341,10 @@ class NodeProcessGroup(NetworkProcessGroup):
             return super().all_gather_single(output, given, opts)
         self.counts["memory all-gather"] += 1
         with torch.inference_mode(output.is_inference()):
-            result = _in_order(output)
-            self.memory.all_gather(result, _in_order(given), partial(self._seconds, opts))
-            _put_back(result, output)
-        return _Done([output])
+            result = _flat(output)
+            self.memory.all_gather(result, _flat(given), partial(self._seconds, opts))
+            _copy_into(result, output)
+        return _CompletedWork([output])
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n x ranks) of every rank -> (n) of the sum."""
@@ -323,10 +354,10 @@ class NodeProcessGroup(NetworkProcessGroup):
             return super().reduce_scatter_single(output, given, opts)
         self.counts["memory reduce-scatter"] += 1
         with torch.inference_mode(output.is_inference()):
-            result, average = _in_order(output), opts.reduceOp == dist.ReduceOp.AVG
-            self.memory.reduce_scatter(result, _in_order(given), partial(self._seconds, opts), average)
-            _put_back(result, output)
-        return _Done([output])
+            result, average = _flat(output), opts.reduceOp == dist.ReduceOp.AVG
+            self.memory.reduce_scatter(result, _flat(given), partial(self._seconds, opts), average)
+            _copy_into(result, output)
+        return _CompletedWork([output])
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -336,26 +367,26 @@ class NodeProcessGroup(NetworkProcessGroup):
 
 
 def _is_taken(op: Any, *tensors: torch.Tensor) -> bool:
-    """Whether they are summed or gathered through memory: by what an error names where ranks differ in it, or what is
-    the same on all of them, not by how this rank's tensor lies in memory."""
+    """Whether they are summed or gathered through memory. Only what is the same on all ranks decides, or what an error
+    names where they differ in it: not the strides of this rank's tensor."""
     there = all(x.device.type == "cpu" and x.layout is torch.strided for x in tensors)
     numbers = tensors[0].dtype in DIVIDED and all(x.dtype == tensors[0].dtype for x in tensors)
     return there and numbers and bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
 
 
-def _in_order(x: torch.Tensor) -> torch.Tensor:
-    """(elements), its numbers one behind the other: its memory, or a copy of strided ones and negated views."""
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """(elements), contiguous: a view of x, or a copy of a strided tensor or a negated view."""
     return x.detach().resolve_neg().contiguous().view(-1)
 
 
-def _put_back(result: torch.Tensor, x: torch.Tensor) -> None:
-    """What :func:`_in_order` made of x, into x."""
+def _copy_into(result: torch.Tensor, x: torch.Tensor) -> None:
+    """What :func:`_flat` copied from x, back into x."""
     if x.is_neg() or not x.is_contiguous():
         x.detach().copy_(result.view(x.shape))
 
 
-class _Done(dist.Work):
-    """The handle of what is done."""
+class _CompletedWork(dist.Work):
+    """The handle of a collective that has finished."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()

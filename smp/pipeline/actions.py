@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 Placement = Literal["loop", "v"]
 
@@ -85,6 +85,10 @@ class Schedule:
 
     def __hash__(self) -> int:  # kept: a step looks up what depends on its schedule, of thousands of actions
         return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash: those of strings differ between processes."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
     def stages(self) -> int:

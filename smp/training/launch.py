@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,6 +25,9 @@ from smp.training.run import Outcome, Run, RunParts
 from smp.training.runtime import StopSignal, Watchdog, report_once, start_process_group
 from smp.training.settings import report, report_own
 from smp.training.trainer import TrainingError
+
+LAST_WORDS = 5.0
+"""Seconds that a process which ends itself has for a status file and a line on stderr."""
 
 
 def launch(config: Config, process: Process, make_parts: Callable[[], RunParts], notes: Sequence[str] = ()) -> int:
@@ -88,11 +92,17 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
 
 def _end(why: str, config: Config, process: Process) -> None:
     """Say why and end, from a thread beside the one that is stuck in torch: nothing else would end this process."""
+    # Whatever becomes of the words: a full pipe that nobody reads blocks who writes to it, and so may a disk.
+    limit = threading.Timer(LAST_WORDS, os._exit, (1,))
+    limit.daemon = True
+    limit.start()
+    speaking = threading.Thread(target=report_own, args=(why, process.rank), daemon=True)
+    speaking.start()
     try:
-        report_own(why, process.rank)
         _write_outcome(config, process, Outcome("failed", why, 0), started=False, instead=process.rank != 0)
         sys.stdout.flush()
     finally:  # nobody may read what it says any more
+        speaking.join()
         os._exit(1)
 
 

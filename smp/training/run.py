@@ -115,7 +115,8 @@ class Run:
         # What is open is closed again, in reverse order, if a later part fails; else :meth:`close` does it.
         with contextlib.ExitStack() as opened:
             self.watchdog = watchdog or Watchdog(process, self.config.parallel.distributed_timeout_minutes)
-            opened.callback(self.watchdog.close)
+            if watchdog is None:
+                opened.callback(self.watchdog.close)
             with self.watchdog.ending():
                 self.context = self._build_context()
             on_rank_zero(lambda: refuse_log_dir_in_use(self.config.logging), ConfigError)

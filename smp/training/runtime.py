@@ -8,6 +8,7 @@ import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,17 +79,26 @@ def library_settings() -> str:
 def report_once(message: str, rank: int) -> None:
     """Say on stderr why this process ends. What rank 0 says in the same words is left to it.
 
-    Rank 0 leaves its words in the store of the process group, because it may take seconds to end.
+    Rank 0 leaves its words in the store of the process group, because it may take seconds to end. A store that does not
+    answer (see :class:`Watchdog`) is asked no longer than ten seconds.
     """
     store = dist.PrefixStore("report", distributed_c10d._get_default_store())
-    with contextlib.suppress(RuntimeError):  # the store went down with another process, or rank 0 has nothing to say
-        if rank == 0:
-            store.set("rank 0", message)
-        else:
-            store.wait(["rank 0"], datetime.timedelta(seconds=10))
-            if store.get("rank 0").decode() == message:
-                return
-    (report if rank == 0 else report_own)(message, rank)
+    said: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):  # it went down with another process, or rank 0 has nothing to say
+            if rank == 0:
+                store.set("rank 0", message)
+            else:
+                store.wait(["rank 0"], datetime.timedelta(seconds=10))
+                said.append(store.get("rank 0").decode())
+
+    # The limit of ``wait`` ends its first answer only: its client then tells the store so, and waits on.
+    asking = threading.Thread(target=ask, name="report", daemon=True)
+    asking.start()
+    asking.join(10)
+    if message not in said:
+        (report if rank == 0 else report_own)(message, rank)
 
 
 class StopSignal:
@@ -118,7 +128,7 @@ class Watchdog:
 
     Collectives end by themselves; what asks torch's store may not. Its client waits for answers without a time limit,
     so where the link to the store is cut, or the process that keeps it has stopped, no error is raised. See
-    :meth:`ending`.
+    :meth:`ending`. Time that the process itself was suspended (SIGSTOP, a debugger) does not count.
 
     Args:
         process: its rank is named.
@@ -129,8 +139,10 @@ class Watchdog:
     def __init__(self, process: Process, timeout_minutes: float, end: Callable[[str], object] | None = None) -> None:
         self._title = f"rank {process.rank} of {process.world_size} has made no progress for"
         limit = 60 * timeout_minutes
-        self._limit, self._timeout, self._patience = 0.9 * limit, limit, 0.0
-        self._end, self._ending = end, 0  # 0, or the thread that :meth:`ending` is called on
+        self._limit, self._timeout = 0.9 * limit, limit
+        self._end = end
+        # Inside of :meth:`ending`, the thread that called it and how many seconds it has.
+        self._ending: tuple[int, float] | None = None
         self._last = time.monotonic()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -143,13 +155,12 @@ class Watchdog:
     def ending(self, waits: int = 1) -> Iterator[None]:
         """Inside, a standstill of half a timeout (at least ``GRACE`` seconds) more than ``waits`` timeouts ends the
         process. Only for what torch itself should have ended by then, with progress told after each part of it."""
-        self._patience = waits * self._timeout + max(GRACE, self._timeout / 2)
         self.progress()
-        self._ending = threading.get_ident()
+        self._ending = threading.get_ident(), waits * self._timeout + max(GRACE, self._timeout / 2)
         try:
             yield
         finally:
-            self._ending = 0
+            self._ending = None
             self.progress()
 
     def close(self) -> None:
@@ -157,16 +168,29 @@ class Watchdog:
         self._closed.set()
 
     def _watch(self) -> None:
-        reported = 0.0
-        while not self._closed.wait(min(1.0, self._limit / 20)):  # well within the tenth that is left
+        reported, tick = 0.0, min(1.0, self._limit / 20)  # well within the tenth that is left
+        looked, seen, passed = time.monotonic(), 0.0, 0.0
+        while not self._closed.wait(tick):
             # Before the time: who enters :meth:`ending` counts anew and then sets it.
-            thread = self._ending
-            passed = time.monotonic() - self._last
+            ending, last, now = self._ending, self._last, time.monotonic()
+            # A tick that is much longer than asked: this process was suspended.
+            awake = min(now - looked, tick + 1.0)
+            passed = min(now - last, awake + (passed if last == seen else 0.0))
+            looked, seen = now, last
             # Once for each standstill.
-            if passed > self._limit and reported != self._last:
-                reported = self._last
-                print(f"{self._title} {self._limit:.0f} s; its stacks:", file=sys.stderr, flush=True)
-                faulthandler.dump_traceback(file=sys.stderr)
-            if thread and passed > self._patience and self._end is not None:
-                where = function_of_thread(thread)
+            if passed > self._limit and reported != last:
+                reported = last
+                # In a thread of its own: nobody may read stderr, a pipe that is full.
+                threading.Thread(target=self._dump, name="watchdog's dump", daemon=True).start()
+            if ending is not None and passed > ending[1] and self._end is not None:
+                where = function_of_thread(ending[0])
                 self._end(f"{where} failed: no answer and no error for {passed:.0f} s, so this process ends; {LOST}")
+
+    def _dump(self) -> None:
+        """All stacks to stderr, by way of a file: faulthandler holds the interpreter while it writes."""
+        with contextlib.suppress(Exception), tempfile.TemporaryFile() as file:  # no stderr, or no room
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            text = f"{self._title} {self._limit:.0f} s; its stacks:\n".encode() + file.read()
+            # Not through sys.stderr's buffer, whose lock the interpreter needs when it ends.
+            os.write(sys.stderr.fileno(), text)

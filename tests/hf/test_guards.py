@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import smp
 from smp.config import ConfigError
+from smp.hf import guards
+from smp.parallel.collectives import Group
 from tests.distributed import run_distributed
 from tests.hf.families import VOCAB, batch, build, whole, worst
 
@@ -157,6 +161,7 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     for one in (alone, model):
         torch.manual_seed(3)
         texts.append(one.generate(**sampled))
+    _refused("would draw different tokens", lambda: _with_weights_off_the_device(copy.deepcopy(model), rank, sampled))
     _refused("a model (nn.Module), not str", lambda: smp.transform("gpt2"))
     _refused("a torch.dtype, such as torch.bfloat16", lambda: smp.transform(build("Llama"), dtype="bf16"))
     _refused("a dictionary of styles", lambda: smp.transform(build("Llama"), rows=["up"]))
@@ -175,7 +180,7 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     chunked = smp.transform(build("Llama"), loss="chunked")
     _refused("create_graph=True: layers that exchange tensors, and", lambda: _second_derivative(chunked, ids))
     _refused("without return_dict=False", lambda: model(input_ids=ids, output_attentions=True, return_dict=False))
-    for kind in (torch.optim.Adafactor, transformers_adafactor):
+    for kind in (torch.optim.Adafactor, transformers_adafactor, type("Own", (torch.optim.Adafactor,), {})):
         step = partial(_step_of, kind, copy.deepcopy(model), ids)
         _refused("Adafactor divides by means over the rows", step)
     _parts_load_whole_tensors(copy.deepcopy(model), alone)
@@ -188,6 +193,15 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     }
     _after_another_init(unused, alone, ids, rank)
     return found
+
+
+def _with_weights_off_the_device(model: Any, rank: int, sampled: dict[str, Any]) -> None:
+    """It computes on GPUs, whose random states differ, while its weights are on the CPU, where these are equal."""
+    guards.install(model, Group.of(smp.state.tp_mesh), "cuda")
+    torch.manual_seed(3)
+    gpu = SimpleNamespace(get_rng_state=lambda: torch.tensor([rank], dtype=torch.uint8))
+    with mock.patch.object(torch, "get_device_module", lambda device: gpu):
+        model.generate(**sampled)
 
 
 def transformers_adafactor(parameters: Any, lr: float) -> Any:

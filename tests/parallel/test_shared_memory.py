@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -28,15 +29,15 @@ LIMIT = 2.0
 
 
 def as_on_gloo(rank: int, world: int) -> None:
-    """Each collective gives gloo's bits on whole numbers, also in several turns."""
+    """Each collective gives gloo's bits on whole numbers, also in several chunks."""
     group: Any = dist.new_group(backend=shared_memory.NAME)
-    for place in (shared_memory.PLACE, 1 << 12):
-        shared_memory.PLACE = place
+    for size in (shared_memory.SLOT_BYTES, 1 << 12):
+        shared_memory.SLOT_BYTES = size
         made: Any = dist.new_group(backend=shared_memory.NAME)
-        ours, theirs = (each_collective(rank, world, g) for g in (made, dist.group.WORLD))
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            assert same(ours[name], theirs[name]), name
+        found, expected = (each_collective(rank, world, g) for g in (made, dist.group.WORLD))
+        assert found.keys() == expected.keys()
+        for name in found:
+            assert same(found[name], expected[name]), name
         counts = {name for name in made.counts if name.startswith("memory")}
         assert counts == {"memory all-reduce", "memory all-gather", "memory reduce-scatter"}
     gaps = torch.arange(12.0).view(3, 4)[:, ::2]
@@ -92,11 +93,11 @@ def sums(rank: int, world: int) -> list[torch.Tensor]:
         dist.all_reduce(x, group=group)
         assert torch.equal(x, expected.to(dtype))  # in the order of ranks, and rounded once
         out.append(x)
-    for turn in range(200):  # each rank is slow at other turns
-        time.sleep(1e-3 * (turn % world == rank))
-        x = torch.full((5000,), float(turn + rank))
+    for call in range(200):  # each rank is slow at other calls
+        time.sleep(1e-3 * (call % world == rank))
+        x = torch.full((5000,), float(call + rank))
         dist.all_reduce(x, group=group)
-        assert x.unique().tolist() == [world * turn + sum(range(world))]
+        assert x.unique().tolist() == [world * call + sum(range(world))]
     return out
 
 
@@ -108,7 +109,7 @@ def test_sums_are_in_the_order_of_ranks_and_the_same_on_all(world: int) -> None:
 
 CALLS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     "size": (lambda g, _: dist.all_reduce(torch.ones(20), group=g), "all-reduce of 80 bytes (float32, SUM)"),
-    "turns": (lambda g, _: dist.all_reduce(torch.ones(5000), group=g), "all-reduce of 20,000 bytes (float32, SUM)"),
+    "chunks": (lambda g, _: dist.all_reduce(torch.ones(5000), group=g), "all-reduce of 20,000 bytes (float32, SUM)"),
     "none": (lambda g, _: dist.all_reduce(torch.ones(0), group=g), "all-reduce of 0 bytes (float32, SUM)"),
     "dtype": (
         lambda g, _: dist.all_reduce(torch.ones(20, dtype=torch.bfloat16), group=g),
@@ -129,7 +130,7 @@ CALLS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
 
 def call_differently(rank: int, world: int) -> None:
     """Rank 1 calls something else after sums that all take part in."""
-    shared_memory.PLACE = 1 << 12
+    shared_memory.SLOT_BYTES = 1 << 12
     for name, (call, says) in CALLS.items():
         group = dist.new_group(backend=shared_memory.NAME)
         for _ in range(2):
@@ -147,9 +148,9 @@ def test_ranks_that_call_different_collectives_all_get_an_error() -> None:
 
 
 def interrupt(rank: int, world: int) -> None:
-    """Rank 0 is interrupted in the first of four turns, and rank 1 comes only then."""
-    shared_memory.PLACE = 1 << 12
-    group = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(seconds=LIMIT))
+    """Rank 0 is interrupted in the first of four chunks, and rank 1 comes only then. It does not wait for rank 0."""
+    shared_memory.SLOT_BYTES = 1 << 12
+    group = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(hours=1))
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
 
@@ -163,7 +164,7 @@ def interrupt(rank: int, world: int) -> None:
         store.set("interrupted", "")
     else:
         store.wait(["interrupted"])
-        with pytest.raises(CollectiveError, match="rank 0 of the group has not come"):
+        with pytest.raises(CollectiveError, match="rank 0 of the group has not come: .* interrupted there"):
             dist.all_reduce(torch.ones(4096), group=group)
     with pytest.raises(CollectiveError, match="it was interrupted" if rank == 0 else "rank 0 of the group"):
         dist.all_reduce(torch.ones(4096), group=group)
@@ -171,6 +172,70 @@ def interrupt(rank: int, world: int) -> None:
 
 def test_an_interrupted_rank_gives_no_wrong_numbers() -> None:
     run_distributed(interrupt, 2)
+
+
+def overlap(rank: int, world: int) -> None:
+    """What is sent and what arrives share memory, in every position, over several chunks."""
+    shared_memory.SLOT_BYTES = 1 << 6
+    group = dist.new_group(backend=shared_memory.NAME)
+    n = 40
+    every = [torch.arange(float(world * n)) * (r + 1) for r in range(world)]
+    for start in range((world - 1) * n + 1):
+        x = every[rank].clone()
+        dist.reduce_scatter_tensor(x[start : start + n], x, group=group)
+        assert torch.equal(x[start : start + n], sum(every)[rank * n : (rank + 1) * n]), start  # type: ignore[index]
+        x = every[rank].clone()
+        dist.all_gather_into_tensor(x, x[start : start + n], group=group)
+        assert torch.equal(x, torch.cat([other[start : start + n] for other in every])), start
+
+
+def test_results_may_lie_in_the_memory_of_the_input() -> None:
+    run_distributed(overlap, 3)
+
+
+def on_two_threads(rank: int, world: int) -> None:
+    """Both call the same, so any order of theirs is right."""
+    group: Any = dist.new_group(backend=shared_memory.NAME)
+
+    def sum_often(_: int) -> set[float]:
+        found = set()
+        for call in range(100):
+            time.sleep(2e-3 * (rank == 1 and call % 20 == 0))
+            dist.all_reduce(x := torch.ones(100_000), group=group)
+            found |= set(x.unique().tolist())
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(sum_often, range(2))) == [{float(world)}] * 2
+    assert dict(group.counts) == {"memory all-reduce": 200}
+
+
+def test_threads_of_one_process_share_a_group() -> None:
+    run_distributed(on_two_threads, 2)
+
+
+def nested(rank: int, world: int) -> None:
+    """The handler of a signal calls a collective inside of another: an error at once, and the outer one goes on."""
+    group = dist.new_group(backend=shared_memory.NAME)
+    store = dist.distributed_c10d._get_default_store()
+
+    def call(*_: Any) -> None:
+        with pytest.raises(CollectiveError, match="or has not ended"):
+            dist.all_reduce(torch.ones(10), group=group)
+        store.set("called", "")
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, call)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        store.wait(["called"])
+    for _ in range(2):
+        dist.all_reduce(x := torch.ones(10), group=group)
+        assert x.tolist() == [world] * 10
+
+
+def test_a_collective_inside_of_another_is_an_error() -> None:
+    run_distributed(nested, 2)
 
 
 def lose(rank: int, world: int, how: str) -> str:
@@ -263,7 +328,7 @@ def test_ranks_of_which_one_cannot_share_memory_send_over_gloo(what: str) -> Non
     run_distributed(without_memory, 3, what)
 
 
-def test_there_is_room_for_the_counters_of_all_ranks() -> None:
+def test_there_is_room_for_the_numbers_of_all_ranks() -> None:
     used = shared_memory._MOST * shared_memory._LINE * 8
     assert used <= shared_memory._HEADER - shared_memory._SECRET < used + shared_memory._LINE * 8
 

@@ -1,4 +1,5 @@
 import importlib
+import pickle
 from fractions import Fraction
 
 import pytest
@@ -14,6 +15,15 @@ from smp.pipeline.validate import peak_activations, validate
 from tests.pipeline import formulas
 from tests.pipeline.strategies import Sizes, sizes, times
 from tools.plot_pipeline import to_text
+
+
+def test_the_hash_stays_in_its_process() -> None:
+    """Those of strings differ between processes, so a sent schedule would not be found among equal ones."""
+    schedule = build_schedule("1f1b", 2, 4)
+    hash(schedule)
+    sent = pickle.loads(pickle.dumps(schedule))
+    assert sent == schedule and hash(sent) == hash(schedule)
+    assert "_hash" in vars(schedule) and "_hash" not in vars(pickle.loads(pickle.dumps(schedule)))
 
 
 def equal(schedule: Schedule, forward: float = 1, backward_input: float = 1, backward_weight: float = 1) -> Timeline:

@@ -1,22 +1,28 @@
 """The process that keeps torch's store stops while a run starts. Its clients wait for answers without a time limit, so
-the ranks end themselves, each with a line that names the place."""
+the ranks end themselves, each with a line that names the place. Only for that: a suspended process goes on."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from smp.config import Config, LoggingConfig
 from smp.pipeline.failure import LOST
-from smp.training import runtime
+from smp.training import launch, runtime
 from smp.training.process import Process
 from smp.training.runtime import Watchdog
+from tests.distributed import forkserver
 from tests.programs import run_program
 from tests.training.flag_runs import TINY
 
@@ -31,11 +37,13 @@ sys.stdin.read()
 STOPS = """
 import os, signal, sys
 import pretrain_gpt
+import torch
 from smp.parallel import context
 from smp.training import pipelined, run, runtime
 from torch.distributed import distributed_c10d
 
 owner, name = {
+    "rendezvous": (torch.distributed, "rendezvous"),
     "start": (distributed_c10d, "_new_process_group_helper"),
     "groups": (context, "_make_group"),
     "links": (pipelined, "Links"),
@@ -43,6 +51,8 @@ owner, name = {
 function = getattr(owner, name)
 
 def stopping(*args, **options):
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # until all ranks have come so far
     os.kill(int(os.environ["STORE"]), signal.SIGSTOP)
     return function(*args, **options)
 
@@ -50,9 +60,23 @@ setattr(owner, name, stopping)
 runtime.GRACE = 0.5
 sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
+REFUSES = """
+import os, signal, sys
+import pretrain_gpt
+from smp.config import ConfigError
+from smp.training import run
+
+def refuse(*_):
+    os.kill(int(os.environ["STORE"]), signal.SIGSTOP)
+    raise ConfigError("--log-dir is in use")
+
+run.refuse_log_dir_in_use = refuse
+sys.exit(pretrain_gpt.main(sys.argv[1:]))
+"""
 FLAGS = f"{TINY} --train-iters 1 --distributed-timeout-minutes 0.05 --status-file why.json"
 # what starts to make groups, the function that each line names, flags
 PLACES = {
+    "rendezvous": ("start_process_group", ""),
     "start": ("start_process_group", ""),
     "groups": ("_make_group", ""),
     "links": (r"Links\.__init__", "--pipeline-model-parallel-size 2 --global-batch-size 4"),
@@ -80,10 +104,97 @@ def test_all_ranks_end_themselves(moment: str, store: int, tmp_path: Path, monke
     lines = sorted(line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert len(lines) == 2, done.stderr
     for rank, line in enumerate(lines):
-        why = rf"{function} failed: no answer and no error for \d+ s, so this process ends; {LOST}"
-        assert re.fullmatch(rf"error: rank {rank}: rank {rank} on \S+: {why}", line), line
+        why = rf"{function} failed: no answer and no error for (\d+) s, so this process ends; {LOST}"
+        found = re.fullmatch(rf"error: rank {rank}: rank {rank} on \S+: {why}", line)
+        assert found is not None, line
+        # A timeout of three seconds; a rendezvous waits twice.
+        assert int(found[1]) >= (7 if moment == "rendezvous" else 4), line
     status = json.loads((tmp_path / "why.json").read_text())
     assert status["status"] == "failed" and any(line.endswith(status["reason"]) for line in lines)
+
+
+def test_an_error_is_said_and_the_ranks_end_while_the_store_does_not_answer(store: int, tmp_path: Path) -> None:
+    """Rank 1 cannot ask what rank 0 says. Its watchdog still watches, though there is no run."""
+    (tmp_path / "refuses.py").write_text(REFUSES)
+    done = run_program(tmp_path / "refuses.py", FLAGS.split(), tmp_path, processes=2, port=store, grace=60.0)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    lines = sorted(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert lines == ["error: --log-dir is in use", "error: rank 1: --log-dir is in use"], done.stderr
+    assert "rank 1 of 2 has made no progress for 3 s" in done.stderr and "in report_once" in done.stderr
+
+
+def ends_itself(how: str, folder: str) -> None:
+    """A process that is stuck, and whose words nobody can hear."""
+    runtime.GRACE = launch.LAST_WORDS = 0.5
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    if how == "broken":
+        os.close(reader)
+    if how.startswith("full"):
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        os.set_blocking(writer, True)
+    if how == "full after a few lines":
+        os.read(reader, 4096)
+        os.write(writer, b"x" * 3600)
+    if how == "none":
+        sys.stderr = None
+    config = Config(logging=LoggingConfig(status_file=f"{folder}/why.json"))
+    watchdog = Watchdog(Process(1, 2, 1), 1 / 60, lambda why: launch._end(why, config, Process(1, 2, 1)))
+    with watchdog.ending():
+        time.sleep(600)
+
+
+@pytest.mark.parametrize("how", ["broken", "full", "full after a few lines", "none"])
+def test_a_process_ends_itself_where_its_words_go_nowhere(how: str, tmp_path: Path) -> None:
+    process = forkserver().Process(target=ends_itself, args=(how, str(tmp_path)))
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 1
+    assert json.loads((tmp_path / "why.json").read_text())["status"] == "failed"
+
+
+def is_suspended(ended: Any) -> None:
+    runtime.GRACE = 0.5
+    watchdog = Watchdog(Process(0, 1, 0), 2 / 60, ended.send)  # two seconds, and half as much again
+    with watchdog.ending():
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)  # for many looks of the watchdog
+    ended.send("healthy")
+
+
+def test_a_process_that_was_suspended_goes_on() -> None:
+    receiver, sender = forkserver().Pipe(duplex=False)
+    process = forkserver().Process(target=is_suspended, args=(sender,))
+    process.start()
+    stat = Path(f"/proc/{process.pid}/stat")
+    deadline = time.monotonic() + 60
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(5)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGCONT)
+    assert receiver.poll(60) and receiver.recv() == "healthy"
+    process.join()
+
+
+def test_what_waits_twice_has_the_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "GRACE", 0.5)
+    ends: list[str] = []
+    watchdog = Watchdog(Process(0, 1, 0), 2 / 60, ends.append)
+    with watchdog.ending(waits=2):
+        deadline = time.monotonic() + 60
+        while not ends:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    watchdog.close()
+    seconds = re.search(r"no error for (\d+) s", ends[0])
+    assert seconds is not None and int(seconds[1]) >= 5  # twice two seconds, and half of two
 
 
 def test_only_a_standstill_where_torch_has_a_time_limit_ends_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
