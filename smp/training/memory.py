@@ -64,7 +64,13 @@ from smp.training.kept_memory import (
 )
 from smp.training.model_share import PRETRAINED, Share, Tuned, elements
 from smp.training.moments import Moments
-from smp.training.weight_memory import Weights, gathered_at_moments, gradients_at_moments, gradients_of_parts
+from smp.training.weight_memory import (
+    Weights,
+    gathered_at_moments,
+    gradients_at_moments,
+    gradients_of_parts,
+    has_several_micro_batches,
+)
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,8 @@ def estimate_memory(
         **gradients_at_moments(config, layout, share, tuned, weights),
     )
     most = moments.most
+    if split and not has_several_micro_batches(config, layout):  # no gradients are there before
+        most = max(replace(moments, waiting=0).in_forward, moments.in_backward)
     if states:
         gradients, first = gradients_of_parts(config, layout, share, weights)
         most = 0

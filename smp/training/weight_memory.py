@@ -46,7 +46,7 @@ class Weights:
         if adapters:
             state = state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
             frozen = (tuned.copies + 1) * sum(_frozen_bytes(p, before_ep, tuned, b) for p in share.parameters)
-        late = config.parallel.data_parallel_sharding_strategy == "optim" and _accumulates(config, layout)
+        late = config.parallel.data_parallel_sharding_strategy == "optim" and has_several_micro_batches(config, layout)
         whole = layout.pp > 1 or late
         largest = adapters // len(share.layers) if adapters else share.largest(layout)
         return Weights(
@@ -76,7 +76,7 @@ def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tun
     if not layout.has_fsdp:
         return alike | {"in_first": min(gathered, b * share.block)}
     ends, times = b * share.ends, 2 if weights.sharing > 1 else 1
-    accumulates = _accumulates(config, layout)
+    accumulates = has_several_micro_batches(config, layout)
     if config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
         # nothing is gathered from the second micro-batch on, which has gradients of the first
         return alike if accumulates else alike | _until_backward(config, layout, share, gathered, (times - 1) * b, b)
@@ -104,7 +104,7 @@ def _until_backward(config: Config, layout: Layout, share: Share, gathered: int,
     }
 
 
-def _accumulates(config: Config, layout: Layout) -> bool:
+def has_several_micro_batches(config: Config, layout: Layout) -> bool:
     """Whether a step has several micro-batches on a process."""
     data = config.data
     return (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel
@@ -125,13 +125,17 @@ def gradients_at_moments(
     if layout.pp > 1:
         # A stage's gradients are reduced before its weights are let go: what is sent, and what comes.
         sent = 4 * max(block, ends)
-        return found | {"head": 0, "block": 0, "ends": weights.gathered + sent + (sent // sharing if sharing > 1 else 0)}
+        return found | {
+            "head": 0,
+            "block": 0,
+            "ends": weights.gathered + sent + (sent // sharing if sharing > 1 else 0),
+        }
     at_the_end = vocabulary * config.model.untie_embeddings_and_output_weights
     if (both := _used_at_both_ends(config, layout, share)) > 0:
         at_the_end = ends
         freed = config.parallel.data_parallel_sharding_strategy == "optim_grads_params" and not tuned.in_4_bits
         found["tied"] = b * (both * freed + ends)
-    if not _accumulates(config, layout):
+    if not has_several_micro_batches(config, layout):
         # beside two gathered blocks, the gradients of two are still to come
         two = share.layers[: 2 if sharing > 1 else 1]
         first = sum(elements(block_parameters(config.model, i), replace(layout, ep=1, etp=None)) for i in two)

@@ -103,6 +103,7 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
         split=0,
         at_loss=1 << 6,
         in_blocks=1 << 7,
+        in_next=1 << 7,
         in_first=1 << 8,
         logits=1 << 9,
         backward=1 << 10,
@@ -125,6 +126,7 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
     beside = (1 << 5) - (1 << 2) + (1 << 7) + (1 << 10) + (1 << 3)
     parts = replace(parts, in_first=0)
     assert parts.most == beside, "beside a reduction"
+    assert replace(parts, in_next=0).most < beside
     assert replace(parts, behind=1, before_last=2, kept_behind=4, own_first=8, tied=16).most == beside + 1 + 2 - 4 + 24
     loss = replace(parts, logits=1 << 13)
     assert loss.most == (1 << 5) + (1 << 6) + (1 << 13), "at the loss"
