@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def copied(run: Watched) -> tuple[int, int, int]:
     """Bytes to the host and back, and most blocks with something on the device, of a whole run."""
-    offload = run.place.offload
+    offload = run.setup.offload
     assert offload is not None
     return offload.copier.bytes_out, offload.copier.bytes_back, offload.most_live
 
