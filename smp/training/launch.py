@@ -45,6 +45,7 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     parallel = config.parallel
     timeout, deterministic = parallel.distributed_timeout_minutes, config.training.deterministic_mode
     run: Run | None = None
+    answered = True
     name = f"rank {process.rank} on {socket.gethostname()}"
     watchdog = Watchdog(process, timeout, lambda why: _end(f"{name}: {why}", config, process))
     try:
@@ -63,7 +64,7 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         _write_outcome(config, process, outcome, started=run is not None, instead=True)
     # What all ranks raise alike: rank 0 says it, the others only where their words differ.
     except (ConfigError, CheckpointError, DamageError, TrainingError) as error:
-        report_once(str(error), process.rank)
+        answered = report_once(str(error), process.rank)
         # Once there is a run, the settings were good.
         asked = run is None and exit_code(error) == 2
         outcome = Outcome("bad_config" if asked else "failed", str(error), _iteration(run))
@@ -87,7 +88,11 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         report_own(lost, process.rank)  # its own exit code says it failed; the work is done
     if dist.is_initialized():
         dist.destroy_process_group()
-    return {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
+    code = {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
+    if not answered:
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _end(why: str, config: Config, process: Process) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -76,11 +77,15 @@ def library_settings() -> str:
     return f"environment: {', '.join(told) or 'nothing about CUDA'}"
 
 
-def report_once(message: str, rank: int) -> None:
+def report_once(message: str, rank: int) -> bool:
     """Say on stderr why this process ends. What rank 0 says in the same words is left to it.
 
     Rank 0 leaves its words in the store of the process group, because it may take seconds to end. A store that does not
-    answer (see :class:`Watchdog`) is asked no longer than ten seconds.
+    answer (see :class:`Watchdog`) is asked no longer than 15 seconds.
+
+    Returns:
+        Whether the store is done with. If not, a thread is still in torch's client, and a Python that ends meanwhile
+        aborts: the process has to end by ``os._exit``.
     """
     store = dist.PrefixStore("report", distributed_c10d._get_default_store())
     said: list[str] = []
@@ -96,9 +101,10 @@ def report_once(message: str, rank: int) -> None:
     # The limit of ``wait`` ends its first answer only: its client then tells the store so, and waits on.
     asking = threading.Thread(target=ask, name="report", daemon=True)
     asking.start()
-    asking.join(10)
+    asking.join(10 + GRACE)
     if message not in said:
         (report if rank == 0 else report_own)(message, rank)
+    return not asking.is_alive()
 
 
 class StopSignal:
@@ -145,6 +151,7 @@ class Watchdog:
         self._ending: tuple[int, float] | None = None
         self._last = time.monotonic()
         self._closed = threading.Event()
+        self._dumping: threading.Thread | None = None
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def progress(self) -> None:
@@ -164,8 +171,10 @@ class Watchdog:
             self.progress()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; a dump that has begun gets a moment to be written."""
         self._closed.set()
+        if self._dumping is not None:
+            self._dumping.join(1)
 
     def _watch(self) -> None:
         reported, tick = 0.0, min(1.0, self._limit / 20)  # well within the tenth that is left
@@ -181,16 +190,36 @@ class Watchdog:
             if passed > self._limit and reported != last:
                 reported = last
                 # In a thread of its own: nobody may read stderr, a pipe that is full.
-                threading.Thread(target=self._dump, name="watchdog's dump", daemon=True).start()
+                self._dumping = threading.Thread(target=self._dump, name="watchdog's dump", daemon=True)
+                self._dumping.start()
             if ending is not None and passed > ending[1] and self._end is not None:
                 where = function_of_thread(ending[0])
                 self._end(f"{where} failed: no answer and no error for {passed:.0f} s, so this process ends; {LOST}")
 
     def _dump(self) -> None:
         """All stacks to stderr, by way of a file: faulthandler holds the interpreter while it writes."""
-        with contextlib.suppress(Exception), tempfile.TemporaryFile() as file:  # no stderr, or no room
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            text = f"{self._title} {self._limit:.0f} s; its stacks:\n".encode() + file.read()
+        try:
+            with _scratch_file() as file:
+                faulthandler.dump_traceback(file)
+                file.seek(0)
+                stacks = file.read()
+        except OSError as error:
+            stacks = f"not there: {error}\n".encode()
+        with contextlib.suppress(OSError):  # nobody reads it any more
             # Not through sys.stderr's buffer, whose lock the interpreter needs when it ends.
-            os.write(sys.stderr.fileno(), text)
+            os.write(_stderr(), f"{self._title} {self._limit:.0f} s; its stacks:\n".encode() + stacks)
+
+
+def _scratch_file() -> IO[bytes]:
+    """In memory, where the system can: a container may have no folder to write to."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("stacks"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _stderr() -> int:
+    """Its descriptor, the system's own where Python's has none, as in a notebook."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return 2

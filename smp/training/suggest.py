@@ -19,8 +19,10 @@ RATE = 450e12
 BANDWIDTH = 2.7e12
 """Bytes per second that its memory reaches."""
 FAR = 0.1
-"""Share of the device by which the formula has to be below or above it for its word to do. It errs by 5 % at most in
-docs/planning.md."""
+"""Share of the device by which the formula has to be below or above it for its word to do."""
+TOO_HIGH = 0.25
+"""The same for a row cheaper than all that fit, which would be the one to take: the formula is up to a fifth too high,
+for zb-v of a few layers."""
 _RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 Estimate = Callable[[Config], MemoryEstimate]
@@ -85,7 +87,7 @@ def suggestions(
 
 def _is_open(share: float, one_fits: bool) -> bool:
     """Whether the formula's ``share`` of the device leaves the question open; that the first one fits is tried."""
-    return share < 1 + FAR and (share > 1 - FAR or not one_fits)
+    return 1 - FAR < share < 1 + FAR if one_fits else share < 1 + TOO_HIGH
 
 
 def _combinations(config: Config, world_size: int) -> Iterator[Config]:

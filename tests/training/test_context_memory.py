@@ -88,7 +88,7 @@ def test_activations_of_a_process_fall_with_the_number_of_processes(recompute: s
             for exchange, (found, estimated) in rank.items():
                 assert found == pytest.approx(whole / cp, rel=0.05), (cp, exchange)
                 # Beside its part a rank may keep what was exchanged, and the token indices of the whole sequence.
-                indices = 8 * LENGTH if exchange == "a2a" else 0
+                indices = 8 * LENGTH if exchange == "a2a" and recompute == "none" else 0
                 exchanged = found - whole / cp - indices
                 assert estimated == pytest.approx(estimate / cp + exchanged, rel=0.01), (cp, exchange)
 

@@ -21,7 +21,8 @@ from smp.training.fake_step import fake_gpu_step
 from smp.training.model_share import Tuned
 from smp.training.offload import activation_copies, offload_at_work
 from smp.training.settings import read_settings
-from smp.training.suggest import FAR, Suggestion, suggestions
+from smp.training.memory import MemoryEstimate
+from smp.training.suggest import FAR, TOO_HIGH, Suggestion, suggestions
 from tests.training.flag_runs import Run, Runs, Tensors, Watched, proves, run_here
 
 FULL = "--num-layers 4 --recompute-granularity full"
@@ -198,7 +199,22 @@ def test_what_is_far_from_the_end_of_the_device_is_not_tried() -> None:
     limit = sorted(row.device for row in rows)[len(rows) // 2]
     fits = next(row for row in found(limit) if row.device <= limit)
     near = {row.flags for row in rows if abs((row.device - 1) / limit - 1) < FAR}
-    assert near | {fits.flags} == {row.flags for row in found(limit) if row.is_tried}
+    cheaper = {row.flags for row in rows if row.order < fits.order and (row.device - 1) / limit < 1 + TOO_HIGH}
+    assert near | cheaper | {fits.flags} == {row.flags for row in found(limit) if row.is_tried}
+
+
+def test_a_cheaper_row_that_the_formula_calls_a_fifth_too_large_is_tried() -> None:
+    config = read_settings([*TINY.split(), "--bf16"], PRESETS, 1)
+
+    def too_high(one: Config) -> MemoryEstimate:
+        estimate = predicted_memory(one, 1)
+        return replace(estimate, most=estimate.most + estimate.total // 5)
+
+    rows = suggestions(config, 1, Tuned(), lambda one: predicted_memory(one, 1))
+    limit = next(row.device for row in rows if row.flags == "--recompute-granularity selective")
+    found = suggestions(config, 1, Tuned(), too_high, lambda one: predicted_memory(one, 1).total, limit)
+    first = next(row for row in found if row.device <= limit)
+    assert first.is_tried and first.flags == next(row.flags for row in rows if row.device <= limit)
 
 
 def test_a_dry_run_tries_its_own_step_once(monkeypatch: pytest.MonkeyPatch) -> None:

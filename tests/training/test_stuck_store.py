@@ -63,6 +63,7 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 REFUSES = """
 import os, signal, sys
 import pretrain_gpt
+import torch
 from smp.config import ConfigError
 from smp.training import run
 
@@ -70,8 +71,14 @@ def refuse(*_):
     os.kill(int(os.environ["STORE"]), signal.SIGSTOP)
     raise ConfigError("--log-dir is in use")
 
-run.refuse_log_dir_in_use = refuse
-sys.exit(pretrain_gpt.main(sys.argv[1:]))
+def together(*args, function=run.on_rank_zero):
+    torch.distributed.barrier()  # until both have their groups
+    return function(*args)
+
+run.refuse_log_dir_in_use, run.on_rank_zero = refuse, together
+code = pretrain_gpt.main(sys.argv[1:])
+print("returned to Python on rank", os.environ["RANK"], flush=True)
+sys.exit(code)
 """
 FLAGS = f"{TINY} --train-iters 1 --distributed-timeout-minutes 0.05 --status-file why.json"
 # what starts to make groups, the function that each line names, flags
@@ -121,6 +128,26 @@ def test_an_error_is_said_and_the_ranks_end_while_the_store_does_not_answer(stor
     lines = sorted(line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert lines == ["error: --log-dir is in use", "error: rank 1: --log-dir is in use"], done.stderr
     assert "rank 1 of 2 has made no progress for 3 s" in done.stderr and "in report_once" in done.stderr
+    # Its thread is in torch's client. An answer while Python ends would abort the process, so Python does not end.
+    assert "on rank 0" in done.stdout and "on rank 1" not in done.stdout
+
+
+def test_stacks_are_shown_without_a_temporary_folder_and_where_stderr_has_no_descriptor() -> None:
+    code = """
+import io, sys, tempfile, time
+from smp.training.process import Process
+from smp.training.runtime import Watchdog
+
+def refused(*_, **__):
+    raise PermissionError("read-only")
+
+tempfile.TemporaryFile, sys.stderr = refused, io.StringIO()
+watchdog = Watchdog(Process(rank=3, world_size=4, local_rank=3), 0.01)
+time.sleep(1.2)
+watchdog.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "rank 3 of 4 has made no progress" in done.stderr and "Thread 0x" in done.stderr, done.stderr
 
 
 def ends_itself(how: str, folder: str) -> None:
