@@ -18,10 +18,10 @@ from smp.sharding.offload import Offload
 from smp.training import describe as describe_module
 from smp.training.describe import describe, predicted_memory, tried_memory
 from smp.training.fake_step import fake_gpu_step
+from smp.training.memory import MemoryEstimate
 from smp.training.model_share import Tuned
 from smp.training.offload import activation_copies, offload_at_work
 from smp.training.settings import read_settings
-from smp.training.memory import MemoryEstimate
 from smp.training.suggest import FAR, TOO_HIGH, Suggestion, suggestions
 from tests.training.flag_runs import Run, Runs, Tensors, Watched, proves, run_here
 
