@@ -25,7 +25,7 @@ from smp.config.hub import model_path, tokenizer_path
 from smp.convert.formats import Opened
 from smp.data.tokenizer_files import PATTERNS
 from smp.data.tuning.chat_template import ChatTemplate
-from smp.data.tuning.tokenizer import TuningTokenizer
+from smp.data.tuning.tokenizer import PieceTokenizer, TuningTokenizer
 from smp.models.generation import Sampling, generate
 from smp.models.gpt import GPT
 from smp.training.text_model import (
@@ -50,7 +50,10 @@ def open_chat(opened: Opened, given: Path | None) -> tuple[TuningTokenizer, Chat
     """
     tokenizer = folder_tokenizer(opened, given)
     if tokenizer.template is None:
-        raise ValueError(f"--chat: {given or opened.reference} has no chat template")
+        folder = given or opened.reference
+        if isinstance(tokenizer, PieceTokenizer):
+            raise ValueError(f"--chat: {folder} has no tokenizer.json, and chats go through no other tokenizer here")
+        raise ValueError(f"--chat: {folder} has no chat template")
     template = ChatTemplate(tokenizer.template, tokenizer.template_tokens)
     return tokenizer, template, [*end_ids(opened.reference), tokenizer.eos]
 

@@ -90,8 +90,10 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         dist.destroy_process_group()
     code = {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
     if not answered:
-        sys.stdout.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
     return code
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -190,8 +191,9 @@ class Watchdog:
             if passed > self._limit and reported != last:
                 reported = last
                 # In a thread of its own: nobody may read stderr, a pipe that is full.
-                self._dumping = threading.Thread(target=self._dump, name="watchdog's dump", daemon=True)
-                self._dumping.start()
+                dumping = threading.Thread(target=self._dump, name="watchdog's dump", daemon=True)
+                dumping.start()
+                self._dumping = dumping  # now that it can be waited for
             if ending is not None and passed > ending[1] and self._end is not None:
                 where = function_of_thread(ending[0])
                 self._end(f"{where} failed: no answer and no error for {passed:.0f} s, so this process ends; {LOST}")
@@ -212,14 +214,16 @@ class Watchdog:
 
 def _scratch_file() -> IO[bytes]:
     """In memory, where the system can: a container may have no folder to write to."""
-    if hasattr(os, "memfd_create"):
+    with contextlib.suppress(AttributeError, OSError):  # another system, or one that refuses it
         return os.fdopen(os.memfd_create("stacks"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def _stderr() -> int:
-    """Its descriptor, the system's own where Python's has none, as in a notebook."""
+    """Its descriptor, the system's own where Python's has none, as in a notebook; -1: it is closed."""
     try:
         return sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):
+    except io.UnsupportedOperation:
         return 2
+    except (AttributeError, ValueError):
+        return -1

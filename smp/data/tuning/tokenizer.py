@@ -95,23 +95,11 @@ class FolderTokenizer(TuningTokenizer):
 
 
 class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
-    """A sentencepiece model file. A chat template, that of its folder or one that is given, may write the texts of its
+    """A sentencepiece model file. It has no chat template of its own; one that is given may write the texts of its
     begin and end pieces."""
 
-    def __init__(self, path: Path, folder: Path | None = None) -> None:
-        """
-        Args:
-            folder: whose chat template is the tokenizer's. Not where the folder adds tokens to the model's pieces:
-                a template writes such tokens, and here they would be encoded like any other text.
-        """
+    def __init__(self, path: Path) -> None:
         super().__init__(path)
-        if folder is not None:
-            config = _json(folder / "tokenizer_config.json")
-            added = {str(_token(token)) for token in config.get("added_tokens_decoder", {}).values()}
-            added |= set(_json(folder / "added_tokens.json"))
-            found = (self._processor.id_to_piece(self._processor.piece_to_id(token)) for token in added)
-            if added == set(found):  # a token that is none has the piece of unknown ones
-                self.template = _template(folder, config)
         self.eos, self.before = self.eod, []
         pieces = self.control_pieces()
         self.template_tokens = {name: text for name, (text, _) in pieces.items()}
@@ -149,7 +137,7 @@ def open_tokenizer(path: str | Path) -> TuningTokenizer:
         return PieceTokenizer(path)
     if (path / "tokenizer.json").is_file() or not (path / "tokenizer.model").is_file():
         return FolderTokenizer(path)
-    return PieceTokenizer(path / "tokenizer.model", path)
+    return PieceTokenizer(path / "tokenizer.model")
 
 
 def _json(path: Path) -> dict[str, Any]:

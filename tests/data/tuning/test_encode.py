@@ -132,15 +132,6 @@ def test_a_sentencepiece_model_takes_a_template_with_its_own_ends(tmp_path: Path
     assert tokenizer.decode(ids[trained]).strip() == f"it is four{end}"
     assert marked(tokenizer, text, colours=False).count(end) == 1, "people see it too"
 
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (tmp_path / "t.model").rename(folder / "tokenizer.model")
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (folder / "added_tokens.json").write_text(f'{{"{end}": 1}}')
-    assert open_tokenizer(folder).template == "{{ messages[0].content }}"
-    (folder / "added_tokens.json").write_text('{"<|im_start|>": 300}')
-    assert open_tokenizer(folder).template is None, "it would be encoded like any other text"
-
 
 def test_pairs_are_two_texts(tokenizer: FolderTokenizer) -> None:
     chosen, rejected = Encoder(tokenizer, None).pair({"prompt": "is it ", "chosen": "yes", "rejected": "no"})
