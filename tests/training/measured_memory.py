@@ -145,7 +145,8 @@ def compare(layouts: dict[int, list[str]], folder: Path, steps: int) -> list[flo
     """Relative errors against the allocations of real steps, for every rank of a pipeline. Prints a table."""
     rows, errors = [], []
     for world, flag_lines in layouts.items():
-        measured = run_distributed(measure, world, str(folder), flag_lines, steps if world > 1 else 1)
+        limit = max(270.0, 60.0 * len(flag_lines))  # one run for all of them
+        measured = run_distributed(measure, world, str(folder), flag_lines, steps if world > 1 else 1, timeout=limit)
         for number, flags in enumerate(flag_lines):
             config = settings(flags, world)
             pp = config.parallel.pipeline_model_parallel_size

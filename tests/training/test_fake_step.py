@@ -96,6 +96,7 @@ def test_the_memory_of_one_process_and_of_pipelines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_memory_of_layouts(tmp_path: Path) -> None:
     assert len(compare(LAYOUTS, tmp_path, steps=12)) >= 12
 
