@@ -44,8 +44,9 @@ kernels (a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from smp.config import Config, Layout
 from smp.config.at_once import CAPPED_LOGITS
@@ -168,21 +169,8 @@ def estimate_memory(
     if split and not has_several_micro_batches(config, layout):  # no gradients are there before
         most = max(replace(moments, waiting=0).in_forward, moments.in_backward)
     if states:
-        gradients, first = gradients_of_parts(config, layout, share, weights)
-        most = 0
-        for state in states:
-            before = sum(gradients[part] for part in state.with_gradients)
-            comes = 0 if state.part in state.with_gradients else gradients[state.part]
-            there = replace(
-                moments,
-                waiting=before,
-                gradients=before + comes,
-                late=first[state.part] if comes else 0,
-                activations=activations(state.activations, state.losses),
-                to_the_end=activations(state.activations - 1, state.losses - state.has_loss, received),
-                logits=moments.logits * state.has_loss,
-            )
-            most = max(most, there.in_backward if state.backward else there.in_forward)
+        of_parts = gradients_of_parts(config, layout, share, weights)
+        most = _most_in_passes(moments, states, of_parts, activations, partial(activations, beside=received))
     return MemoryEstimate(
         parameters=weights.parameters,
         gradients=weights.gradients,
@@ -195,6 +183,38 @@ def estimate_memory(
         most=most,
         secondary=weights.secondary,
     )
+
+
+def _most_in_passes(
+    moments: Moments,
+    states: Iterable[PassState],
+    of_parts: tuple[list[int], list[int]],
+    activations: Callable[[int, int], int],
+    to_the_end: Callable[[int, int], int],
+) -> int:
+    """Most bytes in any pass of a pipeline's process.
+
+    Args:
+        of_parts: what :func:`gradients_of_parts` says.
+        activations: bytes of (micro-batches, those of them between loss and backward pass).
+        to_the_end: the same of those that are there beside its own when a pass reaches its first block.
+    """
+    gradients, first = of_parts
+    most = 0
+    for state in states:
+        before = sum(gradients[part] for part in state.with_gradients)
+        comes = 0 if state.part in state.with_gradients else gradients[state.part]
+        there = replace(
+            moments,
+            waiting=before,
+            gradients=before + comes,
+            late=first[state.part] if comes else 0,
+            activations=activations(state.activations, state.losses),
+            to_the_end=to_the_end(state.activations - 1, state.losses - state.has_loss),
+            logits=moments.logits * state.has_loss,
+        )
+        most = max(most, there.in_backward if state.backward else there.in_forward)
+    return most
 
 
 def largest_memory(
