@@ -10,7 +10,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from email import message_from_bytes
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -39,6 +38,20 @@ for module in pkgutil.walk_packages(smp.__path__, "smp."):
 print(smp.__file__)
 """
 
+
+END_OF_HELP = "-- end of a page --"
+ALL_HELP = f"""
+import runpy, sys
+files = sys.argv[1:]
+for number, file in enumerate(files):
+    sys.argv = [file, "--help"]
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, (file, end.code)
+    print({END_OF_HELP!r} * (number + 1 < len(files)), end="", flush=True)
+"""
+"""Console scripts one after the other, as each would import torch for itself."""
 
 TRAIN = """
 import torch, torch.distributed as dist
@@ -182,9 +195,9 @@ def outside(site: Path, folder: Path, *words: object) -> str:
 def test_every_command_of_the_wheel_helps_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     scripts = {path.name for path in (installed / "bin").iterdir()}
     assert scripts == {f"smp-{name}" for name in COMMANDS}
-    with ThreadPoolExecutor(2) as pool:
-        pages = list(pool.map(lambda name: outside(installed, tmp_path, installed / "bin" / name, "--help"), scripts))
-    for name, text in zip(scripts, pages, strict=True):
+    files = [str(installed / "bin" / name) for name in sorted(scripts)]
+    pages = outside(installed, tmp_path, sys.executable, "-c", ALL_HELP, *files).split(END_OF_HELP)
+    for name, text in zip(sorted(scripts), pages, strict=True):
         assert name in text and not re.search(r"tools/\w+\.py|python (main|finetune|pretrain_gpt)\.py", text), text
 
 

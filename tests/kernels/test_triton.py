@@ -48,11 +48,11 @@ def test_numbers_of_8_bits_and_their_transposes() -> None:
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1"
 RUNS = [
     "",
-    "--bf16",
-    "--recompute-granularity selective --num-query-groups 2 --qk-layernorm",
     f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --recompute-granularity full",
 ]
 MORE_RUNS = [
+    "--bf16",
+    "--recompute-granularity selective --num-query-groups 2 --qk-layernorm",
     "--recompute-granularity full --normalization LayerNorm --rotary-percent 0.5",
     "--no-swiglu --no-disable-bias-linear",
     "--parallel-residual --hidden-dropout 0.1 --compile",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from smp.launch.backend import said
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 RUN = ["recipes=laptop/debug", "recipes.train_iters=12", "recipes.save_interval=2", "recipes.trainer.devices=2"]
@@ -65,9 +66,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    whole = launcher(*RUN, f"base_results_dir={tmp_path}", "recipes.run.name=whole")
-    assert whole.returncode == 0, whole.stdout + whole.stderr
-    killed = tmp_path / "killed"
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
     launched = launcher(*RUN, f"base_results_dir={tmp_path}", "recipes.run.name=killed", "cluster.background=true")
     assert launched.returncode == 0, launched.stderr
     wait_for(lambda: (killed / "checkpoints/latest").exists())
@@ -76,8 +75,12 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     log = (killed / "log.txt").read_text()
     assert len(re.findall("launcher: the run ended with", log)) == 2, log
     assert "done; the run says done at iteration 12" in launcher("status", killed).stdout
-    assert records(killed) == records(tmp_path / "whole")
-    assert tensors(killed) and tensors(killed) == tensors(tmp_path / "whole")
+    whole.mkdir()
+    words = ["--config", killed / "settings.yaml", "--save", whole / "checkpoints", "--log-dir", whole]
+    done = run_program(ROOT / "pretrain_gpt.py", words, whole, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert records(killed) == records(whole)
+    assert tensors(killed) and tensors(killed) == tensors(whole)
 
 
 def test_cancel_saves_and_resume_goes_on(tmp_path: Path) -> None:

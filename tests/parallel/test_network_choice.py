@@ -49,10 +49,11 @@ def worst(seeds: range, most: int, least: int = 0) -> tuple[float, str]:
 
 
 def test_the_picked_way_is_about_the_best() -> None:
-    ratio, where = worst(range(1000, 1024), most=9)
+    ratio, where = worst(range(1000, 1010), most=9)
     assert ratio <= 1.05, where
 
 
+@pytest.mark.slow
 def test_numbers_of_chunks_between_the_usual_ones_are_tried() -> None:
     """Here 12 chunks by a mesh are 7 % faster than 8 by a ring, and 8 and 16 by a mesh are not 5 % faster."""
     ratio, where = worst(range(10122, 10123), most=16)

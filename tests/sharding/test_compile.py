@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from smp import layers
-from smp.config import Layout, ParallelConfig
+from smp.config import Layout, ModelConfig, ParallelConfig
 from smp.models.gpt import GPT
 from smp.parallel.context import build_context
 from tests.distributed import run_distributed
@@ -43,23 +43,20 @@ def run(model: GPT) -> dict[str, torch.Tensor]:
     return out
 
 
-def compare_models(rank: int, world: int) -> dict[str, dict[str, float]]:
+def compare_models(rank: int, world: int, config: ModelConfig, sp: bool) -> dict[str, float]:
     torch.compile = functools.partial(torch.compile, backend=BACKEND)  # type: ignore[assignment]
-    context, out = build_context(Layout(tp=world), "cpu"), {}
-    for name, config, sp in (("llama", MODEL, True), ("gpt2", GPT2, False)):
-        parallel = ParallelConfig(world, sequence_parallel=sp)
-        torch._dynamo.reset()
-        plain, compiled = (run(build(context, config, replace(parallel, compile=c))) for c in (False, True))
-        out[f"{name}, sp {sp}"] = {name: error(compiled[name], x) for name, x in plain.items()}
-    return out
+    context, parallel = build_context(Layout(tp=world), "cpu"), ParallelConfig(world, sequence_parallel=sp)
+    plain, compiled = (run(build(context, config, replace(parallel, compile=c))) for c in (False, True))
+    return {name: error(compiled[name], x) for name, x in plain.items()}
 
 
-def test_a_compiled_model_trains_and_evaluates_like_an_uncompiled_one() -> None:
-    for measured in run_distributed(compare_models, 2):
-        assert len(measured) == 2
-        for case, errors in measured.items():
-            assert {"loss", "evaluation", "frozen"} < errors.keys()
-            assert {name: e for name, e in errors.items() if not e < 1e-6} == {}, case
+@pytest.mark.parametrize(
+    ("config", "sp"), [(MODEL, True), pytest.param(GPT2, False, marks=pytest.mark.slow)], ids=["llama, sp", "gpt2"]
+)
+def test_a_compiled_model_trains_and_evaluates_like_an_uncompiled_one(config: ModelConfig, sp: bool) -> None:
+    for errors in run_distributed(compare_models, 2, config, sp):
+        assert {"loss", "evaluation", "frozen"} < errors.keys()
+        assert {name: e for name, e in errors.items() if not e < 1e-6} == {}
 
 
 def all_layers(mesh: Any, sp: bool) -> dict[str, tuple[Any, tuple[torch.Tensor, ...]]]:
@@ -91,7 +88,7 @@ def tensor_of(output: Any) -> torch.Tensor:
     return output.loss if isinstance(output, layers.ModelOutput) else output
 
 
-@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_layer_compiles_as_one_graph_with_a_gradient_and_without(sp: bool) -> None:
     with fake_context(Layout(tp=2)) as context:
         for name, (layer, inputs) in all_layers(context.tp, sp).items():

@@ -154,12 +154,21 @@ def differences(
     return [name for name, x in plain.items() if not torch.equal(ours[name], x)]
 
 
-def test_a_compiled_model_has_the_bits_of_an_uncompiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        (WIDE, 1),
+        pytest.param(replace(MIXED, num_layers=4, moe_layer_freq="[0,1,0,1]"), 2, marks=pytest.mark.slow),
+    ],
+    ids=["dense", "with experts"],
+)
+def test_a_compiled_model_has_the_bits_of_an_uncompiled_one(
+    monkeypatch: pytest.MonkeyPatch, config: ModelConfig, kinds: int
+) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     with lone_context() as context:
-        parallel = ParallelConfig(recompute_granularity="selective")
-        assert differences(context, "delayed", parallel, replace(MIXED, num_layers=4, moe_layer_freq="[0,1,0,1]")) == []
-    kinds = 2  # of blocks, whatever their number: without a history, with one, and in evaluation
+        assert differences(context, "delayed", ParallelConfig(recompute_granularity="selective"), config) == []
+    # Of each kind of block, whatever their number: without a history, with one, and in evaluation.
     assert counters["stats"]["unique_graphs"] == 3 * kinds
 
 

@@ -141,12 +141,15 @@ def _peak_of_a_step(run: Run) -> int:
     return max(accumulate(event.nbytes() for event in ordered))
 
 
-def compare(layouts: dict[int, list[str]], folder: Path, steps: int) -> list[float]:
-    """Relative errors against the allocations of real steps, for every rank of a pipeline. Prints a table."""
+def compare(layouts: dict[int, list[str]], folder: Path, steps: int, timeout: float = 270.0) -> list[float]:
+    """Relative errors against the allocations of real steps, for every rank of a pipeline. Prints a table.
+
+    ``timeout``: seconds for all layouts of one number of processes.
+    """
     rows, errors = [], []
     for world, flag_lines in layouts.items():
-        limit = max(270.0, 60.0 * len(flag_lines))  # one run for all of them
-        measured = run_distributed(measure, world, str(folder), flag_lines, steps if world > 1 else 1, timeout=limit)
+        words = str(folder), flag_lines, steps if world > 1 else 1
+        measured = run_distributed(measure, world, *words, timeout=timeout)
         for number, flags in enumerate(flag_lines):
             config = settings(flags, world)
             pp = config.parallel.pipeline_model_parallel_size

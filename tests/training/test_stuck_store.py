@@ -228,12 +228,12 @@ def test_only_a_standstill_where_torch_has_a_time_limit_ends_a_process(monkeypat
     """What is long and healthy does not: a part that is made after the other, and all that is not inside."""
     monkeypatch.setattr(runtime, "GRACE", 0.5)
     ends: list[str] = []
-    watchdog = Watchdog(Process(3, 8, 0), 2 / 60, ends.append)  # two seconds, and half as much again
+    watchdog = Watchdog(Process(3, 8, 0), 1 / 60, ends.append)  # a second, and half as much again
     with watchdog.ending():
-        for _ in range(40):
+        for _ in range(25):
             time.sleep(0.1)
             watchdog.progress()
-    time.sleep(4)  # an evaluation
+    time.sleep(2.5)  # an evaluation
     assert not ends
     with watchdog.ending():
         deadline = time.monotonic() + 60

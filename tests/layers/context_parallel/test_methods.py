@@ -54,7 +54,7 @@ def measure(rank: int, ranks: int) -> dict[tuple[str, ...], tuple[Squares, list[
     return found
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("ranks", [*(pytest.param(few, marks=pytest.mark.slow) for few in (2, 3)), 4])
 def test_errors_are_those_of_one_rank(ranks: int) -> None:
     """fp32: at most twice; bf16: at most 1.3 times. Each number is of the whole tensor, over all ranks."""
     parts = run_distributed(measure, ranks)
