@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from smp.kernels import matmul
 from smp.kernels.matmul import add_weight_gradient, gradient_by_onednn, linear, linear_by_onednn
 from smp.kernels.registry import define
 
@@ -213,7 +214,11 @@ def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: tor
     """Write to these rows of y, or add, the product of those of x. A few rows behind them may lose what they hold: they
     are those of experts that come later."""
     rounded, half = _rounded_rows(count), _is_half_on_cpu(x)
-    onednn = not half and linear_by_onednn(x.narrow(0, start, min(rounded, len(x) - start)), matrix.t())
+    onednn = (
+        not half
+        and matmul.COPIES_PAY
+        and linear_by_onednn(x.narrow(0, start, min(rounded, len(x) - start)), matrix.t())
+    )
     rows = _padded_rows(x, start, rounded if onednn or half else count)
     if onednn or start + len(rows) > len(x):
         product, own = linear(rows, matrix.t())[:count], y.narrow(0, start, count)
@@ -265,7 +270,7 @@ def _input_gradient_as_of_one_expert(
 _forward_op = define(
     "grouped_product(Tensor x, Tensor weight, Tensor counts) -> Tensor",
     lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]),
-    body=lambda x, weight, counts: linear(x, weight[0]),
+    body=lambda x, weight, counts: linear(x, weight[0]) if matmul.COPIES_PAY else F.linear(x, weight[0]),
     CompositeExplicitAutograd=_forward,
 )
 _input_gradient_op = define(

@@ -1,10 +1,11 @@
 """Products of linear layers in fp32 on a CPU whose MKL is slow: oneDNN makes them.
 
-``F.linear`` and ``torch.mm`` take MKL in fp32, which gives a processor that is not Intel's about half of its speed
-(docs/kernels.md has the figures); in bf16 they take oneDNN themselves. torch has no public way to oneDNN in fp32: the
-settings of ``torch.backends.mkldnn`` that lead there round to bf16 or TF32, tensors of the mkldnn layout are copies,
-and a convolution takes oneDNN with several threads only. ``mkldnn::_linear_pointwise``, to which Inductor fuses linear
-layers for inference, takes tensors as they are. It has no gradient formula, so there is one here.
+``F.linear`` and ``torch.mm`` take MKL in fp32, which gives a processor that is not Intel's about half of its speed if
+that multiplies 512 bits at a time, and somewhat less than oneDNN if not (docs/kernels.md has the figures); in bf16 they
+take oneDNN themselves. torch has no public way to oneDNN in fp32: the settings of ``torch.backends.mkldnn`` that lead
+there round to bf16 or TF32, tensors of the mkldnn layout are copies, and a convolution takes oneDNN with several
+threads only. ``mkldnn::_linear_pointwise``, to which Inductor fuses linear layers for inference, takes tensors as they
+are. It has no gradient formula, so there is one here.
 
 Which of the two runs depends on the processor, the dtype and the sizes alone: a product is made in the same way in each
 step, after a resume, and by all processes on such processors. ``torch.backends.mkldnn.enabled = False`` brings MKL back
@@ -33,7 +34,16 @@ def _mkl_is_slow() -> bool:
     return there and bool(capabilities.get("sse4a", False))
 
 
+def _is_wide_amd() -> bool:
+    """Whether it is a Zen 5 (or later), which multiplies 512 bits at a time: no AMD before has these instructions."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return SLOW_MKL and any(capabilities.get(name, False) for name in ("avx512_vp2intersect", "avx_vnni"))
+
+
 SLOW_MKL = _mkl_is_slow()
+COPIES_PAY = _is_wide_amd()
+"""Whether oneDNN is so much faster that a product is where operands or results have to be copied for it, too: weight
+gradients, and products of experts. On a Zen 4 their copies take longer than oneDNN gains."""
 SMALLEST = 1 << 21
 """Multiplications of a product that oneDNN makes: below about so many its calls take longer (15 us, with gradients 45)
 than it gains."""
@@ -88,7 +98,7 @@ def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def gradient_by_onednn(grad: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether oneDNN makes the product (n, out)^T (n, in)."""
-    return _taken(grad, x) and _surely(x.shape[0] * x.shape[1] * grad.shape[1] >= SMALLEST)
+    return COPIES_PAY and _taken(grad, x) and _surely(x.shape[0] * x.shape[1] * grad.shape[1] >= SMALLEST)
 
 
 def scratch_bytes(weight: torch.Tensor) -> int:

@@ -37,7 +37,7 @@ def _step(model: Any, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], set[s
 
 def _compare(rank: int, world: int, loss: str) -> dict[str, Any]:
     """The model before and after ``transform``."""
-    matmul.SLOW_MKL = torch.backends.mkldnn.is_available()
+    matmul.SLOW_MKL = matmul.COPIES_PAY = torch.backends.mkldnn.is_available()
     torch.manual_seed(0)
     alone = transformers.AutoModelForCausalLM.from_config(CONFIG)
     ids = torch.randint(0, 512, (4, 64))
@@ -59,7 +59,7 @@ def _compare(rank: int, world: int, loss: str) -> dict[str, Any]:
 
 
 def _replaced(rank: int, world: int) -> None:
-    matmul.SLOW_MKL = True
+    matmul.SLOW_MKL = matmul.COPIES_PAY = True
     smp.init({"tensor_parallel_degree": 1})
     model = smp.transform(transformers.AutoModelForCausalLM.from_config(CONFIG))
     layer, x = model.lm_head, torch.randn(64, 256)

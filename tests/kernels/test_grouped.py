@@ -55,6 +55,7 @@ def test_products_of_any_numbers_of_rows_are_those_of_each_expert(
     counts: list[int], onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul, "SLOW_MKL", onednn and torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(matmul, "COPIES_PAY", True)
     monkeypatch.setattr(matmul, "SMALLEST", 1)
     compare(counts, torch.float32, rtol=1e-5, atol=2e-5)
 
@@ -88,6 +89,7 @@ def test_an_experts_rows_do_not_reach_the_gradients_of_others(
 ) -> None:
     """Infinite rows of one expert, and rows behind the last one's that nothing wrote."""
     monkeypatch.setattr(matmul, "SLOW_MKL", torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(matmul, "COPIES_PAY", True)
     monkeypatch.setattr(matmul, "SMALLEST", 1)
     grad, x = (torch.randn(240, width, dtype=dtype) for width in (40, 48))
     counts = [33, 70, 67]
@@ -121,6 +123,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
     monkeypatch.setattr(torch, "mm", recorded(torch.mm))
     monkeypatch.setattr(torch.nn.functional, "linear", recorded(torch.nn.functional.linear))
     monkeypatch.setattr(matmul, "SLOW_MKL", True)
+    monkeypatch.setattr(matmul, "COPIES_PAY", True)
     monkeypatch.setattr(matmul, "SMALLEST", 1)
     return shapes
 

@@ -54,8 +54,9 @@ class Operators(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def slow_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor of AMD's, whatever this one is."""
+    """As on a wide processor of AMD's, whatever this one is."""
     monkeypatch.setattr(matmul, "SLOW_MKL", True)
+    monkeypatch.setattr(matmul, "COPIES_PAY", True)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -282,6 +283,23 @@ def test_it_can_be_switched_off_and_autocast_is_heeded(monkeypatch: pytest.Monke
     with Operators() as elsewhere:
         linear(x, weight)
     assert off.products() == elsewhere.products() == {"torch"}
+
+
+def test_what_needs_a_copy_is_torchs_where_onednn_gains_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "COPIES_PAY", False)
+    x, weight = draw(128, 256).requires_grad_(), draw(160, 256).requires_grad_()
+    with Operators() as forward:
+        y = linear(x, weight)
+    with Operators() as both:
+        found = torch.autograd.grad(y, (x, weight), draw(*y.shape, seed=9))
+    with Operators() as total:
+        sums = torch.zeros(160, 256)
+        accumulate_weight_gradient(sums, draw(128, 160), x.detach())
+    assert forward.products() == {"oneDNN"}
+    assert both.products() == {"oneDNN", "torch"} and total.products() == {"torch"}
+    wide = x.double(), weight.double()
+    exact = torch.autograd.grad(F.linear(*wide), wide, draw(*y.shape, seed=9).double())
+    assert all(relative(own, want) <= 2e-6 for own, want in zip(found, exact, strict=True))
 
 
 def test_the_gradient_of_a_gradient() -> None:
