@@ -47,7 +47,8 @@ def _gathered_keys(config: Config, layout: Layout, b: int, heads: int, groups: i
 
     data = config.data
     assert data.seq_length is not None, "resolved before"
-    at_once = heads_at_once(groups, 2 * data.micro_batch_size * data.seq_length * width * b)
+    sequences = (1 + config.has_pairs) * data.micro_batch_size
+    at_once = heads_at_once(groups, 2 * sequences * data.seq_length * width * b)
     w, own = 2 * at_once * width * layout.cp, at_once * (heads // groups) * width
     chunks = 2 * layout.cp
     calls = 3 * w * (chunks - 1) // chunks + 5 * own // 2

@@ -238,7 +238,7 @@ def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, ex
     behind = attention = 0
     if model.hidden_dropout > 0:
         behind = replayed_per_token(config, layout, b, fused=fused, experts=experts) + 3 * b * h_l
-        tokens = config.data.micro_batch_size * config.data.seq_length // layout.cp
+        tokens = (1 + config.has_pairs) * config.data.micro_batch_size * config.data.seq_length // layout.cp
         behind += 3 * 8 * min(h_l, DROPOUT_BITS // tokens)
     if (scores := _per_position(config, layout, recompute, b)) and model.attention_dropout > 0:
         scores = 17 + 4 * (model.attn_logit_softcapping is not None) - (scores if recompute == "selective" else 0)

@@ -1,5 +1,5 @@
 """Bytes that one process of a training run needs, by formula. Without torch (but where context parallelism
-chooses its exchange), so it runs on a login node.
+chooses its exchange or gathers keys), so it runs on a login node.
 
 Symbols: h hidden size, q = heads x head width, k = key/value heads x head width, f = MLP width, T = tokens of a
 micro-batch on one of cp context-parallel processes, b = bytes of the compute precision, tp = tensor-parallel processes.
@@ -44,7 +44,7 @@ kernels (a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -108,8 +108,8 @@ def estimate_memory(
     held: int = 1,
     losses: int = 1,
     tuned: Tuned = PRETRAINED,
-    split: Iterable[tuple[int, int, int]] = (),
-    states: Iterable[PassState] = (),
+    split: Collection[tuple[int, int, int]] = (),
+    states: Collection[PassState] = (),
 ) -> MemoryEstimate:
     """Memory of one process of a training run by this file's formula: an estimate to choose a layout by, not a bound,
     for what takes too long to try with :mod:`smp.training.fake_step`.
@@ -133,12 +133,13 @@ def estimate_memory(
     rope = _rope_per_token(config)
     received = b * config.model.hidden_size // slices * (layout.pp > 1)  # the gradient of the next stage
 
-    def activations(micro_batches: int, losses: int, beside: float = around) -> int:
+    def activations(micro_batches: int, waiting: int, beside: float = around) -> int:
+        """Of micro-batches, of which so many, without the one that is computed, wait between loss and backward pass."""
         at_once = len(share.layers) * micro_batches / len(share.parts)
         if parallel.offload_activations:
             at_once = min(at_once, parallel.activation_loading_horizon)
         kept = at_once * per_token + beside + micro_batches * rope
-        return int(tokens * kept) + max(0, losses - 1) * of_a_loss
+        return int(tokens * kept) + waiting * of_a_loss
 
     backward = _backward_per_token(config, layout, b, share)
     # Of losses that wait for their backward pass: the last norm's input, its gradient and the output matrix's.
@@ -155,7 +156,7 @@ def estimate_memory(
         return int(kept) + losses * of_a_loss + max(tokens * max(0, backward - later), made)
 
     moments = Moments(
-        activations=activations(held, losses),
+        activations=activations(held, max(0, losses - 1)),
         kept_by_block=int(tokens * per_token),
         kept_behind=share.head * tokens * b * (2 * config.model.hidden_size // slices + 2 * config.model.hidden_size),
         to_the_end=int(tokens * (rope + received)),
@@ -187,7 +188,7 @@ def estimate_memory(
 
 def _most_in_passes(
     moments: Moments,
-    states: Iterable[PassState],
+    states: Collection[PassState],
     of_parts: tuple[list[int], list[int]],
     activations: Callable[[int, int], int],
     to_the_end: Callable[[int, int], int],
@@ -196,7 +197,7 @@ def _most_in_passes(
 
     Args:
         of_parts: what :func:`gradients_of_parts` says.
-        activations: bytes of (micro-batches, those of them between loss and backward pass).
+        activations: bytes of (micro-batches, those of them that wait between loss and backward pass).
         to_the_end: the same of those that are there beside its own when a pass reaches its first block.
     """
     gradients, first = of_parts
@@ -204,13 +205,14 @@ def _most_in_passes(
     for state in states:
         before = sum(gradients[part] for part in state.with_gradients)
         comes = 0 if state.part in state.with_gradients else gradients[state.part]
+        waiting = state.losses - state.has_loss
         there = replace(
             moments,
             waiting=before,
             gradients=before + comes,
             late=first[state.part] if comes else 0,
-            activations=activations(state.activations, state.losses),
-            to_the_end=to_the_end(state.activations - 1, state.losses - state.has_loss),
+            activations=activations(state.activations, waiting),
+            to_the_end=to_the_end(state.activations - 1, waiting),
             logits=moments.logits * state.has_loss,
         )
         most = max(most, there.in_backward if state.backward else there.in_forward)

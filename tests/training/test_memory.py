@@ -10,7 +10,7 @@ import torch
 
 from smp.checkpoint.state import materialize_optimizer_state
 from smp.config import Config, DataConfig, Layout, ModelConfig, OptimizerConfig, ParallelConfig, resolve
-from smp.config.schema import TrainingConfig
+from smp.config.schema import ObjectiveConfig, TrainingConfig
 from smp.kernels import Kernels
 from smp.kernels.fused_attention import FusedAttention
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
@@ -23,7 +23,8 @@ from smp.parallel.boxes import local_part
 from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import _wrapped
-from smp.training.kept_memory import kept_per_token
+from smp.training.exchanged_keys import others_keys
+from smp.training.kept_memory import kept_per_token, masking_per_token
 from smp.training.memory import estimate_memory
 from smp.training.model_share import Tuned
 from smp.training.moments import Moments
@@ -364,3 +365,22 @@ def test_context_parallelism_divides_activations_and_shards_weights() -> None:
         assert estimate == estimate_memory(
             replace(config, data=replace(config.data, seq_length=32 // cp)), Layout(dp_shard=cp), chunk_bytes=1 << 10
         )
+
+
+def test_a_pair_is_two_sequences_where_temporaries_depend_on_their_number() -> None:
+    """Key/value heads that are gathered at once, and elements of a dropout's mask that are drawn at once."""
+
+    def bytes_per_token(rows: int, objective: str | None) -> tuple[int, int]:
+        config = _config(replace(SMALL, hidden_size=8192, hidden_dropout=0.1))
+        parallel = config.parallel
+        parallel.context_parallel_size, parallel.cp_comm_type, parallel.recompute_granularity = 8, "all_gather", "full"
+        config.data = DataConfig(seq_length=131072, micro_batch_size=rows, global_batch_size=rows)
+        config.objective = None if objective is None else ObjectiveConfig(objective=objective)  # type: ignore[arg-type]
+        layout = Layout(cp=8)
+        return (
+            others_keys(config, layout, 2, heads=32, groups=8, width=128),
+            masking_per_token(config, layout, 2, fused=True),
+        )
+
+    assert bytes_per_token(2, None) == bytes_per_token(1, "dpo") != bytes_per_token(1, None)
+    assert all(two < one for two, one in zip(bytes_per_token(1, "dpo"), bytes_per_token(1, None), strict=True))
