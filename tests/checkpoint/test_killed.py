@@ -130,7 +130,7 @@ def check(root: Path, least: int) -> None:
     assert {path.name for path in root.iterdir()} == {*names, "latest", *aside}
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_so_manyth_call(tmp_path: Path, template: Path, stride: int) -> None:
     moments = 0
     for number, (scene, (before, action, least)) in enumerate(SCENES.items()):

@@ -19,7 +19,7 @@ from tests.distributed import run_distributed
 from tests.hf.families import VOCAB, batch, build, gradients, whole, worst
 
 pytest.importorskip("transformers")
-STEPS = 5
+STEPS = 3
 LAYOUTS = [(2, 2), (2, 1), (1, 2), (4, 0), (1, 0)]
 """tensor_parallel_degree and hybrid_shard_degree of four processes."""
 

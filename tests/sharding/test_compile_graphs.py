@@ -45,8 +45,6 @@ CASES: dict[str, tuple[dict[str, Any], float | None, str]] = {
 FAST = (
     "attention dropout",
     "window",
-    "LoRA with dropout, documents, GPT-NeoX",
-    "LoRA with dropout, hidden dropout, full recompute",
     "LoRA with dropout on some layers",
 )
 
