@@ -4,6 +4,7 @@ the ranks end themselves, each with a line that names the place. Only for that: 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -148,6 +149,15 @@ watchdog.close()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "rank 3 of 4 has made no progress" in done.stderr and "Thread 0x" in done.stderr, done.stderr
+
+
+def test_stacks_go_to_the_system_s_stderr_unless_it_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (tmp_path / "closed").open("w") as closed:
+        pass
+    descriptors = {"tee": (object(), 2), "notebook": (io.StringIO(), 2), "none": (None, -1), "closed": (closed, -1)}
+    for name, (stream, descriptor) in descriptors.items():
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert runtime._stderr() == descriptor, name
 
 
 def ends_itself(how: str, folder: str) -> None:
