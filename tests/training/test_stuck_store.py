@@ -17,15 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import pretrain_gpt
 from smp.config import Config, LoggingConfig
 from smp.pipeline.failure import LOST
 from smp.training import launch, runtime
 from smp.training.process import Process
+from smp.training.run import Outcome, Run
 from smp.training.runtime import Watchdog
+from smp.training.trainer import TrainingError
 from tests.distributed import forkserver
 from tests.programs import run_program
-from tests.training.flag_runs import TINY
+from tests.training.flag_runs import TINY, clean_process
 
 STORE = """
 import sys
@@ -133,6 +137,68 @@ def test_an_error_is_said_and_the_ranks_end_while_the_store_does_not_answer(stor
     assert "on rank 0" in done.stdout and "on rank 1" not in done.stdout
 
 
+def fails_while_the_store_is_stuck(how: str, folder: str) -> None:
+    """A run of one process that fails, and which cannot ask the store."""
+
+    def stuck(*_: Any) -> None:
+        time.sleep(600)
+
+    class Fails(Run):
+        def run(self) -> Outcome:
+            raise TrainingError("3 steps in a row")
+
+        def close(self, failed: bool = False) -> None:
+            super().close(failed)
+            Path(folder, "closed").touch()
+            if how == "closing hangs":
+                stuck()
+            raise OSError("the disk is gone")
+
+    launch.Run, launch.report_once, dist.destroy_process_group = Fails, lambda *_: False, stuck
+    os.chdir(folder)
+    try:
+        pretrain_gpt.main([*FLAGS.split(), "--distributed-timeout-minutes", "0.02" if how == "closing hangs" else "1"])
+    finally:
+        Path("returned to Python").touch()
+
+
+@pytest.mark.parametrize("how", ["closing hangs", "closing raises"])
+def test_a_run_ends_while_the_store_does_not_answer(how: str, tmp_path: Path) -> None:
+    """Whatever becomes of its last save, and without the process group, whose threads ask that store."""
+    process = forkserver().Process(target=fails_while_the_store_is_stuck, args=(how, str(tmp_path)))
+    process.start()
+    process.join(20)
+    process.kill()
+    process.join()
+    assert process.exitcode == 1 and (tmp_path / "closed").exists()
+    assert not (tmp_path / "returned to Python").exists()
+    status = json.loads((tmp_path / "why.json").read_text())
+    assert status == {"status": "failed", "reason": "3 steps in a row", "iteration": 0}
+
+
+def test_stacks_are_shown_while_a_run_is_closed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a background save is stuck on a dead file system. A long and healthy one goes on."""
+    said = ""
+
+    class Closing(Run):
+        def close(self, failed: bool = False) -> None:
+            nonlocal said
+            deadline = time.monotonic() + 10
+            while "in close" not in said and time.monotonic() < deadline:
+                time.sleep(0.05)
+                said += capfd.readouterr().err
+            super().close(failed)
+
+    monkeypatch.setattr(launch, "Run", Closing)
+    monkeypatch.chdir(tmp_path)
+    with clean_process():
+        assert pretrain_gpt.main([*FLAGS.split(), "--distributed-timeout-minutes", "0.005"]) == 0
+    assert "rank 0 of 1 has made no progress" in said and "in close" in said
+    assert json.loads((tmp_path / "why.json").read_text())["status"] == "done"
+
+
 def test_stacks_are_shown_without_a_temporary_folder_and_where_stderr_has_no_descriptor() -> None:
     code = """
 import io, sys, tempfile, time
@@ -162,7 +228,9 @@ def test_stacks_go_to_the_system_s_stderr_unless_it_is_closed(monkeypatch: pytes
 
 def ends_itself(how: str, folder: str) -> None:
     """A process that is stuck, and whose words nobody can hear."""
-    runtime.GRACE = launch.LAST_WORDS = 0.5
+    runtime.GRACE = 0.5
+    if how.startswith("full"):  # the others end as soon as they have written the status file
+        launch.LAST_WORDS = 0.5
     reader, writer = os.pipe()
     os.dup2(writer, 2)
     if how == "broken":
