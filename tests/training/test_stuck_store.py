@@ -13,16 +13,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from smp.config import Config, LoggingConfig
+from smp.config import Config, Layout, LoggingConfig, ParallelConfig
 from smp.pipeline.failure import LOST
-from smp.training import launch, runtime
+from smp.training import build, launch, runtime
+from smp.training import run as run_module
+from smp.training.build import RunSetup
 from smp.training.process import Process
 from smp.training.run import Outcome, Run
 from smp.training.runtime import Watchdog
@@ -321,6 +326,54 @@ def test_only_a_standstill_where_torch_has_a_time_limit_ends_a_process(monkeypat
     watchdog.close()
     why = rf"no answer and no error for \d+ s, so this process ends; {LOST}"
     assert re.fullmatch(f"a function of another package failed: {why}", ends[0])
+
+
+@dataclass(frozen=True)
+class Context:
+    """Of two data-parallel processes of a pipeline of two, as far as it is asked."""
+
+    collectives: object = None
+    fsdp = expert_fsdp = None
+    data_size = 2
+    cp_size = 1
+    pp = tp = property(lambda self: self)
+
+    def size(self) -> int:
+        return 2
+
+    def secondary_parts(self, size: int) -> dict[str, object]:
+        return {}
+
+
+def test_every_part_that_waits_for_others_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a plan of the pipeline, which waits for nobody, is made where nothing ends the process."""
+    events: list[str] = []
+    values = {"build_context": Context(), "spans_nodes": True, "choose_collectives": 1, "with_secondary_shards": 2}
+    for name, value in values.items():
+        monkeypatch.setattr(run_module, name, lambda *_, name=name, value=value, **__: (events.append(name), value)[1])
+    parallel = ParallelConfig(zero_hpz_partition_size=2, data_parallel_collectives="auto")
+    watchdog = SimpleNamespace(progress=lambda: events.append("progress"))
+    run = SimpleNamespace(
+        config=Config(parallel=parallel), layout=Layout(), device=torch.device("cpu"), watchdog=watchdog
+    )
+    assert Run._build_context(run).collectives == 2  # type: ignore[arg-type]
+    first = ["spans_nodes", "progress", "build_context", "choose_collectives", "progress", "with_secondary_shards"]
+    assert events == first  # and making a group is told by what makes it
+
+    events.clear()
+    for name in ("plans_by_size", "Pipelined"):
+        monkeypatch.setattr(build, name, lambda *given, name=name: (events.append(name), given)[1])
+
+    @contextlib.contextmanager
+    def making() -> Iterator[None]:
+        events.append("enters")
+        yield
+        events.append("leaves")
+
+    unused: Any = None
+    setup = RunSetup(Context(), unused, unused, object(), making_groups=making, progress=watchdog.progress)  # type: ignore[arg-type]
+    given: Any = build.build_forward_backward(run.config, setup, unused)
+    assert events == ["plans_by_size", "enters", "Pipelined", "leaves"] and given[-1] is watchdog.progress
 
 
 def test_a_watchdog_that_may_not_end_the_process_only_reports(
