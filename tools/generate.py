@@ -50,10 +50,9 @@ def open_chat(opened: Opened, given: Path | None) -> tuple[TuningTokenizer, Chat
     """
     tokenizer = folder_tokenizer(opened, given)
     if tokenizer.template is None:
-        folder = given or opened.reference
         if isinstance(tokenizer, PieceTokenizer):
-            raise ValueError(f"--chat: {folder} has no tokenizer.json, and chats go through no other tokenizer here")
-        raise ValueError(f"--chat: {folder} has no chat template")
+            raise ValueError(f"{tokenizer.path} is a sentencepiece model: --chat needs a folder with tokenizer.json")
+        raise ValueError(f"--chat: {given or opened.reference} has no chat template")
     template = ChatTemplate(tokenizer.template, tokenizer.template_tokens)
     return tokenizer, template, [*end_ids(opened.reference), tokenizer.eos]
 

@@ -130,7 +130,7 @@ def run_tool(
     """
     try:
         code = work() or 0
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no sys.stdout
         return code
     except Exception as error:
         if not (isinstance(error, expected) or lacks_memory(error)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -28,18 +28,25 @@ class Links:
         mesh: the 1-D pipeline dimension of the run's mesh.
         channels: those that will be used, between neighbours on the ring; the same on every rank.
         timeout: of messages; by default torch's.
+        progress: called when one more group has been made, and when one more channel is connected.
     """
 
-    def __init__(self, mesh: DeviceMesh, channels: Iterable[Channel], timeout: timedelta | None = None) -> None:
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        channels: Iterable[Channel],
+        timeout: timedelta | None = None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rank, self.size, self._progress = mesh.get_local_rank(), mesh.size(), progress
         self._ranks = dist.get_process_group_ranks(mesh.get_group())
         # Sorted, so that all ranks go along the channels in the same order.
         ordered = sorted(set(channels))
-        # torch names a group made by its members alone after how many groups they are in: the same on all, so far
-        self._groups = {
-            lane: dist.new_group(self._ranks, timeout=timeout, use_local_synchronization=True)
-            for lane in sorted({_lane(channel, self.size) for channel in ordered})
-        }
+        self._groups: dict[tuple[int, bool], dist.ProcessGroup] = {}
+        for lane in sorted({_lane(channel, self.size) for channel in ordered}):
+            # torch names a group made by its members alone after how many groups they are in: the same on all, so far
+            self._groups[lane] = dist.new_group(self._ranks, timeout=timeout, use_local_synchronization=True)
+            self._progress()
         # On the device: it is NCCL's communicator that has to be there.
         self._connect(ordered, torch.zeros(1, device=mesh.device_type))
 
@@ -51,6 +58,7 @@ class Links:
                 self.send(element, destination).wait()
             elif self.rank == destination:
                 self.receive(element, source).wait()
+            self._progress()
 
     def global_rank(self, rank: int) -> int:
         """The number in the whole run of a pipeline rank."""

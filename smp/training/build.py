@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp.config import Config
+from smp.config import Config, Layout
 from smp.config.batch import BatchSizes
 from smp.config.layer_pattern import hides_tokens, scores_flag
 from smp.data.loader import BatchLoader, ReadBatch
@@ -22,7 +22,7 @@ from smp.layers.context_parallel import context_parallel_attention
 from smp.layers.fp8.apply import use_fp8
 from smp.models.gpt import GPT
 from smp.parallel.context import ParallelContext
-from smp.pipeline.plan import Plan
+from smp.pipeline.plan import Plan, plans_by_size
 from smp.sharding.offload import Offload
 from smp.sharding.parallelize import parallelize
 from smp.training.eight_bit import choose_fp8, fp8_of, layers_without_fp8
@@ -129,6 +129,7 @@ class RunSetup:
         plan: of the pipeline; None: every rank has the whole model.
         offload: where activations of all models wait; None: on the device.
         making_groups: entered while process groups are made, see :meth:`Watchdog.ending`.
+        progress: called meanwhile after each of them.
     """
 
     context: ParallelContext
@@ -137,6 +138,7 @@ class RunSetup:
     plan: Plan | None = None
     offload: Offload | None = None
     making_groups: Callable[[], AbstractContextManager[None]] = nullcontext
+    progress: Callable[[], None] = lambda: None
 
 
 def build_model(config: Config, setup: RunSetup) -> GPT:
@@ -170,8 +172,14 @@ def build_forward_backward(config: Config, setup: RunSetup, model: GPT) -> Forwa
     """Through the pipeline, or without one by accumulation."""
     if setup.plan is None:
         return Accumulation(model, config.parallel.data_parallel_sharding_strategy)
+    context = setup.context
+    assert context.pp is not None, "a pipeline has ranks"
+    world_size = context.data_size * context.cp_size * context.tp.size() * context.pp.size()
+    # A ramp-up of the batch size changes the number of micro-batches, so there is a schedule for each. Before the
+    # groups: many schedules take a while, in which no rank waits for another.
+    plans = plans_by_size(config, Layout.from_config(config.parallel, world_size))
     with setup.making_groups():
-        return Pipelined(config, setup.plan, model, setup.context, setup.device, setup.offload)
+        return Pipelined(config, setup.plan, plans, model, context, setup.device, setup.offload, setup.progress)
 
 
 def batch_loader(

@@ -39,7 +39,7 @@ def run_command(
         settings, logs = read(argv, process.world_size)
         if logs is None:
             code = launch(settings, process)
-            sys.stdout.flush()
+            print(end="", flush=True)  # there may be no sys.stdout
             return code
         process.require_launcher()
         if rank == 0:
@@ -77,11 +77,13 @@ class _Lasting(io.FileIO):
 def lasting_output() -> Iterator[None]:
     """Inside, a closed pipe is no error: Ctrl-C in ``... | tee log`` would end a run that is about to save its last
     checkpoint. The standard output goes on as the error output. Lines are seen when they are complete, also in a pipe.
+    Nor is an output that was closed before, as by ``2>&-``, where Python has no stream at all.
     """
     with open(os.devnull, "w") as nowhere:
+        stdout, stderr = (nowhere if stream is None else stream for stream in (sys.stdout, sys.stderr))
         # First the error output, then nothing: a run is worth more than its log lines.
-        out = _lasting(sys.stdout, sys.stderr, nowhere)
-        err = _lasting(sys.stderr, nowhere)
+        out = _lasting(stdout, stderr, nowhere)
+        err = _lasting(stderr, nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 yield
@@ -91,9 +93,17 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO, *others: TextIO) -> TextIO:
-    try:
-        raw = _Lasting(stream.fileno(), [other.fileno() for other in others])
-    except (OSError, ValueError):  # a stream without a descriptor has no reader that could go
+    descriptor = _descriptor(stream)
+    if descriptor is None:  # it has no reader that could go
         return stream
+    raw = _Lasting(descriptor, [other for other in map(_descriptor, others) if other is not None])
     stream.flush()
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    """None: it is no file of the system, such as a notebook's, or an object of the user's that writes to two files."""
+    try:
+        return stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return None

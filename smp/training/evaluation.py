@@ -13,7 +13,7 @@ from typing import Any
 
 from smp.config.commands import pip_install
 from smp.data.tuning.chat_template import ChatTemplate
-from smp.data.tuning.tokenizer import TuningTokenizer
+from smp.data.tuning.tokenizer import PieceTokenizer, TuningTokenizer
 from smp.models.generation import Sampling, generate
 from smp.models.gpt import GPT
 from smp.models.scoring import token_scores
@@ -167,10 +167,15 @@ def harness_model(scorer: TextScorer, name: str, seed: int = 0) -> Any:
             return [_written(scorer, *request.args, seed=seed) for request in requests]
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            source = scorer.tokenizer.template
+            source, tokenizer = scorer.tokenizer.template, scorer.tokenizer
+            if source is None and isinstance(tokenizer, PieceTokenizer):
+                raise ValueError(
+                    f"{tokenizer.path} is a sentencepiece model: --apply-chat-template needs a folder with "
+                    "tokenizer.json"
+                )
             if source is None or not add_generation_prompt:
                 raise ValueError("no chat template" if source is None else "an answer cannot be begun")
-            return ChatTemplate(source, scorer.tokenizer.template_tokens).prompt(chat_history)
+            return ChatTemplate(source, tokenizer.template_tokens).prompt(chat_history)
 
     return Model()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from smp.parallel.agree import on_all_or_none
 from smp.parallel.network.group import CollectiveError
 from smp.pipeline.failure import PipelineError, naming
 from smp.training.describe import describe
-from smp.training.process import Process, ended, leave_status, status_path, write_status
+from smp.training.process import Process, Status, ended, leave_status, status_path, write_status
 from smp.training.run import Outcome, Run, RunParts
 from smp.training.runtime import StopSignal, Watchdog, report_once, start_process_group
 from smp.training.settings import report, report_own
@@ -28,6 +30,7 @@ from smp.training.trainer import TrainingError
 
 LAST_WORDS = 5.0
 """Seconds that a process which ends itself has for a status file and a line on stderr."""
+_CODES: dict[Status, int] = {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}
 
 
 def launch(config: Config, process: Process, make_parts: Callable[[], RunParts], notes: Sequence[str] = ()) -> int:
@@ -42,12 +45,17 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         if process.rank == 0:
             print(_shown("\n".join([describe(config, process.world_size), *(f"# {line}" for line in notes)])))
         return 0
-    parallel = config.parallel
-    timeout, deterministic = parallel.distributed_timeout_minutes, config.training.deterministic_mode
-    run: Run | None = None
-    answered = True
     name = f"rank {process.rank} on {socket.gethostname()}"
+    timeout = config.parallel.distributed_timeout_minutes
     watchdog = Watchdog(process, timeout, lambda why: _end(f"{name}: {why}", config, process))
+    # To the last: what a process is stuck in while it ends is wanted as well.
+    with contextlib.closing(watchdog):
+        return _train(config, process, make_parts, name, watchdog)
+
+
+def _train(config: Config, process: Process, make_parts: Callable[[], RunParts], name: str, watchdog: Watchdog) -> int:
+    timeout, deterministic = config.parallel.distributed_timeout_minutes, config.training.deterministic_mode
+    run: Run | None = None
     try:
         with naming(name, wrap=CollectiveError):
             device = start_process_group(process, timeout, deterministic, watchdog)
@@ -68,6 +76,8 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
         # Once there is a run, the settings were good.
         asked = run is None and exit_code(error) == 2
         outcome = Outcome("bad_config" if asked else "failed", str(error), _iteration(run))
+        if not answered:
+            _leave(config, process, outcome, run)
     except BaseException as error:
         memory = _out_of_memory(error, config)
         outcome = Outcome("failed", memory or f"{type(error).__name__}: {error}", _iteration(run))
@@ -80,21 +90,33 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
             return 1  # without the others, who may wait in a collective
         raise
     finally:
-        watchdog.close()
+        watchdog.progress()
         if run is not None:
             run.close(failed=outcome.status == "failed")
+    watchdog.progress()
     _write_outcome(config, process, outcome, started=run is not None)
     if outcome.status in ("done", "requeue") and (lost := _last_barrier(name)):
         report_own(lost, process.rank)  # its own exit code says it failed; the work is done
     if dist.is_initialized():
         dist.destroy_process_group()
-    code = {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}[outcome.status]
-    if not answered:
-        try:
-            sys.stdout.flush()
-        finally:
-            os._exit(code)
-    return code
+    return _CODES[outcome.status]
+
+
+def _leave(config: Config, process: Process, outcome: Outcome, run: Run | None) -> NoReturn:
+    """End while torch's store does not answer. The process group stays as it is: its threads ask that store, too."""
+    code = _CODES[outcome.status]
+    # Closing a run asks no store, and a background save is worth the wait; but file systems and trackers may be cut off
+    # as well, so no longer than torch would have waited.
+    limit = threading.Timer(60 * config.parallel.distributed_timeout_minutes, os._exit, (code,))
+    limit.daemon = True
+    limit.start()
+    try:
+        _write_outcome(config, process, outcome, started=run is not None)
+        if run is not None:
+            run.close(failed=True)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 def _end(why: str, config: Config, process: Process) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from smp.config import Config, Layout
+from smp.config import Config
 from smp.layers.head import ModelOutput
 from smp.layers.linear_functions import WeightGradients
 from smp.models.gpt import GPT
@@ -18,7 +18,7 @@ from smp.models.part import ModelPart
 from smp.parallel.context import ParallelContext
 from smp.parallel.links import Channel, Links
 from smp.pipeline.actions import SEND, Op
-from smp.pipeline.plan import Plan, plans_by_size
+from smp.pipeline.plan import Plan
 from smp.pipeline.recorder import Recorder, Watcher
 from smp.pipeline.run import Runner
 from smp.pipeline.timeline import Timeline
@@ -33,31 +33,37 @@ _BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 class Pipelined:
-    """Forward and backward passes in the order of a schedule, over the ranks of ``context.pp``. ``plan`` is that of
-    the full batch, and ``model`` has this rank's parts."""
+    """Forward and backward passes in the order of a schedule, over the ranks of ``context.pp``.
+
+    Args:
+        plan: of the full batch.
+        plans: for each number of micro-batches, see ``plans_by_size``.
+        model: has this rank's parts.
+        progress: called after each part of what is made together with the other ranks.
+    """
 
     def __init__(
         self,
         config: Config,
         plan: Plan,
+        plans: Mapping[int, Plan],
         model: GPT,
         context: ParallelContext,
         device: torch.device,
         offload: Offload | None = None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan, self.model, self.device, self.offload = plan, model, device, offload
+        self._plans = plans
         pp = context.pp
         assert pp is not None and config.data.seq_length is not None, "a pipeline has ranks"
-        world_size = context.data_size * context.cp_size * context.tp.size() * pp.size()
-        # A ramp-up of the batch size changes the number of micro-batches, so there is a schedule for each.
-        self._plans = plans_by_size(config, Layout.from_config(config.parallel, world_size))
         self._group = pp.get_group()
         ends = plan.training.rank_of(0), plan.training.rank_of(plan.training.stages - 1)
         # Under adapters the matrix is frozen: nothing has to be kept equal.
         tied = model.embeds_at_the_end and ends[0] != ends[1] and not config.has_adapters
         # Of all schedules: a channel that is first used in the middle of a run would connect then, and might block.
-        channels = message_channels(self._plans.values(), ends if tied else None)
-        links = Links(pp, channels, timedelta(minutes=config.parallel.distributed_timeout_minutes))
+        channels = message_channels(plans.values(), ends if tied else None)
+        links = Links(pp, channels, timedelta(minutes=config.parallel.distributed_timeout_minutes), progress)
         # A pair is two rows.
         rows = config.data.micro_batch_size * (2 if config.has_pairs else 1)
         # One shape for all messages: a receiver must know it before the message comes.

@@ -156,6 +156,7 @@ class Run:
         setting, file = parallel.data_parallel_collectives, parallel.network_topology
         # The backend runs schedules of CPU tensors only, and one node needs none.
         knows_nodes = setting != "flat" and self.device.type == "cpu" and spans_nodes(file)
+        self.watchdog.progress()
         context = build_context(
             self.layout,
             self.device.type,
@@ -169,6 +170,7 @@ class Run:
         coded = Quantization(parallel.zero_quantized_weights, parallel.zero_quantized_gradients)
         quantization = coded if coded.names else None
         collectives = choose_collectives(meshes, setting, timeout, file, quantization)
+        self.watchdog.progress()
         if (size := parallel.zero_hpz_partition_size) > 1:
             collectives = with_secondary_shards(collectives, context.secondary_parts(size), timeout, file)
         # The context is frozen, and collectives need its groups first.
@@ -198,7 +200,7 @@ class Run:
         offload = offload_of(config.parallel, copier_of(device))
         for line in describe_offload(config, device.type):
             self.say(line)
-        return RunSetup(self.context, device, kernels, plan, offload, self.watchdog.ending)
+        return RunSetup(self.context, device, kernels, plan, offload, self.watchdog.ending, self.watchdog.progress)
 
     def _build_trainer(self) -> Trainer:
         model, forward_backward, objective = self.parts.trainable(self.setup, self.say, self.watchdog.progress)

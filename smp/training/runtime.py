@@ -221,9 +221,11 @@ def _scratch_file() -> IO[bytes]:
 
 def _stderr() -> int:
     """Its descriptor, the system's own where Python's has none, as in a notebook; -1: it is closed."""
+    if sys.stderr is None:
+        return -1
     try:
         return sys.stderr.fileno()
-    except io.UnsupportedOperation:
+    except (AttributeError, io.UnsupportedOperation):  # before its base, which is of closed ones
         return 2
-    except (AttributeError, ValueError):
+    except ValueError:
         return -1

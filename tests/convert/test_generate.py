@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from smp.convert.formats import Format, open_checkpoint
-from smp.data.tuning.tokenizer import PieceTokenizer
 from smp.models.generation import Sampling, choose, generate
 from tests.convert.test_megatron import convert
 from tests.convert.tiny import TINY, save_theirs, their_model
 from tests.distributed import run_distributed
-from tests.training.tiny_hf import write_adapter, write_model, write_tokenizer
+from tests.training.tiny_hf import write_adapter, write_model, write_pieces, write_tokenizer
 from tools.generate import end_ids, load_model, main, stream
 
 pytest.importorskip("transformers")
@@ -148,14 +147,12 @@ def test_chat_answers_through_the_template(run: Run, tmp_path: Path, monkeypatch
     write_tokenizer(base, template=None)
     code, _, error = run(*flags)
     assert (code, error) == (2, f"error: --chat: {base} has no chat template\n")
-    pieces = tmp_path / "t.model"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PieceTokenizer, "__init__", lambda *_: None)
-        code, _, error = run(*flags, "--tokenizer-model", str(pieces))
-    assert (code, error) == (
-        2,
-        f"error: --chat: {pieces} has no tokenizer.json, and chats go through no other tokenizer here\n",
-    )
+    pieces = tmp_path / "pieces" / "tokenizer.model"
+    write_pieces(pieces)
+    for given in (pieces, pieces.parent):
+        code, _, error = run(*flags, "--tokenizer-model", given)
+        said = f"error: {pieces} is a sentencepiece model: --chat needs a folder with tokenizer.json\n"
+        assert (code, error) == (2, said)
 
 
 def test_sampling_flags_change_what_is_written(run: Run, tmp_path: Path) -> None:

@@ -69,6 +69,15 @@ def step_of_all(name: str, ranks: int, micro_batches: int, chunks: int, tied: bo
         return [f"{type(error).__name__}: {error}" for error in wire.run(body)]
 
 
+def test_each_group_and_each_channel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To who ends a process that stands still: every one of them may wait for as long as the timeout."""
+    wire, told = Wire(3), list[int]()
+    monkeypatch.setattr(links, "dist", wire)
+    around = {(0, 1), (1, 2), (2, 0)}
+    errors = wire.run(lambda rank: Links(wire.mesh(rank), around, progress=lambda: told.append(rank)) and None)
+    assert errors == [] and sorted(told) == sorted([0, 1, 2] * (3 + 3))
+
+
 @given(sizes(most_ranks=5, most_micro_batches=9), st.booleans(), st.booleans())
 def test_no_schedule_hangs(of: tuple[str, int, int, int], tied: bool, reshard: bool) -> None:
     assume(of[1] > 1)

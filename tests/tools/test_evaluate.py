@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from smp.data.tuning.tokenizer import open_tokenizer
 from smp.models.scoring import windows
 from smp.training.evaluation import TextScorer, harness_model
 from smp.training.text_model import alone, folder_tokenizer, load_model, open_model
-from tests.training.tiny_hf import WORDS, write_adapter, write_model, write_tokenizer
+from tests.training.tiny_hf import WORDS, write_adapter, write_model, write_pieces, write_tokenizer
 from tools.convert_checkpoint import main as convert
 from tools.evaluate import main
 
@@ -175,6 +177,15 @@ def test_requests_of_the_harness(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         assert ours.apply_chat_template(messages) == tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
+
+
+def test_a_sentencepiece_model_asks_no_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    write_pieces(tmp_path / "tokenizer.model")
+    scorer = TextScorer(None, open_tokenizer(tmp_path), (1,), 64, 64)  # type: ignore[arg-type]
+    said = f"{tmp_path}/tokenizer.model is a sentencepiece model: --apply-chat-template needs a folder with tokenizer."
+    with pytest.raises(ValueError, match=re.escape(said)):
+        harness_model(scorer, "tiny").apply_chat_template([{"role": "user", "content": "hi"}])
 
 
 class MergingTokenizer:

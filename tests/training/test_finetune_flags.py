@@ -19,7 +19,7 @@ from smp.training.finetune_settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.training.flag_runs import proves
 from tests.training.test_finetune_runs import command
-from tests.training.tiny_hf import TEMPLATE, write_adapter, write_model, write_samples, write_tokenizer
+from tests.training.tiny_hf import TEMPLATE, write_adapter, write_model, write_pieces, write_samples, write_tokenizer
 from tests.training.tuning_lab import QUIET, tune_all
 
 pytest.importorskip("transformers")
@@ -188,6 +188,11 @@ def test_reading(folder: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "other", template=None)
     code, _, err = command(folder, f"{argv} --bad-sample-threshold 0.5 --tokenizer-model {tmp_path}/other")
     assert code == 2 and "there is no chat template" in err
+    write_pieces(tmp_path / "pieces/tokenizer.model")
+    shutil.copyfile(tmp_path / "template", tmp_path / "pieces/chat_template.jinja")
+    code, _, err = command(folder, f"{argv} --bad-sample-threshold 0.5 --tokenizer-model {tmp_path}/pieces")
+    assert code == 2 and err.startswith("error: --data-path 4 of 4 samples cannot be used") and err.count("\n") == 1
+    assert f"the chat template in {tmp_path}/pieces/chat_template.jinja is not read beside" in err
 
 
 @proves(

@@ -124,6 +124,46 @@ def test_no_line_is_lost_when_the_reader_goes(tmp_path: Path, unbuffered: bool) 
     assert (tmp_path / "err").read_text() == "one\ntwo\nthree\n"
 
 
+class Tee:
+    """As people write it: of a stream it has what print needs."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("closed", ["stderr", "both"])
+def test_a_run_goes_on_where_an_output_was_closed_before(
+    closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by ">&-": Python has None for it. The other one is an object of the user's."""
+    tee = Tee()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None if closed in (name, "both") else tee)
+    with clean_process():
+        assert pretrain_gpt.main([*TINY.split(), "--train-iters", "1", "--log-dir", f"{tmp_path}/logs"]) == 0
+    assert json.loads((tmp_path / "logs/status.json").read_text())["status"] == "done"
+    assert ("done: 1 iterations trained" in tee.text) == (closed == "stderr")
+    assert pretrain_gpt.main([*TINY.split(), "--dry-run"]) == 0
+
+
+def test_a_line_goes_on_past_a_stream_without_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads the standard output any more, and the error output is no file: then nobody hears it."""
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stderr", Tee())
+    with os.fdopen(write, "w") as pipe, contextlib.redirect_stdout(pipe), lasting_output():
+        print("lost")
+        print("seen", file=sys.stderr)
+    assert isinstance(sys.stderr, Tee) and sys.stderr.text == "seen\n"
+
+
 def test_many_sigterms_are_one(runs: Runs) -> None:
     run = runs.fresh("--train-iters 9 --save ck", each_step=at_iteration({2}, send(signal.SIGTERM, 3)))
     assert run.code == 0 and run.status["status"] == "requeue" and run.status["iteration"] == 2

@@ -4,6 +4,7 @@ the ranks end themselves, each with a line that names the place. Only for that: 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -12,19 +13,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from smp.config import Config, LoggingConfig
+import pretrain_gpt
+from smp.config import Config, Layout, LoggingConfig, ParallelConfig
 from smp.pipeline.failure import LOST
-from smp.training import launch, runtime
+from smp.training import build, launch, runtime
+from smp.training import run as run_module
+from smp.training.build import RunSetup
 from smp.training.process import Process
+from smp.training.run import Outcome, Run
 from smp.training.runtime import Watchdog
+from smp.training.trainer import TrainingError
 from tests.distributed import forkserver
 from tests.programs import run_program
-from tests.training.flag_runs import TINY
+from tests.training.flag_runs import TINY, clean_process
 
 STORE = """
 import sys
@@ -132,6 +142,68 @@ def test_an_error_is_said_and_the_ranks_end_while_the_store_does_not_answer(stor
     assert "on rank 0" in done.stdout and "on rank 1" not in done.stdout
 
 
+def fails_while_the_store_is_stuck(how: str, folder: str) -> None:
+    """A run of one process that fails, and which cannot ask the store."""
+
+    def stuck(*_: Any) -> None:
+        time.sleep(600)
+
+    class Fails(Run):
+        def run(self) -> Outcome:
+            raise TrainingError("3 steps in a row")
+
+        def close(self, failed: bool = False) -> None:
+            super().close(failed)
+            Path(folder, "closed").touch()
+            if how == "closing hangs":
+                stuck()
+            raise OSError("the disk is gone")
+
+    launch.Run, launch.report_once, dist.destroy_process_group = Fails, lambda *_: False, stuck
+    os.chdir(folder)
+    try:
+        pretrain_gpt.main([*FLAGS.split(), "--distributed-timeout-minutes", "0.02" if how == "closing hangs" else "1"])
+    finally:
+        Path("returned to Python").touch()
+
+
+@pytest.mark.parametrize("how", ["closing hangs", "closing raises"])
+def test_a_run_ends_while_the_store_does_not_answer(how: str, tmp_path: Path) -> None:
+    """Whatever becomes of its last save, and without the process group, whose threads ask that store."""
+    process = forkserver().Process(target=fails_while_the_store_is_stuck, args=(how, str(tmp_path)))
+    process.start()
+    process.join(20)
+    process.kill()
+    process.join()
+    assert process.exitcode == 1 and (tmp_path / "closed").exists()
+    assert not (tmp_path / "returned to Python").exists()
+    status = json.loads((tmp_path / "why.json").read_text())
+    assert status == {"status": "failed", "reason": "3 steps in a row", "iteration": 0}
+
+
+def test_stacks_are_shown_while_a_run_is_closed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a background save is stuck on a dead file system. A long and healthy one goes on."""
+    said = ""
+
+    class Closing(Run):
+        def close(self, failed: bool = False) -> None:
+            nonlocal said
+            deadline = time.monotonic() + 10
+            while "in close" not in said and time.monotonic() < deadline:
+                time.sleep(0.05)
+                said += capfd.readouterr().err
+            super().close(failed)
+
+    monkeypatch.setattr(launch, "Run", Closing)
+    monkeypatch.chdir(tmp_path)
+    with clean_process():
+        assert pretrain_gpt.main([*FLAGS.split(), "--distributed-timeout-minutes", "0.005"]) == 0
+    assert "rank 0 of 1 has made no progress" in said and "in close" in said
+    assert json.loads((tmp_path / "why.json").read_text())["status"] == "done"
+
+
 def test_stacks_are_shown_without_a_temporary_folder_and_where_stderr_has_no_descriptor() -> None:
     code = """
 import io, sys, tempfile, time
@@ -150,9 +222,20 @@ watchdog.close()
     assert "rank 3 of 4 has made no progress" in done.stderr and "Thread 0x" in done.stderr, done.stderr
 
 
+def test_stacks_go_to_the_system_s_stderr_unless_it_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (tmp_path / "closed").open("w") as closed:
+        pass
+    descriptors = {"tee": (object(), 2), "notebook": (io.StringIO(), 2), "none": (None, -1), "closed": (closed, -1)}
+    for name, (stream, descriptor) in descriptors.items():
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert runtime._stderr() == descriptor, name
+
+
 def ends_itself(how: str, folder: str) -> None:
     """A process that is stuck, and whose words nobody can hear."""
-    runtime.GRACE = launch.LAST_WORDS = 0.5
+    runtime.GRACE = 0.5
+    if how.startswith("full"):  # the others end as soon as they have written the status file
+        launch.LAST_WORDS = 0.5
     reader, writer = os.pipe()
     os.dup2(writer, 2)
     if how == "broken":
@@ -243,6 +326,54 @@ def test_only_a_standstill_where_torch_has_a_time_limit_ends_a_process(monkeypat
     watchdog.close()
     why = rf"no answer and no error for \d+ s, so this process ends; {LOST}"
     assert re.fullmatch(f"a function of another package failed: {why}", ends[0])
+
+
+@dataclass(frozen=True)
+class Context:
+    """Of two data-parallel processes of a pipeline of two, as far as it is asked."""
+
+    collectives: object = None
+    fsdp = expert_fsdp = None
+    data_size = 2
+    cp_size = 1
+    pp = tp = property(lambda self: self)
+
+    def size(self) -> int:
+        return 2
+
+    def secondary_parts(self, size: int) -> dict[str, object]:
+        return {}
+
+
+def test_every_part_that_waits_for_others_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a plan of the pipeline, which waits for nobody, is made where nothing ends the process."""
+    events: list[str] = []
+    values = {"build_context": Context(), "spans_nodes": True, "choose_collectives": 1, "with_secondary_shards": 2}
+    for name, value in values.items():
+        monkeypatch.setattr(run_module, name, lambda *_, name=name, value=value, **__: (events.append(name), value)[1])
+    parallel = ParallelConfig(zero_hpz_partition_size=2, data_parallel_collectives="auto")
+    watchdog = SimpleNamespace(progress=lambda: events.append("progress"))
+    run = SimpleNamespace(
+        config=Config(parallel=parallel), layout=Layout(), device=torch.device("cpu"), watchdog=watchdog
+    )
+    assert Run._build_context(run).collectives == 2  # type: ignore[arg-type]
+    first = ["spans_nodes", "progress", "build_context", "choose_collectives", "progress", "with_secondary_shards"]
+    assert events == first  # and making a group is told by what makes it
+
+    events.clear()
+    for name in ("plans_by_size", "Pipelined"):
+        monkeypatch.setattr(build, name, lambda *given, name=name: (events.append(name), given)[1])
+
+    @contextlib.contextmanager
+    def making() -> Iterator[None]:
+        events.append("enters")
+        yield
+        events.append("leaves")
+
+    unused: Any = None
+    setup = RunSetup(Context(), unused, unused, object(), making_groups=making, progress=watchdog.progress)  # type: ignore[arg-type]
+    given: Any = build.build_forward_backward(run.config, setup, unused)
+    assert events == ["plans_by_size", "enters", "Pipelined", "leaves"] and given[-1] is watchdog.progress
 
 
 def test_a_watchdog_that_may_not_end_the_process_only_reports(

@@ -34,6 +34,14 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def write_pieces(path: Path) -> None:
+    """A sentencepiece model of 300 pieces."""
+    from tools.train_tokenizer import train
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(train(WORDS * 4, 300, "bpe", 0))
+
+
 def write_model(
     folder: Path, kind: str = "llama", layers: int = 4, *, tied: bool = False, hidden: int = 32, positions: int = 64
 ) -> None:

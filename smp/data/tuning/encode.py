@@ -35,20 +35,22 @@ class Encoder:
 
     Args:
         tokenizer: of the model.
-        template: None: conversations are refused.
+        template: None: conversations are refused; so is what would be one, where the tokenizer has a template that it
+            does not read.
         mask_prompt: train only what the assistant says, or the completion. False: all tokens but the first.
     """
 
     def __init__(self, tokenizer: TuningTokenizer, template: ChatTemplate | None, *, mask_prompt: bool = True) -> None:
         self.tokenizer, self.template, self.mask_prompt = tokenizer, template, mask_prompt
+        self._chat = template is not None or tokenizer.unread_template is not None
 
     def sample(self, record: dict[str, Any]) -> list[Encoded]:
         """The one text of a record. Raises ValueError when it is broken, or nothing in it is trained."""
-        return [self._encode(recognise(record, chat=self.template is not None))]
+        return [self._encode(recognise(record, chat=self._chat))]
 
     def labelled(self, record: dict[str, Any]) -> list[Encoded]:
         """The one text of a record with a label. Raises ValueError as ``sample``."""
-        return [self._encode(recognise_labelled(record, chat=self.template is not None))]
+        return [self._encode(recognise_labelled(record, chat=self._chat))]
 
     def pair(self, record: dict[str, Any]) -> list[Encoded]:
         """The two texts of a preference: chosen, rejected. Raises ValueError as ``sample``."""
@@ -75,6 +77,11 @@ class Encoder:
         return [*ids, self.tokenizer.eos], [*trained, True]
 
     def _conversation(self, sample: Conversation) -> tuple[list[int], list[bool]]:
+        if self.template is None and (file := self.tokenizer.unread_template) is not None:
+            raise BadSampleError(
+                f"it is a conversation, and the chat template in {file} is not read beside a sentencepiece model: "
+                "give it by --chat-template FILE"
+            )
         if self.template is None:
             raise BadSampleError("it is a conversation, and there is no chat template: give --chat-template")
         text, spans = self.template.render(sample)

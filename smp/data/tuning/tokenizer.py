@@ -26,6 +26,7 @@ class TuningTokenizer(ABC):
         before: token ids that a plain text begins with.
         special: ids of tokens that are no text.
         template: source of the chat template, or None.
+        unread_template: a file with a chat template that lies beside and is not read; None: there is none.
         template_tokens: special tokens that the template may name.
     """
 
@@ -35,6 +36,7 @@ class TuningTokenizer(ABC):
     before: list[int]
     special: frozenset[int]
     template: str | None = None
+    unread_template: Path | None = None
     template_tokens: dict[str, str]
 
     @abstractmethod
@@ -96,10 +98,15 @@ class FolderTokenizer(TuningTokenizer):
 
 class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
     """A sentencepiece model file. It has no chat template of its own; one that is given may write the texts of its
-    begin and end pieces."""
+    begin and end pieces.
+
+    Attributes:
+        path: the file.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
+        self.path = path
         self.eos, self.before = self.eod, []
         pieces = self.control_pieces()
         self.template_tokens = {name: text for name, (text, _) in pieces.items()}
@@ -137,7 +144,10 @@ def open_tokenizer(path: str | Path) -> TuningTokenizer:
         return PieceTokenizer(path)
     if (path / "tokenizer.json").is_file() or not (path / "tokenizer.model").is_file():
         return FolderTokenizer(path)
-    return PieceTokenizer(path / "tokenizer.model")
+    tokenizer = PieceTokenizer(path / "tokenizer.model")
+    # Not read: most write tokens that only such a folder's other files add, and here these would be encoded as text.
+    tokenizer.unread_template = _template_file(path)
+    return tokenizer
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -153,6 +163,14 @@ def _json(path: Path) -> dict[str, Any]:
 def _token(value: Any) -> str | None:
     """A special token's text: written as text, or as an object around it."""
     return value.get("content") if isinstance(value, dict) else value
+
+
+def _template_file(folder: Path) -> Path | None:
+    """The newest of the files that have one."""
+    if (folder / "chat_template.jinja").is_file():
+        return folder / "chat_template.jinja"
+    files = [folder / "chat_template.json", folder / "tokenizer_config.json"]
+    return next((file for file in files if _json(file).get("chat_template")), None)
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:

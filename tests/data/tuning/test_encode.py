@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder, marked
 from smp.data.tuning.shapes import BadSampleError, Conversation, recognise
 from smp.data.tuning.tokenizer import FolderTokenizer, open_tokenizer
-from tests.training.tiny_hf import TEMPLATE, write_tokenizer
+from tests.training.tiny_hf import TEMPLATE, write_pieces, write_tokenizer
 
 pytest.importorskip("tokenizers")
 
@@ -35,6 +38,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> FolderTokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     return FolderTokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pieces") / "tokenizer.model"
+    write_pieces(path)
+    return path
 
 
 def said(tokenizer: FolderTokenizer, encoder: Encoder, record: dict) -> list[str]:  # type: ignore[type-arg]
@@ -131,6 +141,40 @@ def test_a_sentencepiece_model_takes_a_template_with_its_own_ends(tmp_path: Path
     end = tokenizer.template_tokens["eos_token"]
     assert tokenizer.decode(ids[trained]).strip() == f"it is four{end}"
     assert marked(tokenizer, text, colours=False).count(end) == 1, "people see it too"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", TEMPLATE),
+        ("chat_template.json", json.dumps({"chat_template": TEMPLATE})),
+        ("tokenizer_config.json", json.dumps({"chat_template": [{"name": "default", "template": TEMPLATE}]})),
+    ],
+)
+def test_a_template_beside_a_sentencepiece_model_is_not_passed_over(
+    pieces: Path, tmp_path: Path, name: str, content: str
+) -> None:
+    alpaca = {"instruction": "what is it?", "output": "it is four"}
+    shutil.copyfile(pieces, tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert len(Encoder(open_tokenizer(tmp_path), None).sample(alpaca)) == 1
+    with pytest.raises(BadSampleError, match="there is no chat template"):
+        Encoder(open_tokenizer(tmp_path), None).sample({"messages": MESSAGES})
+    (tmp_path / name).write_text(content)
+    tokenizer = open_tokenizer(tmp_path)
+    why = f"the chat template in {tmp_path / name} is not read beside a sentencepiece model: give it by --chat-template"
+    encoder = Encoder(tokenizer, None)
+    for record, encode in (
+        (alpaca, encoder.sample),
+        (alpaca | {"label": True}, encoder.labelled),
+        ({"messages": MESSAGES}, encoder.sample),
+        ({"chosen": MESSAGES[:3], "rejected": [*MESSAGES[:2], MESSAGES[4]]}, encoder.pair),
+    ):
+        with pytest.raises(BadSampleError, match=re.escape(why)):
+            encode(record)
+    assert len(encoder.sample({"prompt": "it ", "completion": "is"})) == 1, "no template would be used"
+    assert len(Encoder(tokenizer, ChatTemplate(TEMPLATE, {})).sample(alpaca)) == 1
+    assert len(Encoder(open_tokenizer(tmp_path / "tokenizer.model"), None).sample(alpaca)) == 1, "the model alone"
 
 
 def test_pairs_are_two_texts(tokenizer: FolderTokenizer) -> None:
