@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.parity.cases import Case, case_of
-from tests.parity.lab import Lab
+from tests.parity.lab import Lab, asked
 from tests.parity.result import TOLERANCE, compare
-from tests.parity.test_matrix import errors
+from tests.parity.test_matrix import errors, some_slow
 
 _LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tensor": (2, True), "style": "llama", "unequal": True},
@@ -30,17 +30,21 @@ UNPACKED = replace(LAYOUTS[0], problem=replace(LAYOUTS[0].problem, packed=False)
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    one_rank = [single for case in LAYOUTS for single in (case.one_rank, case.one_rank_fp32)]
-    return Lab([*LAYOUTS, *one_rank, UNPACKED], tmp_path_factory.mktemp("packed"))
+def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    cases = list(dict.fromkeys([*asked(request), LAYOUTS[0]]))
+    one_rank = [single for case in cases for single in (case.one_rank, case.one_rank_fp32)]
+    return Lab([*cases, *one_rank, UNPACKED], tmp_path_factory.mktemp("packed"))
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+NOT_COMPILED = [case for case in LAYOUTS if not case.spread.compile]
+
+
+@pytest.mark.parametrize("case", some_slow(LAYOUTS, NOT_COMPILED))
 def test_layout_equals_one_rank(lab: Lab, case: Case) -> None:
     assert errors(lab, case).worst <= TOLERANCE, errors(lab, case)
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+@pytest.mark.parametrize("case", some_slow(LAYOUTS, NOT_COMPILED))
 def test_one_rank_equals_plain_torch(lab: Lab, case: Case) -> None:
     found = compare(lab.result(case.one_rank), lab.reference(case))
     assert found.worst <= TOLERANCE, found

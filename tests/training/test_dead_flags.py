@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +152,12 @@ SLOW = {*SKIPPED, "compile", "profile", "kernels", "attention_backend", "determi
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_what_a_run_does_not_read_is_refused_or_told(base: str, inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_a_run_does_not_read_is_refused_or_told(base: str, every: int, inputs: Path, tmp_path: Path) -> None:
+    """Beside each ``every``-th of the contexts, the base among them."""
     entry = BASES[base][0]
     silent = {}
-    for number, words in enumerate(contexts(base, inputs)):
+    for number, words in enumerate(islice(contexts(base, inputs), 0, None, every)):
         used = read_by(entry, words, tmp_path / str(number))
         if used is None:
             assert number > 0
