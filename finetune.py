@@ -40,7 +40,7 @@ def run(settings: Settings, process: Process) -> int:
     config, data = settings
     if config.data.preview and data is not None:
         if process.rank == 0:
-            samples = data.preview(config.data.preview, colours=sys.stdout.isatty())
+            samples = data.preview(config.data.preview, colours=sys.stdout is not None and sys.stdout.isatty())
             print("\n".join([*data.lines, *samples]))
         return 0
     from smp.training.finetuning import finetuning  # imports torch, which takes seconds

@@ -8,8 +8,8 @@ threads only. ``mkldnn::_linear_pointwise``, to which Inductor fuses linear laye
 are. It has no gradient formula, so there is one here.
 
 Which of the two runs depends on the processor, the dtype and the sizes alone: a product is made in the same way in each
-step, after a resume, and by all processes on such processors. ``torch.backends.mkldnn.enabled = False`` brings MKL back
-(not for compiled graphs).
+step, after a resume, and by all processes on processors of one kind. ``torch.backends.mkldnn.enabled = False`` brings
+MKL back (not for compiled graphs).
 """
 
 from __future__ import annotations

@@ -79,7 +79,10 @@ def lasting_output() -> Iterator[None]:
     checkpoint. The standard output goes on as the error output. Lines are seen when they are complete, also in a pipe.
     Nor is an output that was closed before, as by ``2>&-``, where Python has no stream at all.
     """
-    with open(os.devnull, "w") as nowhere:
+    with contextlib.ExitStack() as opened:
+        nowhere = opened.enter_context(open(os.devnull, "w"))
+        while nowhere.fileno() <= 2:  # of an output that was closed: the next file opened would get what C++ writes
+            nowhere = opened.enter_context(open(os.devnull, "w"))
         stdout, stderr = (nowhere if stream is None else stream for stream in (sys.stdout, sys.stderr))
         # First the error output, then nothing: a run is worth more than its log lines.
         out = _lasting(stdout, stderr, nowhere)

@@ -77,6 +77,7 @@ def _train(config: Config, process: Process, make_parts: Callable[[], RunParts],
         asked = run is None and exit_code(error) == 2
         outcome = Outcome("bad_config" if asked else "failed", str(error), _iteration(run))
         if not answered:
+            watchdog.progress()
             _leave(config, process, outcome, run)
     except BaseException as error:
         memory = _out_of_memory(error, config)
@@ -114,7 +115,9 @@ def _leave(config: Config, process: Process, outcome: Outcome, run: Run | None) 
         _write_outcome(config, process, outcome, started=run is not None)
         if run is not None:
             run.close(failed=True)
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no sys.stdout
+    except Exception as error:  # a last background save that failed, say
+        report_own(f"{type(error).__name__}: {error}", process.rank)
     finally:
         os._exit(code)
 

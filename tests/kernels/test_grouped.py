@@ -60,6 +60,15 @@ def test_products_of_any_numbers_of_rows_are_those_of_each_expert(
     compare(counts, torch.float32, rtol=1e-5, atol=2e-5)
 
 
+def test_experts_are_torchs_where_onednn_gains_little(
+    seen: set[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their numbers of rows are what they are then."""
+    monkeypatch.setattr(matmul, "COPIES_PAY", False)
+    multiply([33, 70], 103, torch.float32)
+    assert seen == shapes_of({33, 70})
+
+
 @pytest.mark.parametrize("counts", COUNTS)
 def test_products_in_bf16_are_those_of_each_expert(counts: list[int]) -> None:
     compare(counts, torch.bfloat16, rtol=2**-7, atol=0.1)

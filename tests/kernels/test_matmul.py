@@ -285,6 +285,20 @@ def test_it_can_be_switched_off_and_autocast_is_heeded(monkeypatch: pytest.Monke
     assert off.products() == elsewhere.products() == {"torch"}
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "wide"),
+    [({}, False), ({"sse4a": True, "avx512_bf16": True}, False), ({"sse4a": True, "avx_vnni": True}, True)],
+)
+def test_a_wide_processor_is_known_by_its_instructions(
+    capabilities: dict[str, bool], wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = torch.cpu.get_capabilities()
+    assert {"sse4a", "avx_vnni", "avx512_vp2intersect"} <= known.keys() or known.get("architecture") != "x86_64"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(matmul, "SLOW_MKL", matmul._mkl_is_slow())
+    assert matmul._is_wide_amd() == (wide and torch.backends.mkl.is_available())
+
+
 def test_what_needs_a_copy_is_torchs_where_onednn_gains_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "COPIES_PAY", False)
     x, weight = draw(128, 256).requires_grad_(), draw(160, 256).requires_grad_()

@@ -83,6 +83,13 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert tensors(killed) and tensors(killed) == tensors(whole)
 
 
+def test_a_job_that_is_not_in_the_background_shows_its_log_and_ends_well(tmp_path: Path) -> None:
+    words = ["recipes=laptop/debug", "recipes.train_iters=2", "recipes.trainer.devices=1"]
+    done = launcher(*words, f"base_results_dir={tmp_path}")
+    assert done.returncode == 0 and "iteration 2/2 " in done.stdout, done.stdout + done.stderr
+    assert "done; the run says done at iteration 2" in launcher("status", tmp_path / "debug").stdout
+
+
 def test_cancel_saves_and_resume_goes_on(tmp_path: Path) -> None:
     job = tmp_path / "debug"
     words = [

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], float | None, str]] = {
 FAST = (
     "attention dropout",
     "window",
+    "LoRA with dropout, documents, GPT-NeoX",
     "LoRA with dropout on some layers",
 )
 

@@ -151,8 +151,9 @@ SLOW = {*SKIPPED, "compile", "profile", "kernels", "attention_backend", "determi
 """Contexts that add nothing: what is read is the same."""
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("base", "every"), [*((base, 4) for base in BASES), pytest.param("pretraining", 1, marks=pytest.mark.slow)]
+)
 def test_what_a_run_does_not_read_is_refused_or_told(base: str, every: int, inputs: Path, tmp_path: Path) -> None:
     """Beside each ``every``-th of the contexts, the base among them."""
     entry = BASES[base][0]

@@ -83,6 +83,7 @@ def test_a_dry_run_of_a_gpu_says_the_same_on_every_processor(monkeypatch: pytest
     said = []
     for slow in (True, False):
         monkeypatch.setattr(matmul, "SLOW_MKL", slow)
+        monkeypatch.setattr(matmul, "COPIES_PAY", slow)
         said.append([line for line in describe(config, 1).splitlines() if line.startswith("#") and " s " not in line])
     assert said[0] == said[1] and any("total" in line for line in said[0])
 

@@ -370,7 +370,7 @@ UNUSUAL = [
     (4, f"{SHORT} --data-parallel-sharding-strategy optim {MODELS['experts']} --num-layers 4"),
     (2, f"{SPLIT} --global-batch-size 2 --num-layers 1 --vocab-size 64000"),
 ]
-FAST = (1, 3, 8, 17, 19, 25, 27, 32, 34, 39, 42, 47, 54)
+FAST = (1, 3, 8, 17, 19, 21, 25, 26, 27, 32, 34, 37, 39, 42, 47, 50, 52, 54)
 """Of ``UNUSUAL``: one of each part of a step that it knows."""
 
 

@@ -265,6 +265,10 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "for orpo": ("--load {0} --data-path x --train-iters 1 --objective orpo --dpo-beta 0.3", "--objective dpo"),
     "template": ("--load {0} --data-path {0}/sft.jsonl --train-iters 1 --chat-template {0}/gone", "error: --chat"),
+    "template in JSON": (
+        "--load {0} --data-path {0}/sft.jsonl --train-iters 1 --chat-template {0}/tokenizer_config.json",
+        "tokenizer_config.json is JSON: write the template in it to a file of its own",
+    ),
     "template's text": (
         "--load {0} --data-path {0}/sft.jsonl --train-iters 1 --chat-template {0}/broken.jinja",
         "broken.jinja: the chat template is not valid",

@@ -2,7 +2,8 @@ import gc
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,10 +23,11 @@ from smp.optim.optimizer import build_optimizer
 from smp.parallel.boxes import local_part
 from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
+from smp.pipeline.validate import PassState
 from smp.sharding.parallelize import _wrapped
 from smp.training.exchanged_keys import others_keys
 from smp.training.kept_memory import kept_per_token, masking_per_token
-from smp.training.memory import estimate_memory
+from smp.training.memory import _most_in_passes, estimate_memory
 from smp.training.model_share import Tuned
 from smp.training.moments import Moments
 from tests.distributed import run_distributed
@@ -384,3 +386,21 @@ def test_a_pair_is_two_sequences_where_temporaries_depend_on_their_number() -> N
 
     assert bytes_per_token(2, None) == bytes_per_token(1, "dpo") != bytes_per_token(1, None)
     assert all(two < one for two, one in zip(bytes_per_token(1, "dpo"), bytes_per_token(1, None), strict=True))
+
+
+def test_what_waits_beside_a_pass_of_a_pipeline_is_counted_once() -> None:
+    """Losses between their loss and their backward pass: all of them where the pass has none of its own."""
+    asked: list[tuple[str, int, int]] = []
+
+    def note(what: str, micro_batches: int, waiting: int) -> int:
+        asked.append((what, micro_batches, waiting))
+        return 100 * waiting
+
+    moments = Moments(*[0] * len(fields(Moments)))
+    passes = [PassState(0, True, has_loss, 3, 2, frozenset({0})) for has_loss in (True, False)]
+    most = [
+        _most_in_passes(moments, [one], ([0], [0]), partial(note, "kept"), partial(note, "at its end"))
+        for one in passes
+    ]
+    assert asked == [("kept", 3, 1), ("at its end", 2, 1), ("kept", 3, 2), ("at its end", 2, 2)]
+    assert most == [100, 200]

@@ -46,7 +46,7 @@ LAYOUTS = {
 }
 """With 97 token ids, which nothing divides, and 3 layers, which two stages cannot share evenly."""
 FEW = [name for name, (world, _) in LAYOUTS.items() if world < 8]
-MET = ("pp2", "cp2", "shard3", "pp2 v2 shard2")
+MET = ("pp2", "cp2", "pp2 v2 shard2")
 """Layouts of a few processes that others of them contain; the slow tests have all."""
 Losses = dict[str, list[float]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,10 +94,20 @@ def _template(path: str | None, tokenizer: TuningTokenizer) -> ChatTemplate | No
         source = tokenizer.template if path is None else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error
+    if path is not None and _is_json(source):
+        raise ConfigError(f"--chat-template {path} is JSON: write the template in it to a file of its own")
     try:
         return None if source is None else ChatTemplate(source, tokenizer.template_tokens)
     except ValueError as error:
         raise ConfigError(f"--chat-template {path}: {error}" if path else f"the tokenizer's: {error}") from error
+
+
+def _is_json(source: str | None) -> bool:
+    """As tokenizer_config.json is, which as a template would be a text of braces."""
+    try:
+        return isinstance(json.loads(source or ""), dict)
+    except ValueError:
+        return False
 
 
 def _described(name: str, part: Sequences) -> str:

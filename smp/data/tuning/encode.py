@@ -78,9 +78,10 @@ class Encoder:
 
     def _conversation(self, sample: Conversation) -> tuple[list[int], list[bool]]:
         if self.template is None and (file := self.tokenizer.unread_template) is not None:
+            first = "write it to a file of its own and " if file.suffix == ".json" else ""
             raise BadSampleError(
                 f"it is a conversation, and the chat template in {file} is not read beside a sentencepiece model: "
-                "give it by --chat-template FILE"
+                f"{first}give it by --chat-template FILE"
             )
         if self.template is None:
             raise BadSampleError("it is a conversation, and there is no chat template: give --chat-template")

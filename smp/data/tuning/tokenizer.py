@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -169,8 +170,11 @@ def _template_file(folder: Path) -> Path | None:
     """The newest of the files that have one."""
     if (folder / "chat_template.jinja").is_file():
         return folder / "chat_template.jinja"
-    files = [folder / "chat_template.json", folder / "tokenizer_config.json"]
-    return next((file for file in files if _json(file).get("chat_template")), None)
+    for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
+        with contextlib.suppress(ValueError):  # damage of what nothing here reads
+            if _json(file).get("chat_template"):
+                return file
+    return None
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:

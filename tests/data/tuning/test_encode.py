@@ -162,7 +162,10 @@ def test_a_template_beside_a_sentencepiece_model_is_not_passed_over(
         Encoder(open_tokenizer(tmp_path), None).sample({"messages": MESSAGES})
     (tmp_path / name).write_text(content)
     tokenizer = open_tokenizer(tmp_path)
-    why = f"the chat template in {tmp_path / name} is not read beside a sentencepiece model: give it by --chat-template"
+    how = (
+        "give it by --chat-template" if name.endswith("jinja") else "write it to a file of its own and give it by --ch"
+    )
+    why = f"the chat template in {tmp_path / name} is not read beside a sentencepiece model: {how}"
     encoder = Encoder(tokenizer, None)
     for record, encode in (
         (alpaca, encoder.sample),
@@ -175,6 +178,9 @@ def test_a_template_beside_a_sentencepiece_model_is_not_passed_over(
     assert len(encoder.sample({"prompt": "it ", "completion": "is"})) == 1, "no template would be used"
     assert len(Encoder(tokenizer, ChatTemplate(TEMPLATE, {})).sample(alpaca)) == 1
     assert len(Encoder(open_tokenizer(tmp_path / "tokenizer.model"), None).sample(alpaca)) == 1, "the model alone"
+    (tmp_path / name).write_text('{"chat_template": "')
+    if name.endswith("json"):
+        assert open_tokenizer(tmp_path).unread_template is None, "damage of what nothing reads"
 
 
 def test_pairs_are_two_texts(tokenizer: FolderTokenizer) -> None:
