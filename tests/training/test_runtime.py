@@ -164,6 +164,19 @@ def test_a_line_goes_on_past_a_stream_without_a_descriptor(monkeypatch: pytest.M
     assert isinstance(sys.stderr, Tee) and sys.stderr.text == "seen\n"
 
 
+def test_descriptors_of_outputs_that_were_closed_are_no_other_file(tmp_path: Path) -> None:
+    """To which C++ would write its warnings."""
+    code = f"""
+import os
+from smp.training.entry import lasting_output
+with lasting_output(), open({str(tmp_path / "first")!r}, "w") as first:
+    print(*(os.readlink(f"/proc/self/fd/{{n}}") for n in (1, 2)), file=first)
+"""
+    words = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", code]
+    subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (tmp_path / "first").read_text() == "/dev/null /dev/null\n"
+
+
 def test_many_sigterms_are_one(runs: Runs) -> None:
     run = runs.fresh("--train-iters 9 --save ck", each_step=at_iteration({2}, send(signal.SIGTERM, 3)))
     assert run.code == 0 and run.status["status"] == "requeue" and run.status["iteration"] == 2
