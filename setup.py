@@ -132,6 +132,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
+    # With it an editable installation is a path: its finder would come after a folder "smp", such as the clone itself.
+    package_dir={"": "."},
     packages=find_packages(include=["smp", "smp.*"]),
     py_modules=["finetune", "pretrain_gpt"],
     package_data={"smp": ["py.typed", "kernels/csrc/*.cu", "launch/templates/*.j2"]},

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Iterator
 from email import message_from_bytes
@@ -190,6 +191,21 @@ def outside(site: Path, folder: Path, *words: object) -> str:
     done = subprocess.run(list(map(str, words)), cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+def test_an_editable_installation_is_found_beside_a_clone_of_its_name(tmp_path: Path) -> None:
+    """A folder "smp" without __init__.py, where Python is started, would be a package to Python."""
+    clone = copy_of_the_sources(tmp_path).rename(tmp_path / "smp")
+    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv/bin/python"
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "-e", str(clone)]
+    site = sysconfig.get_path("purelib")  # the builder is there
+    environment = {**os.environ, "PYTHONPATH": site}
+    subprocess.run([python, "-m", "pip", "install", "-q", *options], check=True, env=environment)
+    words = [python, "-c", "import smp; print(smp.__file__)"]
+    found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(clone / "smp/__init__.py")
 
 
 def test_every_command_of_the_wheel_helps_outside_the_checkout(installed: Path, tmp_path: Path) -> None:

@@ -141,6 +141,26 @@ def _help(setting: Setting) -> str:
     return (setting.text + default).replace("%", "%%")
 
 
+ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--tp": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--cp": "--context-parallel-size",
+    "--ep": "--expert-model-parallel-size",
+    "--epochs": "--train-epochs",
+    "--num-train-epochs": "--train-epochs",
+    "--max-steps": "--train-iters",
+    "--output": "--save",
+    "--output-dir": "--save",
+}
+"""What other programs call a flag of ours."""
+
+
+def _hint(flag: str, known: Sequence[str]) -> str:
+    ours = ELSEWHERE.get(flag.lower().replace("_", "-"))
+    return f": did you mean {ours}?" if ours in known else did_you_mean(flag, known, " (--help lists them all)")
+
+
 def _refuse_extras(extras: Sequence[str], entry: EntryPoint) -> None:
     """Name all words that are no flags of this project. Switches take no value, so ``--bf16 true`` ends here."""
     if not extras:
@@ -154,9 +174,7 @@ def _refuse_extras(extras: Sequence[str], entry: EntryPoint) -> None:
     switches = [s for s in settings(entry).values() if s.type is bool]
     known = [s.flag for s in settings(entry).values()] + ["--config"] + ["--no" + s.flag[1:] for s in switches]
     clauses = [
-        f"{flag} is Megatron's: {megatrons[flag]}"
-        if flag in megatrons
-        else f"{flag}{did_you_mean(flag, known, ' (--help lists them all)')}"
+        f"{flag} is Megatron's: {megatrons[flag]}" if flag in megatrons else f"{flag}{_hint(flag, known)}"
         for flag in flags
     ]
     whole = f"; {FROM_MEGATRON} takes a whole line of Megatron's" if megatrons and entry is PRETRAIN else ""

@@ -148,4 +148,6 @@ def _check_data_files(flag: str, part: BlendPart) -> None:
     for name in names:
         if not os.path.isfile(name):
             hint = " (give the prefix, without .bin or .idx)" if part.path.endswith((".bin", ".idx")) else ""
+            if os.path.isfile(f"{part.path}_text_document.idx"):
+                hint = f": did you mean {part.path}_text_document?"
             raise ConfigError(f"{flag} {part.path}: there is no file {name}{hint}")

@@ -107,7 +107,8 @@ def layout_of(settings: Settings, world_size: int) -> Layout:
     """
     tp, shard = settings.tensor_parallel_degree, settings.hybrid_shard_degree
     if world_size % tp:
-        raise ConfigError(f"tensor_parallel_degree {tp} does not divide {world_size} processes")
+        start = "; start them with torchrun --nproc-per-node N" if world_size == 1 else ""
+        raise ConfigError(f"tensor_parallel_degree {tp} does not divide {world_size} processes{start}")
     data = world_size // tp
     shard = shard or data
     if data % shard:

@@ -83,7 +83,8 @@ def _with_architecture(config: Config, given: set[str]) -> Config:
     load = config.checkpoint.load
     assert load is not None, "checked before"
     if "://" not in load and not Path(load).is_dir():
-        raise ConfigError(f"--load {load}: there is no such folder")
+        hub = f"; of a model on the hub: --load hub:{load}" if load.count("/") == 1 and load[0] not in "./~" else ""
+        raise ConfigError(f"--load {load}: there is no such folder{hub}")
     refuse_megatron(load, "--load FOLDER")
     found = read_architecture(load)
     if found is None:

@@ -80,6 +80,8 @@ def test_switches_unset_values_and_underscored_numbers(recipe):
         ("--no-swigl", "unknown flag --no-swigl: did you mean --no-swiglu?"),
         ("--conf x.yaml", "unknown flag --conf: did you mean --config?"),
         ("--qqqqqqqqq 1", "unknown flag --qqqqqqqqq (--help lists them all)"),
+        ("--learning_rate 1", "unknown flag --learning_rate: did you mean --lr?"),
+        ("--tp 2", "unknown flag --tp: did you mean --tensor-model-parallel-size?"),
         ("-lr 1", "unknown flag -lr: did you mean --lr?"),
         ("train", "unexpected 'train': a value follows its flag"),
         ("--bf16 true", "unexpected 'true': a value follows its flag, and a switch (--x or --no-x) takes none"),

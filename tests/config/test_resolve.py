@@ -312,6 +312,9 @@ def test_missing_files_are_named(tmp_path):
         check_files(load_config(flags.split(), PRESETS))
 
     prefix, tokenizer = tmp_path / "corpus", tmp_path / "tokenizer.model"
+    (tmp_path / "out_text_document.idx").touch()
+    with pytest.raises(ConfigError, match=r"out.bin: did you mean .*out_text_document\?$"):
+        check(f"--data-path {tmp_path / 'out'}")
     for suffix in (".bin", ".idx"):
         with pytest.raises(ConfigError, match=rf"--data-path .*corpus: there is no file .*corpus\{suffix}$"):
             check(f"--data-path {prefix}")

@@ -104,6 +104,8 @@ def test_degrees_that_do_not() -> None:
     with pytest.raises(ConfigError, match="expert_parallel_degree 2 does not divide hybrid_shard_degree 1"):
         layout_of(Settings(expert_parallel_degree=2, hybrid_shard_degree=1), 8)
     assert layout_of(Settings(expert_parallel_degree=2), 8).ep == 2
+    with pytest.raises(ConfigError, match="does not divide 1 processes; start them with torchrun --nproc-per-node N"):
+        layout_of(Settings(tensor_parallel_degree=2), 1)
     with pytest.raises(ConfigError, match="tensor_parallel_degree 3 does not divide 8 processes"):
         layout_of(Settings(tensor_parallel_degree=3), 8)
     with pytest.raises(ConfigError, match="hybrid_shard_degree 8 does not divide 4 data ranks"):

@@ -235,6 +235,10 @@ BAD: dict[str, tuple[str, str]] = {
     "no data": ("--load {0} --train-iters 1", "give --data-path"),
     "no length": ("--load {0} --data-path {0}/sft.jsonl", "give --train-epochs, --train-iters"),
     "two lengths": ("--load {0} --data-path x --train-iters 1 --train-epochs 2", "both given"),
+    "a name of the hub": (
+        "--load meta-llama/Llama-3.2-1B --data-path x --train-iters 1",
+        "there is no such folder; of a model on the hub: --load hub:meta-llama/Llama-3.2-1B",
+    ),
     "no such folder": ("--load {0}/gone --data-path x --train-iters 1", "there is no such folder"),
     "not a model": ("--load {0}/logs --data-path x --train-iters 1", "neither a Hugging Face model nor"),
     "named size": ("--load {0} --model debug --data-path x --train-iters 1", "leave it out"),
