@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +142,16 @@ def test_an_error_is_said_and_the_ranks_end_while_the_store_does_not_answer(stor
     assert "on rank 0" in done.stdout and "on rank 1" not in done.stdout
 
 
+def exit_code_of(target: Callable[[str, str], None], how: str, folder: Path) -> int | None:
+    """Of a process that calls ``target(how, folder)``, which has a minute."""
+    process = forkserver().Process(target=target, args=(how, str(folder)))
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
 def fails_while_the_store_is_stuck(how: str, folder: str) -> None:
     """A run of one process that fails, and which cannot ask the store."""
 
@@ -161,6 +171,7 @@ def fails_while_the_store_is_stuck(how: str, folder: str) -> None:
 
     launch.Run, launch.report_once, dist.destroy_process_group = Fails, lambda *_: False, stuck
     os.chdir(folder)
+    os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT, 0o600), 2)
     try:
         pretrain_gpt.main([*FLAGS.split(), "--distributed-timeout-minutes", "0.02" if how == "closing hangs" else "1"])
     finally:
@@ -170,13 +181,9 @@ def fails_while_the_store_is_stuck(how: str, folder: str) -> None:
 @pytest.mark.parametrize("how", ["closing hangs", "closing raises"])
 def test_a_run_ends_while_the_store_does_not_answer(how: str, tmp_path: Path) -> None:
     """Whatever becomes of its last save, and without the process group, whose threads ask that store."""
-    process = forkserver().Process(target=fails_while_the_store_is_stuck, args=(how, str(tmp_path)))
-    process.start()
-    process.join(20)
-    process.kill()
-    process.join()
-    assert process.exitcode == 1 and (tmp_path / "closed").exists()
+    assert exit_code_of(fails_while_the_store_is_stuck, how, tmp_path) == 1 and (tmp_path / "closed").exists()
     assert not (tmp_path / "returned to Python").exists()
+    assert ("OSError: the disk is gone" in (tmp_path / "err").read_text()) == (how == "closing raises")
     status = json.loads((tmp_path / "why.json").read_text())
     assert status == {"status": "failed", "reason": "3 steps in a row", "iteration": 0}
 
@@ -259,12 +266,7 @@ def ends_itself(how: str, folder: str) -> None:
 
 @pytest.mark.parametrize("how", ["broken", "full", "full after a few lines", "none"])
 def test_a_process_ends_itself_where_its_words_go_nowhere(how: str, tmp_path: Path) -> None:
-    process = forkserver().Process(target=ends_itself, args=(how, str(tmp_path)))
-    process.start()
-    process.join(60)
-    process.kill()
-    process.join()
-    assert process.exitcode == 1
+    assert exit_code_of(ends_itself, how, tmp_path) == 1
     assert json.loads((tmp_path / "why.json").read_text())["status"] == "failed"
 
 
