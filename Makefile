@@ -2,12 +2,14 @@
 # make demo     corpus, tokenizer, training on two processes, a loss curve and a sample, in minutes on a CPU
 # make finetune-demo   the demo's model learns to write docstrings (LoRA), in minutes on a CPU
 # make moe-demo        a mixture of experts beside a dense model of as many active parameters, in minutes on a CPU
+# make rl-demo         a tiny model learns to sort digits by rewards alone (GRPO), in minutes on a CPU
 # make test     tests; make test-slow: the long ones; make check: lint, format, types, import directions
 # make test-slurm   jobs on a throwaway Slurm of this machine; says what to install where there is none
 # make parity   the errors of the parity matrix, written to docs/parity.md
 # make fuzz-parity MINUTES=20 SEED=0   random layouts and settings against one process, written there too
 # make bench    benchmarks of this machine; make bench-cpu: the tables of make gpu on a CPU
-# make gpu      all that needs a GPU, with the machine's own python; installs nothing
+# make gpu      all that needs a GPU, with the machine's own python; installs nothing; MINUTES=8: the parts that fit, and
+#               the next call goes on; ONLY=layouts: parts of that name
 # make gpu-check   that every part of make gpu can run, as far as a machine without a GPU can tell; says what is left out
 # make gpu-multi   the parity matrix on NCCL, on a machine with 2 to 8 GPUs
 #
@@ -26,7 +28,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 READY = $(VENV)/.ready
 
-.PHONY: env demo finetune-demo moe-demo test test-slow test-slurm parity fuzz-parity check bench bench-cpu gpu gpu-check gpu-multi clean
+.PHONY: env demo finetune-demo moe-demo rl-demo test test-slow test-slurm parity fuzz-parity check bench bench-cpu gpu gpu-check gpu-multi clean
 .DELETE_ON_ERROR:
 
 env: $(READY)
@@ -48,6 +50,9 @@ finetune-demo: $(READY)
 
 moe-demo: $(READY)
 	$(BIN)/python tools/demo.py --experts
+
+rl-demo: $(READY)
+	$(BIN)/python tools/demo.py --rl
 
 # Two workers: a file whose tests start up to eight processes, and one that waits for something else. Bytecode is kept:
 # programs that tests start import the package hundreds of times.
@@ -87,7 +92,7 @@ bench-cpu: $(READY)
 gpu: export PYTHONPATH = $(CURDIR)
 gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch sees no CUDA device")'
-	$(PYTHON) benchmarks/gpu.py
+	$(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only "$(ONLY)")
 
 gpu-check: $(READY)
 	$(BIN)/python benchmarks/gpu.py --check

@@ -1,4 +1,5 @@
-"""Fine-tune a Llama/GPT-family model: all of its weights or adapters, on samples or on preferences.
+"""Fine-tune a Llama/GPT-family model: all of its weights or adapters, on samples, on preferences, or by rewards of what
+it writes itself.
 
     torchrun --nproc-per-node 2 finetune.py --load HF_FOLDER --data-path samples.jsonl --train-epochs 1 --lora-rank 16
 
@@ -13,12 +14,12 @@ import sys
 
 from smp.config import Config, LoggingConfig
 from smp.config.entry_points import FINETUNE
-from smp.data.tuning.build import TuningData
+from smp.data.tuning.build import PromptData, TuningData
 from smp.training.entry import run_command
-from smp.training.finetune_settings import read_finetune_settings
+from smp.training.finetune_settings import read_finetune_settings, uncounted
 from smp.training.process import Process
 
-Settings = tuple[Config, TuningData | None]
+Settings = tuple[Config, TuningData | PromptData | None]
 
 
 def read(argv: list[str], world_size: int) -> tuple[Settings, LoggingConfig | None]:
@@ -43,15 +44,15 @@ def run(settings: Settings, process: Process) -> int:
             samples = data.preview(config.data.preview, colours=sys.stdout is not None and sys.stdout.isatty())
             print("\n".join([*data.lines, *samples]))
         return 0
-    from smp.training.finetuning import finetuning  # imports torch, which takes seconds
+    from smp.training.kind import RunKind  # imports torch, which takes seconds
     from smp.training.launch import launch
-    from smp.training.run import RunParts
+    from smp.training.tuning_kinds import tuning_kind
 
-    def parts() -> RunParts:
+    def parts() -> RunKind:
         assert data is not None, "only a dry run may have none"
-        return finetuning(config, data)
+        return tuning_kind(config, data)
 
-    return launch(config, process, parts, notes=data.lines if data else ())
+    return launch(config, process, parts, notes=(*(data.lines if data else ()), *uncounted(config)))
 
 
 def main(argv: list[str]) -> int:

@@ -28,9 +28,9 @@ def read(argv: list[str], world_size: int) -> tuple[Config, LoggingConfig | None
 def run(config: Config, process: Process) -> int:
     """Build and run."""
     from smp.training.launch import launch  # imports torch, which takes seconds
-    from smp.training.pretraining import pretraining
+    from smp.training.pretraining import Pretraining
 
-    return launch(config, process, lambda: pretraining(config))
+    return launch(config, process, lambda: Pretraining(config))
 
 
 def main(argv: list[str]) -> int:

@@ -65,7 +65,7 @@ BASE = [
     "einops",
     "jinja2>=3.1",
     "omegaconf>=2.4",  # before, it needs a version of the ANTLR runtime that excludes others'
-    "sentencepiece>=0.2",
+    "sentencepiece>=0.2.2",
     "tokenizers>=0.21",
     "tensorboard",
     "PyYAML>=6",
@@ -76,6 +76,7 @@ HF = ["transformers>=5", "accelerate>=1.10", "huggingface_hub>=1"]  # accelerate
 DATA = ["pyarrow", "tiktoken"]  # kinds of files and tokenizers
 GIGATOKEN = ["gigatoken", "awkward"]  # a faster library for preprocessing, and the arrays that it returns
 S3 = ["s3fs>=2024.10"]
+REWARDS = ["math-verify[antlr4_13_2]>=0.8", "jsonschema"]  # of the built-in reward functions math and json_schema
 SAGEMAKER = ["boto3>=1.34", "botocore"]
 # A CUDA torch brings its own; beside a CPU torch it interprets and compiles kernels. 3.7.1 was tried; with 3.9.0
 # the test of compiled kernels fails.
@@ -91,6 +92,8 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny"],
     "eval": ["lm-eval>=0.4.9"],
     "plot": ["matplotlib"],
+    "rewards": REWARDS,
+    "fla": ["flash-linear-attention"],  # Triton kernels of gated delta nets, on a GPU
     # setuptools builds the wheel that the packaging test installs; since 70.1 it needs no "wheel" for that.
     "test": [
         "pytest>=8",
@@ -106,7 +109,7 @@ EXTRAS = {
         *S3,
         "moto[server]",
         *SAGEMAKER,
-        "jsonschema",
+        *REWARDS,
         "kubernetes>=37",  # its models of the API are what manifests are checked against
         *GIGATOKEN,
         # the builder that our files are compared with, and checkpoints that we read; it imports psutil without asking

@@ -36,7 +36,7 @@ from smp.models.micro_batch import MicroBatch
 from smp.parallel import backend
 from smp.parallel.agree import gather
 from smp.parallel.context import build_context
-from smp.parallel.network.choose import choose_collectives, spans_nodes, with_secondary_shards
+from smp.parallel.network.choose import choose_collectives, topology_of, with_secondary_shards
 from smp.parallel.network.cost import Policy, Way, least_chunks, simulated
 from smp.parallel.network.group import CollectiveWork, NetworkGroup
 from smp.parallel.network.measure import measure_links
@@ -149,7 +149,7 @@ class TrainingStep:
         )
         replicas, world = self.options.replicas, dist.get_world_size()
         layout = Layout(dp_replicate=replicas, dp_shard=world // replicas)
-        spans = self.setting != "flat" and spans_nodes()
+        spans = self.setting != "flat" and len(topology_of().nodes) > 1
         context = build_context(layout, "cpu", replica_backend=backend.NAME if spans else None)
         self.collectives = choose_collectives({"parameters": context.fsdp}, self.setting)
         if self.hpz > 1:

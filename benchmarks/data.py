@@ -310,7 +310,7 @@ def batches(prefix: Path) -> None:
         loader = BatchLoader(
             train_data,
             micro_batch_size=4,
-            num_microbatches=1,
+            batch_size=4,
             dp_rank=0,
             dp_size=1,
             num_workers=workers,

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def main() -> None:
     """One process with two threads beside transformers, then two processes with one thread each beside one process;
     pipelines; checkpoints, on the disk of temporary files; data; packing; context parallelism; transformed models;
-    the host's share of a step."""
+    the host's share of a step; hybrids beside transformers; conversion."""
     step = str(ROOT / "benchmarks/training_step.py")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     write_table("training_step_cpu.txt", [[step], [*two, step]])
@@ -30,6 +30,7 @@ def main() -> None:
     write_table("transform_cpu.txt", [[transform], [*two, transform]])
     host = str(ROOT / "benchmarks/host_time.py")
     write_table("host_time_cpu.txt", [[host], [*two, host]])
+    write_table("hybrids_cpu.txt", [[str(ROOT / "benchmarks/hybrids.py")]])
     write_table("convert_cpu.txt", [[str(ROOT / "benchmarks/convert.py")]])
 
 

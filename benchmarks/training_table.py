@@ -187,7 +187,8 @@ def main() -> int:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
-    context, report, failed = build_context(Layout(), device), Report("training", device), 0
+    name = f"training_{arguments.only.replace(' ', '_')}".rstrip("_")
+    context, report, failed = build_context(Layout(), device), Report(name, device), 0
     for shape in shapes(device):
         if arguments.only in f"{shape.name}, {shape.batch} x {shape.length}":
             failed += one_shape(report, shape, device, context, arguments.steps)

@@ -6,6 +6,8 @@
 from importlib import import_module
 from typing import Any
 
+from smp.backend_names import register
+
 __version__ = "0.1.0"
 
 _WHERE = {
@@ -32,3 +34,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *_WHERE, *_MODULES]
+
+
+register()

@@ -59,13 +59,18 @@ def _worker(
         distributed_c10d.default_pg_timeout = PATIENCE  # new groups do not inherit it from the default one
         store = dist.FileStore(f"{folder}/store", world_size)
         store.set_timeout(PATIENCE)
-        dist.init_process_group(
-            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=PATIENCE,
-        )
+        if device == "one card":
+            from tests import one_card
+
+            one_card.init(store, rank, world_size, PATIENCE)
+        else:
+            dist.init_process_group(
+                "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=PATIENCE,
+            )
         value = fn(rank, world_size, *args)
         answer.send((True, pickle.dumps(value)))  # by value: shared memory would die with this process
         with contextlib.suppress(EOFError):  # the parent hangs up
@@ -102,7 +107,7 @@ def run_distributed(
         fn: a module-level function (it is pickled by reference); its result must be picklable.
         world_size: number of processes.
         timeout: seconds until all processes are killed; with what comes after them it is less than pytest's limit.
-        device: cpu, or cuda: each rank has a GPU, and tensors there go through NCCL.
+        device: cpu; cuda: each rank has a GPU, and tensors there go through NCCL; or one card, see ``one_card.py``.
         preloaded: False for what has to see an import, each rank then starts as a new interpreter.
 
     Raises:

@@ -32,3 +32,12 @@ def test_every_file_and_name_of_the_page_exists(page: str, words: set[str]) -> N
     assert not [path for path in sorted(files) if not any(ROOT.glob(path.rstrip("/")))]
     names = {text: re.findall(r"[A-Za-z_]\w+", text) for text in said - files}
     assert not {text: parts for text, parts in names.items() if not words.issuperset(parts)}
+
+
+def test_the_index_has_every_page_and_links_lead_somewhere() -> None:
+    docs = ROOT / "docs"
+    index = (docs / "README.md").read_text(encoding="utf-8")
+    assert not [page.name for page in docs.glob("*.md") if page.name != "README.md" and f"({page.name})" not in index]
+    for page in (ROOT / "README.md", *docs.glob("*.md")):
+        links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        assert not [link for link in links if not (page.parent / link).exists()], page.name

@@ -24,9 +24,9 @@ from smp.config.commands import COMMANDS, DISTRIBUTION, TOOLS
 from smp.kernels.cuda.build import nvcc_path
 
 ROOT = Path(__file__).parents[1]
-PYPI_NAMES = {"yaml": "pyyaml", "mlflow": "mlflow-skinny"}
+PYPI_NAMES = {"yaml": "pyyaml", "mlflow": "mlflow-skinny", "fla": "flash-linear-attention"}
 # extras that "make test" does without; torch's choice with CUDA
-NOT_PINNED = {"wandb", "mlflow-skinny", "lm-eval", "trl", "datasets", "triton"}
+NOT_PINNED = {"wandb", "mlflow-skinny", "lm-eval", "trl", "datasets", "triton", "flash-linear-attention"}
 NOT_ON_AN_INDEX = {"apex"}  # used where it is installed
 
 IMPORT_ALL = """

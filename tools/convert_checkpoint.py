@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from smp.checkpoint import CheckpointError
 from smp.config import ConfigError
 from smp.config.command import CommandParser, run_tool
 from smp.config.hub import model_path
 from smp.convert.convert import ERRORS, write
-from smp.convert.formats import FORMATS, Format, detect, make_target, open_checkpoint
+from smp.convert.formats import FORMATS, Format, Opened, detect, make_target, open_checkpoint
 from smp.convert.hf import TOKENIZERS, companions
 from smp.convert.upcycle import Upcycled
 
@@ -107,6 +108,8 @@ def convert(args: argparse.Namespace) -> None:
     )
     if args.upcycle is not None:
         opened = replace(opened, weights=Upcycled(opened.weights, args.upcycle, args.moe_router_topk or 2))
+    if opened.weights.config.is_foreign:
+        return export(args, opened, kind)
     with opened.weights as weights:
         for note in weights.notes:
             print(f"note: {note}", file=sys.stderr)
@@ -137,6 +140,23 @@ def convert(args: argparse.Namespace) -> None:
     print(
         f"{args.save}: {source} -> {kind}, {total / 1e9:.3f} GB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s)"
     )
+
+
+def export(args: argparse.Namespace, opened: Opened, kind: Format) -> None:
+    """A checkpoint of a model that transformers computes, as the folder that transformers writes.
+
+    Raises:
+        ConfigError: another format is asked for, or a size of files.
+    """
+    if kind != "hf" or args.max_shard_size or args.upcycle:
+        raise ConfigError("--load is of a model that transformers computes: it becomes a Hugging Face folder (--to hf)")
+    if args.save.exists() and any(args.save.iterdir()):
+        raise CheckpointError(f"{args.save} exists already: give a new name or remove it")
+    from smp.hf.export import write_folder  # here, because other models need none of that room
+
+    with opened.weights as weights:
+        write_folder(weights, args.save, opened.reference, None if args.dtype is None else DTYPES[args.dtype])
+    print(f"{args.save}: smp -> hf")
 
 
 def main(argv: list[str]) -> int:

@@ -4,12 +4,16 @@
     python tools/demo.py --folder /tmp/demo --train-iters 20
     python tools/demo.py --finetune
     python tools/demo.py --experts
+    python tools/demo.py --rl
 
 With --finetune the trained model (which is trained first if there is none) learns to write docstrings: LoRA on
 functions of the standard library, the adapters merged, and both models side by side.
 
 With --experts a small dense model and a mixture of experts in which a token uses as many parameters of MLPs train on
 the same batches, and a picture shows both losses and how evenly the experts are loaded.
+
+With --rl a tiny model that sorts six digits now and then learns by rewards alone to do it nearly always (GRPO): texts
+that it wrote before and after, and a picture of the rewards.
 
 Every command is printed before it runs, so each can be repeated alone. Flags that this tool does not know go to
 pretrain_gpt.py, or to finetune.py. What an earlier demo left in --folder is replaced.
@@ -223,6 +227,36 @@ def compare_experts(folder: Path, processes: int, flags: Sequence[str]) -> None:
     print(f"losses and loads: {picture}")
 
 
+def learn_by_rewards(folder: Path, processes: int, flags: Sequence[str]) -> None:
+    """A first training that is too short, and then rewards."""
+    base, tuned, logs, picture = (folder / name for name in ("sorting_base", "sorting", "logs_sorting", "rewards.png"))
+    for old in (base, tuned, logs):
+        shutil.rmtree(ROOT / old, ignore_errors=True)
+    data, python = folder / "sorting_data", Runner(processes).python
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    python("examples/sort_digits.py", "--output", data)
+    python(
+        *(*torchrun, "pretrain_gpt.py", "--config", "recipes_collection/recipes/laptop/rl_demo_base.yaml"),
+        *("--data-path", data / "texts.jsonl", "--tokenizer-model", data / "tokenizer.json"),
+        *("--save", base, "--log-dir", folder / "logs_sorting_base"),
+    )
+    python(
+        *(*torchrun, "finetune.py", "--config", "recipes_collection/recipes/laptop/rl_demo.yaml"),
+        *("--load", base, "--tokenizer-model", data, "--data-path", data / "prompts.jsonl"),
+        *("--reward-funcs", "examples/sort_digits.py:in_order", "--save", tuned, "--log-dir", logs, *flags),
+    )
+    python("tools/plot_loss.py", "--metrics", logs / "metrics.jsonl", "--output", picture)
+    rows = [json.loads(line) for line in (ROOT / logs / "completions.jsonl").read_text(encoding="utf-8").splitlines()]
+    shown = {
+        name: "\n".join(f"{row['prompt']}{row['completion']:16} reward {row['reward']:.2f}" for row in of)
+        for name, of in (("before", rows[:9]), ("after", rows[-9:]))
+    }
+    print("\n" + side_by_side(shown["before"], shown["after"]))
+    records = [json.loads(line) for line in (ROOT / logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rewards = [record["validation reward"] for record in records if "validation reward" in record]
+    print(f"\nmean reward of validation prompts: {rewards[0]:.3f} before, {rewards[-1]:.3f} after; rewards: {picture}")
+
+
 def validation_losses(metrics: Path) -> tuple[float, float]:
     """Of the first and the last evaluation, in nats per token."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
@@ -246,6 +280,7 @@ def work(argv: Sequence[str] | None) -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--finetune", action="store_true", help="fine-tune the demo's model")
     kind.add_argument("--experts", action="store_true", help="compare a dense model with a mixture of experts")
+    kind.add_argument("--rl", action="store_true", help="learn to sort digits by rewards")
     args, extra = parser.parse_known_args(argv)
     import torch  # after --help
 
@@ -253,6 +288,9 @@ def work(argv: Sequence[str] | None) -> None:
     folder = Path(_relative(args.folder))
     if args.experts:  # without tensor parallelism: experts are spread over the processes
         compare_experts(folder, processes, [*(flag for flag in flags if flag == "--bf16"), *extra])
+        return
+    if args.rl:
+        learn_by_rewards(folder, processes, [*(flag for flag in flags if flag == "--bf16"), *extra])
         return
     if not args.finetune:
         run(folder, processes, [*flags, *extra])

@@ -57,6 +57,7 @@ def build_parser() -> CommandParser:
     out.add_argument("--include-path", type=Path, help="folder with more tasks, as YAML files")
     out.add_argument("--apply-chat-template", action="store_true", help="ask each question as a chat message")
     out.add_argument("--limit", type=int, help="number of questions per task (default: all)")
+    out.add_argument("--batch-size", type=int, default=32, help="texts that tasks let the model write at once")
     out.add_argument("--output", type=Path, help="JSON file for the results")
     return out
 
@@ -73,6 +74,10 @@ def check(args: argparse.Namespace) -> None:
     given = [name for name in OF_TASKS if (value := getattr(args, name)) is not None and value is not False]
     if args.data_path and given:
         raise ConfigError(f"--{given[0].replace('_', '-')} has no effect without --tasks; leave it out")
+    if args.data_path and args.batch_size != 32:
+        raise ConfigError("--batch-size has no effect without --tasks; leave it out")
+    if args.batch_size < 1:
+        raise ConfigError(f"--batch-size {args.batch_size} cannot be: give 1 or more")
     if args.tasks and args.json_key != "text":
         raise ConfigError("--json-key has no effect with --tasks; leave it out")
     if args.output:
@@ -135,7 +140,8 @@ def work(args: argparse.Namespace) -> None:
     length, stride = window(args, opened.weights.config.max_position_embeddings)
     with alone(device):
         model = load_model(opened, device, DTYPES[args.dtype])
-        scorer = TextScorer(model, tokenizer, (*end_ids(opened.reference), tokenizer.eos), length, stride)
+        ends = (*end_ids(opened.reference), tokenizer.eos)
+        scorer = TextScorer(model, tokenizer, ends, length, stride, args.batch_size)
         results = perplexity(args, scorer, paths) if paths else run_tasks(args, scorer)
     for name, value in results.items():
         shown = value if isinstance(value, dict) else {name: value}

@@ -1,33 +1,39 @@
-"""Print text that a model writes, token by token: to see what it learned, or that a conversion is right.
+"""Print text that a model writes, one as it comes or many: to see what it learned, or that a conversion is right.
 
     python tools/generate.py --load checkpoints --tokenizer-model tokenizer.model --prompt "def main("
     python tools/generate.py --load Llama-3.2-1B --prompt "The capital of France is" --temperature 0 --dtype bf16
     python tools/generate.py --load HF_FOLDER --adapter runs/chat/adapter --chat
+    python tools/generate.py --load HF_FOLDER --prompts questions.jsonl --num-samples 8 --output answers.jsonl
 
 --load is a checkpoint of smp, a Hugging Face folder or one of Megatron's. Settings come from it alone, and so does the
 tokenizer where it has one. --adapter is added to its weights as they are read. With --chat each line that you type is a
-message and the model answers, through its chat template, until the input ends; --prompt is then the only message. Works
-on any machine whatever the layout was.
+message and the model answers, through its chat template, until the input ends; --prompt is then the only message. With
+--prompts, --output or several samples each text is a line of JSON. A text follows from --seed, the number of its prompt
+and that of the sample alone. Works on any machine whatever the layout was.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
-from smp.config.command import CommandParser, run_tool
+from smp.config import ConfigError
+from smp.config.command import CommandParser, refuse_existing, run_tool
 from smp.config.hub import model_path, tokenizer_path
 from smp.convert.formats import Opened
+from smp.data.text_files import is_blank, parse_record, read_chunks
 from smp.data.tokenizer_files import PATTERNS
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.tokenizer import PieceTokenizer, TuningTokenizer
-from smp.models.generation import Sampling, generate
-from smp.models.gpt import GPT
+from smp.generation import Completion, Generator, Request, Sampling, Stops
+from smp.models.protocol import Model
 from smp.training.text_model import (
     DTYPES,
     alone,
@@ -91,6 +97,16 @@ def parser() -> CommandParser:
     )
     out.add_argument("--adapter", type=Path, help="folder in peft's format, or checkpoints of a LoRA run")
     out.add_argument("--prompt", default="", help="text to continue")
+    out.add_argument(
+        "--prompts", type=Path, help="file of prompts: .txt with one in each line, or .jsonl, .parquet, .csv, .json"
+    )
+    out.add_argument(
+        "--json-key", default="prompt", help="key or column of a prompt in --prompts: text, or with --chat messages"
+    )
+    out.add_argument("--num-samples", type=int, default=1, help="texts for each prompt")
+    out.add_argument("--batch-size", type=int, default=32, help="texts that are written at once")
+    out.add_argument("--stop", nargs="+", default=[], help="strings that end a text; they are left out")
+    out.add_argument("--output", type=Path, help="file for the texts, a line of JSON each (default: they are printed)")
     out.add_argument("--chat", action="store_true", help="answer messages: --prompt, or every line of the input")
     out.add_argument("--max-new-tokens", type=int, default=100, help="largest number of tokens to write")
     out.add_argument(
@@ -105,24 +121,102 @@ def parser() -> CommandParser:
     return out
 
 
-def write(
-    model: GPT, prompt: list[int], args: argparse.Namespace, ends: list[int], decode: Decode, text: str = ""
-) -> str:
-    """Print ``text``, and what follows ``prompt`` as it comes, which is returned."""
-    sampling, pieces = Sampling(args.temperature, args.top_k, args.top_p, args.seed), list[str]()
-    new = generate(model, prompt, args.max_new_tokens, sampling, ends)  # refuses what cannot be before text is seen
-    print(text, end="", flush=True)
+@dataclass(frozen=True)
+class Writer:
+    """What writes texts.
 
-    def show(text: str) -> None:
-        pieces.append(text)
+    Attributes:
+        encode: token ids of a prompt.
+        decode: text of token ids, without special tokens.
+        ends: ids that end a text.
+        args: the command line.
+    """
+
+    encode: Callable[[Any], list[int]]
+    decode: Decode
+    ends: list[int]
+    args: argparse.Namespace
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of --temperature and so on."""
+        return Sampling(self.args.temperature, self.args.top_k, self.args.top_p, self.args.seed)
+
+    @property
+    def stops(self) -> Stops:
+        """What ends texts."""
+        return Stops(frozenset(self.ends), tuple(self.args.stop), self.decode)
+
+    def request(self, prompt: Any, index: int = 0, sample: int = 0) -> Request:
+        """One text."""
+        return Request(self.encode(prompt), self.args.max_new_tokens, index, sample)
+
+    def show(self, model: Model, prompt: Any, text: str = "") -> str:
+        """Print ``text``, and what follows ``prompt`` as it comes, which is returned."""
+        request, pieces = self.request(prompt), list[str]()
+        # Refuses what cannot be before text is seen.
+        tokens = Generator(model, batch_size=1).tokens(request, self.sampling, self.stops)
         print(text, end="", flush=True)
 
-    written = stream(new, prompt, decode, show)
-    print()
-    total = len(prompt) + written
-    if total == model.config.max_position_embeddings and written < args.max_new_tokens:
-        print(f"note: the longest sequence of this model, {total} tokens, ends here", file=sys.stderr)
-    return "".join(pieces)
+        def show(text: str) -> None:
+            pieces.append(text)
+            if not self.args.stop:
+                print(text, end="", flush=True)
+
+        ids = (token for token in tokens if token not in self.ends)
+        written = stream(ids, list(request.prompt), self.decode, show)
+        found = self.cut("".join(pieces))
+        print(found if self.args.stop else "")  # a string that ends a text is known only when it is there
+        total = len(request.prompt) + written
+        if total == model.config.max_position_embeddings and written < self.args.max_new_tokens:
+            print(f"note: the longest sequence of this model, {total} tokens, ends here", file=sys.stderr)
+        return found
+
+    def cut(self, text: str) -> str:
+        """Without what --stop names, and behind it."""
+        return text[: min((at for mark in self.args.stop if (at := text.find(mark)) >= 0), default=None)]
+
+    def lines(self, model: Model, prompts: list[Any], file: TextIO) -> None:
+        """Write a line for each text of ``prompts``, in their order."""
+        order = [(index, sample) for index in range(len(prompts)) for sample in range(self.args.num_samples)]
+        requests = [self.request(prompts[index], index, sample) for index, sample in order]
+        ended, following = dict[tuple[int, int], Completion](), iter(order)
+        place = next(following, None)
+        for found in Generator(model, batch_size=self.args.batch_size).write(requests, self.sampling, self.stops):
+            ended[found.request.index, found.request.sample] = found
+            while place is not None and place in ended:
+                file.write(json.dumps(self.line(ended.pop(place)), ensure_ascii=False) + "\n")
+                file.flush()
+                place = next(following, None)
+
+    def line(self, found: Completion) -> dict[str, Any]:
+        """What is said of a text."""
+        text = self.cut(self.decode([i for i in found.ids if i not in self.ends]))
+        said = {"prompt": found.request.index, "sample": found.request.sample, "text": text}
+        return said | {"finish": found.finish, "tokens": len(found.ids), "log_prob": sum(found.log_probs)}
+
+
+def read_prompts(path: Path, key: str) -> list[Any]:
+    """Of a file: the lines of a .txt file, or what is under a key of each record.
+
+    Raises:
+        ValueError: it is no such file, or a record has no such key.
+    """
+    if path.suffix == ".txt":
+        return [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    prompts = []
+    for chunk in read_chunks([path]):
+        for number, raw in enumerate(chunk.records, chunk.first):
+            if is_blank(raw, chunk.path):
+                continue
+            try:
+                record = raw if isinstance(raw, dict) else parse_record(raw)
+            except ValueError as error:
+                raise ValueError(f"{path}: record {number}: {error}") from None
+            if key not in record:
+                raise ValueError(f"{path}: record {number} has no {key!r}; --json-key names what has the prompt")
+            prompts.append(record[key])
+    return prompts
 
 
 def typed() -> Iterator[str]:
@@ -137,18 +231,20 @@ def typed() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def continue_text(opened: Opened, args: argparse.Namespace) -> Callable[[GPT], None]:
-    """What prints --prompt and its continuation; the tokenizer is there already."""
+def text_writer(opened: Opened, args: argparse.Namespace) -> Writer:
+    """What continues texts; the tokenizer is there already."""
     tokenizer, ends = find_tokenizer(opened, args.tokenizer_model, args.tiktoken_pattern)
 
-    def run(model: GPT) -> None:
-        write(model, tokenizer.encode(args.prompt) or ends[:1], args, ends, tokenizer.decode, args.prompt)
+    def encode(prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            raise ValueError(f"a prompt is text, not {str(prompt)[:60]}; messages need --chat")
+        return tokenizer.encode(prompt) or ends[:1]
 
-    return run
+    return Writer(encode, tokenizer.decode, ends, args)
 
 
-def answer_messages(opened: Opened, args: argparse.Namespace) -> Callable[[GPT], None]:
-    """What answers messages, each after all before it; the chat template is there already."""
+def chat_writer(opened: Opened, args: argparse.Namespace) -> Writer:
+    """What answers messages; the chat template is there already."""
     if args.tiktoken_pattern is not None:
         raise ValueError("--tiktoken-pattern has no effect with --chat, which takes the folder's own tokenizer")
     tokenizer, template, ends = open_chat(opened, args.tokenizer_model)
@@ -156,27 +252,63 @@ def answer_messages(opened: Opened, args: argparse.Namespace) -> Callable[[GPT],
     def decode(ids: list[int]) -> str:
         return tokenizer.decode([i for i in ids if i not in tokenizer.special])
 
-    def run(model: GPT) -> None:
-        messages: list[dict[str, str]] = []
-        for message in [args.prompt] if args.prompt else typed():
-            messages.append({"role": "user", "content": message})
-            text = write(model, tokenizer.encode(template.prompt(messages)), args, ends, decode)
-            messages.append({"role": "assistant", "content": text})
+    def encode(prompt: Any) -> list[int]:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return tokenizer.encode(template.prompt(messages))
 
-    return run
+    return Writer(encode, decode, ends, args)
+
+
+def converse(model: Model, writer: Writer, messages: Iterable[str]) -> None:
+    """Answer messages, each after all before it."""
+    said: list[dict[str, str]] = []
+    for message in messages:
+        said.append({"role": "user", "content": message})
+        said.append({"role": "assistant", "content": writer.show(model, said)})
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse flags that cannot be, or do not go together.
+
+    Raises:
+        ConfigError: there are such.
+        FileExistsError: --output is there.
+    """
+    if args.num_samples < 1 or args.batch_size < 1:
+        raise ConfigError("--num-samples and --batch-size must be 1 or more")
+    if args.prompt and args.prompts:
+        raise ConfigError("give --prompt or --prompts, not both")
+    if "" in args.stop:
+        raise ConfigError("--stop '' would end every text")
+    if not args.prompts and args.json_key != "prompt":
+        raise ConfigError("--json-key has no effect without --prompts; leave it out")
+    if args.chat and not (args.prompt or args.prompts) and (args.num_samples > 1 or args.output):
+        raise ConfigError("--num-samples and --output need --prompt or --prompts: typed messages have one answer each")
+    if args.output:
+        refuse_existing(args.output)
 
 
 def work(args: argparse.Namespace) -> None:
     """Load, and write."""
+    check(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     Sampling(args.temperature, args.top_k, args.top_p, args.seed)  # refuses what cannot be before a model is read
+    prompts = read_prompts(args.prompts, args.json_key) if args.prompts else [args.prompt]
     opened = open_model(args.load, args.adapter, args.reference)
-    answer = answer_messages(opened, args) if args.chat else continue_text(opened, args)
+    writer = chat_writer(opened, args) if args.chat else text_writer(opened, args)
     with alone(device):
         model = load_model(opened, device, DTYPES[args.dtype])
         for note in opened.weights.notes:
             print(f"note: {note}", file=sys.stderr)
-        answer(model)
+        if args.output:
+            with args.output.open("x", encoding="utf-8") as file:
+                writer.lines(model, prompts, file)
+        elif args.prompts or args.num_samples > 1:
+            writer.lines(model, prompts, sys.stdout)
+        elif args.chat:
+            converse(model, writer, prompts if args.prompt else typed())
+        else:
+            writer.show(model, args.prompt, args.prompt)
 
 
 def main(argv: list[str]) -> int:

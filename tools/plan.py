@@ -3,16 +3,19 @@
     python tools/plan.py --model llama3-70b --gpus 64 --gpu h100 --seq-length 8192 --global-batch-size 256
     python tools/plan.py --model llama3-8b --gpus 8 --gpu a100 --tensor-model-parallel-size 2 --top 5 --output plan.png
     python tools/plan.py --model debug --vocab-size 512 --gpus 2 --gpu cpu --global-batch-size 8
+    python tools/plan.py --model llama3-8b --gpus 8 --gpu h100 --mtbf-hours 60 --save-seconds 2 --recovery-seconds 300
 
 Flags of pretrain_gpt.py are kept as given; the rest (tensor, pipeline and context parallelism, schedule,
 sharding, recompute, micro-batch size) is tried. Memory is --dry-run's estimate, time a roofline with stated shares of
 what data sheets promise: docs/planning.md has both, and how far off predictions of published runs are. --output draws
 where the time goes. Nothing is run, and no GPU is needed. --gpu cpu is this machine with --gpus processes: the
-operators and collectives of a step are timed first, about half a minute.
+operators and collectives of a step are timed first, about half a minute. --mtbf-hours, --save-seconds and
+--recovery-seconds also give the best --save-interval and the goodput that failures leave (docs/watching.md).
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections import Counter
@@ -20,14 +23,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from smp.checkpoint.retention import best_interval
 from smp.config import Config, ConfigError, load_config
-from smp.config.batch import BatchSizeError
 from smp.config.cli import read_values
 from smp.config.command import CommandParser, run_tool
 from smp.config.entry_points import PRETRAIN
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.presets import PRESETS
 from smp.planner.devices import DEVICES, GB, GIB, Device
+from smp.planner.goodput import predicted_shares
 from smp.planner.search import FREE, Candidate, candidates, ranked
 
 CPU = "cpu"
@@ -56,6 +60,9 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
     parser.add_argument("--gpu", choices=[CPU, *sorted(DEVICES)], required=True, help="kind of GPU")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs per node (default: 8)")
     parser.add_argument("--node-bandwidth", type=float, help="GB/s that each GPU can send to other nodes")
+    parser.add_argument("--mtbf-hours", type=float, help="mean time between failures of the whole job, in hours")
+    parser.add_argument("--save-seconds", type=float, help="how long a save stops the training")
+    parser.add_argument("--recovery-seconds", type=float, help="from a failure to the first step of the next start")
     parser.add_argument("--top", type=int, default=10, help="number of layouts to show")
     parser.add_argument("--output", help="file for a picture of where the time goes (png, svg, pdf)")
     return parser.parse_known_args(argv)
@@ -134,7 +141,34 @@ def draw(best: Sequence[Candidate], path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _check_failures(given: Any) -> None:
+    """Raise ConfigError unless all that goodput is a function of is given, or nothing."""
+    flags = {"--mtbf-hours": given.mtbf_hours, "--save-seconds": given.save_seconds}
+    flags["--recovery-seconds"] = given.recovery_seconds
+    missing = [flag for flag, value in flags.items() if value is None]
+    if missing and len(missing) < len(flags):
+        raise ConfigError(f"goodput needs {' and '.join(missing)}, too")
+    for flag, value in flags.items():
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{flag} {value} has to be a number of at least 0")
+    if given.mtbf_hours == 0:
+        raise ConfigError("--mtbf-hours 0 has to be above 0")
+
+
+def failures_in_words(given: Any, step: float) -> str:
+    """How often to save, and the goodput with that; ``step`` is how long one takes, in seconds."""
+    mtbf, save, recovery = 3600 * given.mtbf_hours, given.save_seconds, given.recovery_seconds
+    steps = max(1, round(best_interval(save, mtbf) / step))
+    shares = predicted_shares(steps * step, save, recovery, mtbf)
+    rest = ", ".join(f"{name} {100 * getattr(shares, name):.1f} %" for name in ("save", "rerun", "recovery"))
+    return (
+        f"With a failure every {given.mtbf_hours:g} h: --save-interval {steps} (every {steps * step:,.0f} s of steps), "
+        f"goodput {100 * shares.productive:.1f} %, predicted ({rest})"
+    )
+
+
 def _check(given: Any) -> None:
+    _check_failures(given)
     for flag, value in (("gpus", given.gpus), ("top", given.top), ("gpus-per-node", given.gpus_per_node)):
         if value is not None and value < 1:
             raise ConfigError(f"--{flag} {value} has to be at least 1")
@@ -161,17 +195,6 @@ def _check_fp8(asked: Config, gpu: str, device: Device) -> None:
         raise ConfigError(f"--fp8-format {parallel.fp8_format}: {gpu} has no FP8 products; {able} have")
 
 
-def why_none(why: Sequence[ConfigError], gpus: int) -> str:
-    """The first reason of the layouts that were tried; the batch, if it is that, with what would suit each of them."""
-    if not isinstance(why[0], BatchSizeError):
-        return f"no layout of {gpus} GPUs can train this: {why[0]}"
-    each = sorted({error.each for error in why if isinstance(error, BatchSizeError)})
-    return (
-        f"{why[0].said} suits no layout of {gpus} GPUs: it has to be a multiple of --micro-batch-size x data-parallel "
-        f"processes, which is {' or '.join(map(str, each))} in those that work otherwise; change one of them"
-    )
-
-
 def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, Device]:
     """Layouts that fit, fastest first; how many were tried; and what was predicted for.
 
@@ -191,7 +214,7 @@ def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, D
     found = list(candidates(asked, given.gpus, device, decided, why))
     fitting = ranked(found)
     if not found:
-        raise ConfigError(why_none(why, given.gpus))
+        raise ConfigError(f"no layout of {given.gpus} GPUs can train this: {why[0]}")
     if not fitting:
         least = min(found, key=lambda one: one.memory.total)
         helps = not (on_cpu or asked.optim.optimizer_cpu_offload) and asked.optim.optimizer == "adam"
@@ -233,6 +256,9 @@ def plan(argv: Sequence[str] | None) -> None:
     how = "predicted from times of what they call" if given.gpu == CPU else "predicted, not measured"
     print(f"{len(fitting)} of {tried} layouts fit; {how}:\n{table(best, device)}")
     print(f"\nCommand of the first layout; add data and --train-iters:\n{command(given, flags, best[0], device)}")
+    if given.mtbf_hours is not None:
+        assert best[0].time is not None
+        print(f"\n{failures_in_words(given, best[0].time.total)}")
     if given.output:
         draw(best, given.output)
 

@@ -1,10 +1,11 @@
-"""Plot the loss curves of a run.
+"""Plot the loss curves of a run, or the rewards of one that learns by them.
 
     python tools/plot_loss.py --metrics runs/pretrain/metrics.jsonl --output loss.png
     python tools/plot_loss.py --metrics metrics.jsonl --output loss.png --baseline 3.2 --baseline-label bigram
 
-Reads the "lm loss" and "validation loss" of the records; of a mixture of experts also the "expert load max/mean", which
-is drawn below them. The suffix of --output is the format: png, svg or pdf.
+Reads the "lm loss" and "validation loss" of the records, or "reward" and "validation reward" where there are any. Of a
+mixture of experts also the "expert load max/mean", which is drawn below them. The suffix of --output is the format:
+png, svg or pdf.
 """
 
 from __future__ import annotations
@@ -25,9 +26,14 @@ TRAINING, VALIDATION, BASELINE, TEXT = "#4477aa", "#cc3311", "#777777", "#333333
 
 
 def draw(
-    training: Curve, validation: Curve, baseline: float | None, baseline_label: str, load: Curve | None = None
+    training: Curve,
+    validation: Curve,
+    baseline: float | None,
+    baseline_label: str,
+    load: Curve | None = None,
+    unit: str = "loss (nats per token)",
 ) -> Any:
-    """A matplotlib figure of the curves; ``load`` is that of the most loaded expert."""
+    """A matplotlib figure of the curves, in ``unit``; ``load`` is that of the most loaded expert."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -40,7 +46,7 @@ def draw(
     if baseline is not None:
         label = f"{baseline_label} {baseline:.3f}"
         axes.axhline(baseline, color=BASELINE, linestyle="--", linewidth=1.2, label=label)
-    _dress(axes, "loss (nats per token)")
+    _dress(axes, unit)
     return figure
 
 
@@ -82,11 +88,14 @@ def build_parser() -> CommandParser:
 
 
 def plot(args: argparse.Namespace) -> str:
-    training, validation = (read_curve(args.metrics, name) for name in ("lm loss", "validation loss"))
+    by_reward = bool(read_curve(args.metrics, "reward")[0])
+    names = ("reward", "validation reward") if by_reward else ("lm loss", "validation loss")
+    training, validation = (read_curve(args.metrics, name) for name in names)
     if not training[0] and not validation[0]:
         raise ValueError(f'{args.metrics} has no record with an "lm loss" or a "validation loss"')
     load = read_curve(args.metrics, EXPERT_LOAD)
-    figure = draw(training, validation, args.baseline, args.baseline_label, load if load[0] else None)
+    unit = "mean reward" if by_reward else "loss (nats per token)"
+    figure = draw(training, validation, args.baseline, args.baseline_label, load if load[0] else None, unit)
     figure.savefig(args.output, dpi=150)
     return f"wrote {args.output}: {len(training[0])} training and {len(validation[0])} validation records"
 

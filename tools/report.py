@@ -1,10 +1,11 @@
-"""One HTML page about a run: loss, gradient norm, learning rate, throughput, memory, pipeline, data, settings.
+"""One HTML page about a run: loss, gradient norm, learning rate, throughput, memory, goodput, pipeline, data, settings.
 
     python tools/report.py runs/pretrain
     python tools/report.py runs/pretrain --output report.html
 
-Reads what a run writes into --log-dir: metrics.jsonl, starts.jsonl, status.json, and the Chrome trace of
---trace-pipeline where there is one. The page is one file: pictures are inside, nothing is loaded from elsewhere.
+Reads what a run writes into --log-dir: metrics.jsonl, starts.jsonl, status.json, goodput.json, stragglers.jsonl, and
+the Chrome trace of --trace-pipeline where there is one. The page is one file: pictures are inside, nothing is loaded
+from elsewhere.
 """
 
 from __future__ import annotations
@@ -29,22 +30,28 @@ from smp.config.command import CommandParser, run_tool
 from smp.config.commands import pip_install
 from smp.config.entry_points import FINETUNE, PRETRAIN
 from smp.config.fields import as_text, settings
-from smp.training.sinks import METRICS, Curve, read_curves
+from smp.config.objectives import OBJECTIVES
+from smp.training.goodput import FILE, Account, in_words, read_account
+from smp.training.sinks import COMPLETIONS, METRICS, Curve, read_curves
+from smp.training.slow_ranks import FILE as STRAGGLERS
 
 CHARTS = (
     ("Loss", "nats per token", ("lm loss", "validation loss", "test loss")),
+    ("Reward", "", ("reward", "validation reward")),
+    ("Length of completions", "tokens", ("completion length",)),
+    ("Completions that the length ended, prompts without spread", "fraction", ("truncated", "groups without spread")),
+    ("Entropy of the policy", "nats", ("entropy",)),
     ("Gradient norm, before clipping", "", ("grad norm",)),
     ("Learning rate", "", ("learning rate",)),
     ("Throughput", "tokens per second", ("tokens/s",)),
     ("Rate of computation", "TFLOP/s per process", ("TFLOP/s per process",)),
     ("Time of an iteration", "seconds", ("seconds per iteration", "seconds waiting for data")),
+    ("Own computation of a step", "seconds", ("own seconds, median rank", "own seconds, slowest rank")),
     ("Peak memory of a process", "GB", ("peak memory (GB)",)),
     ("Model FLOP utilisation", "fraction of the device's peak", ("MFU",)),
+    ("Goodput", "fraction of all time since the first start", ("goodput",)),
 )
 """Title, unit, names of records. A chart without values is left out."""
-
-UNITS = {"dpo": "nats per pair", "orpo": "nats per pair", "reward": "nats per pair", "kto": "utility lost per answer"}
-"""Of the losses of objectives that are not one of tokens."""
 
 COLORS, TEXT = ("#4477aa", "#cc3311", "#228833"), "#333333"
 
@@ -117,7 +124,7 @@ def charts(metrics: Mapping[str, Curve], objective: str) -> list[str]:
     pictures: list[str] = []
     for title, unit, names in CHARTS:
         curves = {name: metrics[name] for name in names if name in metrics}
-        unit = UNITS.get(objective, unit) if unit == "nats per token" else unit
+        unit = OBJECTIVES[objective].unit if unit == "nats per token" and objective in OBJECTIVES else unit
         if curves:
             pictures.append(_element(_svg(_chart(title, unit, curves)), f"chart{len(pictures)}"))
     return pictures
@@ -136,6 +143,26 @@ def tiles(metrics: Mapping[str, Curve]) -> list[tuple[str, str]]:
             value = statistics.median(values) if "median" in title else max(values)
             found.append((title, format(value, form)))
     return found
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """Lines of JSON; none without the file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def completions(folder: Path, most: int = 8) -> list[dict[str, Any]]:
+    """What the model wrote in the first generation and in the last one, so many of each at most."""
+    rows = records_of(folder / COMPLETIONS)
+    iterations = sorted({row["iteration"] for row in rows})
+    shown = iterations[:1] + iterations[1:][-1:]
+    return [row for i in shown for row in [row for row in rows if row["iteration"] == i][:most]]
+
+
+def time_shares(account: Account) -> list[tuple[str, float, float]]:
+    """Cause, seconds and their share of all, the largest first; without those that took no time."""
+    total = sum(account.seconds.values()) or 1.0
+    spent = sorted(account.seconds.items(), key=lambda cause: -cause[1])
+    return [(name, seconds, seconds / total) for name, seconds in spent if seconds]
 
 
 def data_shares(given: str | None) -> list[tuple[str, float | None]]:
@@ -168,7 +195,7 @@ def page(folder: Path) -> str:
     starts, metrics = read_starts(folder), read_curves(folder / METRICS)
     status_file, trace = folder / "status.json", folder / "pipeline_trace.json"
     status = json.loads(status_file.read_text(encoding="utf-8")) if status_file.exists() else {}
-    values = starts[-1]["settings"]
+    values, account = starts[-1]["settings"], read_account(folder / FILE)
     try:
         pictures = charts(metrics, values.get("objective", "sft"))
     except ImportError:
@@ -180,6 +207,10 @@ def page(folder: Path) -> str:
         tiles=tiles(metrics),
         charts=pictures,
         pipeline=pipeline_picture(trace) if trace.exists() else None,
+        goodput=None if account is None else in_words(account),
+        spent=[] if account is None else time_shares(account),
+        slow=records_of(folder / STRAGGLERS),
+        completions=completions(folder),
         data=data_shares(values.get("data_path")),
         share_text=lambda share: "by its size" if share is None else f"{100 * share:.1f} %",
         starts=starts,

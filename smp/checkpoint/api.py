@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp.checkpoint.box import read_boxes
+from smp.checkpoint.box import files_of, read_boxes
 from smp.checkpoint.commit import commit, discard_unfinished
 from smp.checkpoint.entries import CheckpointError, Manifest
 from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.lock import RunLock
 from smp.checkpoint.manifest import check_extra, read_manifest
+from smp.checkpoint.peers import PeerFolder
 from smp.checkpoint.planner import Item, LocalShard, assign, items_of, local_shards, misfits, require_fit
 from smp.checkpoint.storage import Write, build_manifest, unused_suffix, write_items, write_tensors
 from smp.checkpoint.together import together
@@ -163,4 +164,7 @@ def load_from(
     # All ranks agree that everything fits before a tensor of one of them is written to.
     together(prefix, fit, lambda found: require_fit(found, manifest.tensors, allow_unread))
     boxes = {name: (shard.box.offsets, shard.data) for name, shard in shards.items()}
+    if isinstance(folder, PeerFolder):
+        files = files_of(manifest, boxes)
+        together(prefix, lambda: folder.bring(files), lambda _: None)
     together(prefix, lambda: read_boxes(folder, manifest, boxes), lambda _: None)

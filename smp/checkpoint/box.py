@@ -54,6 +54,16 @@ def read_boxes(folder: Folder, manifest: Manifest, boxes: Mapping[str, tuple[Seq
         read_slices(folder, manifest, file, slices)
 
 
+def files_of(manifest: Manifest, boxes: Mapping[str, tuple[Sequence[int], torch.Tensor]]) -> frozenset[str]:
+    """Names of the files that :func:`read_boxes` reads."""
+    return frozenset(
+        shard.file
+        for name, (offsets, out) in boxes.items()
+        for shard in manifest.tensors[name].shards
+        if _common(shard.offsets, shard.sizes, offsets, out.shape) is not None
+    )
+
+
 def read_blocks(
     folder: Folder, manifest: Manifest, name: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

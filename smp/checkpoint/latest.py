@@ -16,6 +16,7 @@ from smp.checkpoint.folder import Folder, open_folder, same_folder
 from smp.checkpoint.manifest import MANIFEST
 
 LATEST = "latest"
+DAMAGED = "damaged_"  # in front, so that no pattern for checkpoints matches
 ITERATION = re.compile(r"iter_(\d{7,})")
 
 
@@ -35,6 +36,11 @@ def complete(root: Path | str | Folder) -> list[str]:
     found = [name for name in opened.names() if ITERATION.fullmatch(name)]
     # The manifest alone makes a checkpoint: a folder without it is what a crash left.
     return [n for n in sorted(found, key=iteration_of, reverse=True) if opened.child(n).size(MANIFEST) is not None]
+
+
+def set_aside_names(root: Folder) -> list[str]:
+    """Folders of checkpoints that were damaged, and set aside under another name."""
+    return [name for name in root.names() if name.startswith(f"{DAMAGED}iter_")]
 
 
 def commit_latest(root: Path | str | Folder, folder: Path | str | Folder) -> None:

@@ -64,7 +64,7 @@ class Holder:
     def here() -> Holder:
         """This process."""
         pid = os.getpid()
-        return Holder(socket.gethostname(), _system(), pid, _started(pid), secrets.token_hex(8))
+        return Holder(socket.gethostname(), _system(), pid, started_at(pid), secrets.token_hex(8))
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" if self.pid else "an unknown job"
@@ -79,7 +79,7 @@ def _system() -> str:
     return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}" if boot.exists() else ""
 
 
-def _started(pid: int) -> str:
+def started_at(pid: int) -> str:
     """Start time of a process; empty when there is none (or only its exit status is left)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -238,7 +238,7 @@ def _is_alive(holder: Holder, root: Folder, name: str, say: Callable[[str], None
         return False
     if holder.system and (holder.host, holder.system) == (socket.gethostname(), _system()):
         # A process of the same number that started at another time is another one.
-        return _started(holder.pid) == holder.started != ""
+        return started_at(holder.pid) == holder.started != ""
     say(f"{root} has a lock of {holder}: watching for {_PATIENCE:.0f} s whether that is alive")
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:

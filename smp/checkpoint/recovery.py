@@ -14,12 +14,11 @@ from typing import TypeVar
 from smp.checkpoint.commit import discard_unfinished
 from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
 from smp.checkpoint.folder import Folder
-from smp.checkpoint.latest import ITERATION, LATEST, commit_latest, complete
+from smp.checkpoint.latest import DAMAGED, ITERATION, LATEST, commit_latest, complete, set_aside_names
 from smp.checkpoint.lock import LEFT_BY_TAKERS
 from smp.checkpoint.manifest import MANIFEST, read_manifest
 from smp.parallel.agree import on_rank_zero
 
-DAMAGED = "damaged_"  # in front, so that no pattern for checkpoints matches
 REASON = "DAMAGED.txt"
 _LEFT_IN_ROOT = re.compile(rf"{LATEST}(\.[0-9a-f]+)?\.tmp|{LEFT_BY_TAKERS.pattern}")
 _LEFT_ASIDE = re.compile(rf"{re.escape(REASON)}(\.[0-9a-f]+)?\.tmp")
@@ -88,11 +87,6 @@ def set_aside(root: Folder, name: str, reason: str) -> str:
     except OSError as error:
         said += f"; {REASON} or '{LATEST}' could not be written: {error}"
     return said
-
-
-def set_aside_names(root: Folder) -> list[str]:
-    """Folders of checkpoints that were set aside."""
-    return [name for name in root.names() if name.startswith(f"{DAMAGED}iter_")]
 
 
 def load_newest(

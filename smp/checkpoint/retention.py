@@ -106,7 +106,7 @@ def publish(root: Folder, folder: Folder, retention: Retention | None, check: Ca
 def best_interval(cost: float, mtbf: float) -> float:
     """Time between saves that loses least to saving and to repeating what a failure undid: sqrt(2 x cost x MTBF).
 
-    Young, "A first order approximation to the optimum checkpoint interval" (1974). In the units of the arguments, both
-    above 0: ``cost`` is how long a save stops the training, ``mtbf`` the mean time between failures.
+    Young, "A first order approximation to the optimum checkpoint interval" (1974). In the units of the arguments:
+    ``cost`` is how long a save stops the training, 0 or more, ``mtbf`` the mean time between failures, above 0.
     """
     return math.sqrt(2 * cost * mtbf)

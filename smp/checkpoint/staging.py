@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from smp.checkpoint.tensor_bytes import DTYPES, lay_out
-from smp.checkpoint.tensor_file import FileLayout
+from smp.checkpoint.tensor_file import FileLayout, Slot
 
 
 class StagingBuffer:
@@ -62,6 +62,10 @@ class StagingBuffer:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return layout
+
+    def view(self, slot: Slot) -> memoryview:
+        """The bytes of a slot, as they were filled in."""
+        return memoryview(self._memory[slot.start : slot.start + slot.size].numpy())  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Give the memory back."""

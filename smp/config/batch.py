@@ -15,8 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from smp.config.fields import given
-from smp.config.layout import Layout
 from smp.config.schema import ConfigError, DataConfig
 
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -73,13 +71,26 @@ class BatchSizes:
         parts = pairwise((*self.parts, (math.inf, 0)))
         return list(dict.fromkeys(size for (_, size), (end, _) in parts if consumed < end))
 
-    def steps(self, samples: int) -> int:
-        """Steps, from the first on, that consume at least so many samples."""
-        consumed = count = 0
+    def steps(self, samples: int, consumed: int = 0) -> int:
+        """Steps after ``consumed`` samples until at least so many are consumed in all."""
+        count = 0
         for (_, size), (end, _) in pairwise((*self.parts, (samples, 0))):
             steps = -(-max(0, min(samples, end) - consumed) // size)
             consumed, count = consumed + steps * size, count + steps
         return count
+
+    def ending(self, samples: int, consumed: int = 0) -> BatchSizes:
+        """The same, but that the last step before ``samples`` takes what is left, after ``consumed`` of them: where
+        sizes change, and it is a multiple of what divides them all, so that every layout that can take them can take
+        it. Else the last step is whole."""
+        count = self.steps(samples, consumed)
+        start = consumed
+        for _ in range(count - 1) if not self.constant else ():
+            start += self(start)
+        left = samples - start
+        if self.constant or not 0 < left < self(start) or left % math.gcd(*(size for _, size in self.parts)):
+            return self
+        return BatchSizes((*(part for part in self.parts if part[0] < start), (start, left)))
 
     def samples(self, steps: int) -> int:
         """What so many steps consume, from the first on."""
@@ -99,34 +110,35 @@ class BatchSizes:
         return [f"global batch size: {', '.join(shown)}"]
 
 
-class BatchSizeError(ConfigError):
-    """A batch that is no whole number of micro-batches.
+def count_micro_batches(data: DataConfig, data_parallel: int, size: int | None = None) -> int:
+    """Micro-batches that every data-parallel process computes in a step.
 
-    Attributes:
-        said: the batch, by its flag.
-        each: samples of one micro-batch on all data-parallel processes.
+    Where the samples do not fill them all, the last ones are filled up, on as many processes as it takes: every process
+    takes part in the same collectives, whatever its share is.
+
+    Args:
+        data: resolved.
+        data_parallel: processes that see different samples.
+        size: samples of the step; None: --global-batch-size.
     """
+    size = data.global_batch_size if size is None else size
+    assert size is not None, "resolved before"
+    return -(-size // (data.micro_batch_size * data_parallel))
 
-    def __init__(self, said: str, message: str, each: int) -> None:
-        super().__init__(message)
-        self.said, self.each = said, each
 
-
-def check_batch_sizes(data: DataConfig, layout: Layout, sizes: Iterable[int]) -> None:
-    """Refuse sizes that are no whole number of micro-batches. A run that resumes with more processes may have passed
-    those that do not suit them, so it looks at what is ahead of it once it knows where it is."""
-    table, each = data.step_batch_size_schedule, data.micro_batch_size * layout.data_parallel
-    changing = "".join(given(data, "rampup_batch_size", "step_batch_size_schedule"))
-    for size in sizes:
-        own = size == data.global_batch_size and table is None  # else that flag need not be given
-        said = f"{'--global-batch-size' if own else f'{changing}: a batch of'} {size}"
-        if size % each:
-            raise BatchSizeError(
-                said,
-                f"{said} is not divisible by --micro-batch-size {data.micro_batch_size} x {layout.data_parallel} "
-                f"data-parallel processes = {each}; change one of them",
-                each,
-            )
+def uneven_in_words(data: DataConfig, data_parallel: int, sizes: Iterable[int]) -> list[str]:
+    """What to tell the user where samples do not fill all micro-batches: a line, or nothing."""
+    rows = {
+        size: count_micro_batches(data, data_parallel, size) * data.micro_batch_size * data_parallel for size in sizes
+    }
+    uneven = {size: places for size, places in rows.items() if places > size}
+    if not uneven:
+        return []
+    size, places = max(uneven.items(), key=lambda item: (item[1] - item[0]) / item[1])
+    return [
+        f"uneven shares: {size} samples on {data_parallel} data-parallel processes in micro-batches of "
+        f"{data.micro_batch_size} fill {size} of {places} rows; what fills up the rest counts nothing"
+    ]
 
 
 def scheduled(data: DataConfig) -> BatchSizes:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from smp.config.batch import BatchSizes, check_batch_sizes
+from smp.config.batch import BatchSizes
 from smp.config.blend import parse_split
 from smp.config.context_parallel import check_context_parallel
 from smp.config.fields import entry_point_of, given, require, said_without_effect, settings, without_effect
+from smp.config.foreign import check_foreign
 from smp.config.fp8 import check_fp8
 from smp.config.latent import check_latent
 from smp.config.layout import Layout
+from smp.config.linear import check_linear
 from smp.config.model import ModelConfig
 from smp.config.moe import check_moe, check_moe_model
 from smp.config.mtp import check_mtp, check_mtp_model
@@ -27,6 +29,7 @@ _FRACTIONS = {
 }
 # ... and these: at least 0.
 _FROM_ZERO = {
+    *("beta", "top_k", "eval_temperature", "overlong_buffer_len", "importance_sampling_clip_min", "log_completions"),
     *("num_workers", "preview", "reward_center_coefficient", "hybrid_shard_degree"),
     *(
         "lr_warmup_iters",
@@ -43,6 +46,8 @@ _FROM_ZERO = {
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     *("position_embedding_offset", "glu_linear_offset"),
 }
+_SHARES = ("bad_sample_threshold", "lmbda", "kd_loss_alpha")
+_ANY = ("off_policy_mask_threshold", "reward_model_weight")
 # What tables of layers and experts, and timers, can hold. No integer is wider than 64 bits.
 _BELOW = {"num_layers": 2**16, "num_experts": 2**16, "distributed_timeout_minutes": 10**6}
 
@@ -50,15 +55,17 @@ _BELOW = {"num_layers": 2**16, "num_experts": 2**16, "distributed_timeout_minute
 def check_ranges(config: Config) -> None:
     """Check each number on its own."""
     for name, setting in settings(entry_point_of(config)).items():
-        value = getattr(getattr(config, setting.group), name)
+        value = getattr(getattr(config, setting.group), name, None)  # of a group that a run does not have
         if setting.type not in (int, float) or value is None:
             continue
         if name in _FRACTIONS:
             require(0 <= value < 1, f"{setting.flag} {value} must be at least 0 and below 1")
-        elif name == "bad_sample_threshold":
+        elif name in _SHARES:
             require(0 <= value <= 1, f"{setting.flag} {value} is not between 0 and 1")
         elif name == "dpo_label_smoothing":
             require(0 <= value < 0.5, f"{setting.flag} {value} must be at least 0 and below 0.5")
+        elif name in _ANY:
+            pass
         elif name in _FROM_ZERO:
             require(value >= 0, f"{setting.flag} {value} must not be negative")
         else:
@@ -69,16 +76,21 @@ def check_ranges(config: Config) -> None:
 
 def check_combinations(config: Config, layout: Layout) -> None:
     """Check what a config with its defaults filled in says as a whole."""
-    _check_heads_and_widths(config.model, layout.tp)
+    if config.model.is_foreign:
+        check_foreign(config)
+    else:
+        _check_heads_and_widths(config.model, layout.tp)
+        check_linear(config.model, layout.tp)
     _check_pipeline(config.parallel, config.training)
     _check_data_source(config.data, config.model, config.training)
-    _check_batch(config, layout)
+    _check_batch(config)
     check_context_parallel(config, layout)
     check_moe(config, layout)
     check_mtp(config)
     check_fp8(config, layout)
     check_offload(config)
     check_qlora(config, layout)
+    _check_rerun(config)
     _check_kernels(config)
     require(
         not (config.training.deterministic_mode and config.parallel.data_parallel_collectives == "auto"),
@@ -140,6 +152,9 @@ def check_effects(config: Config, *groups: str) -> None:
 def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
     """What to tell the user of settings that have no effect, some in this ``layout``, and are not refused."""
     notes = [f"note: {said_without_effect(config, [s])}" for s in without_effect(config) if s.noted]
+    if layout is not None and layout.dp_replicate * layout.tp == 1 and config.training.rerun_mode == "disabled":
+        for flag in given(config.training, "check_replicas_interval"):
+            notes.append(f"note: {flag} has no effect: in this layout no weight is on two processes")
     if layout is not None and layout.data_parallel * layout.cp == 1:
         for flag in given(config.parallel, "data_parallel_sharding_strategy"):
             notes.append(f"note: {flag} has no effect with one data-parallel process: there is nothing to shard over")
@@ -147,6 +162,23 @@ def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
         for flag in given(config.parallel, "data_parallel_collectives", "network_topology", *rounded):
             notes.append(f"note: {flag} has no effect with one data-parallel process: there is nobody to exchange with")
     return notes
+
+
+def _check_rerun(config: Config) -> None:
+    """A pass that is made again must find what the first one found."""
+    mode = config.training.rerun_mode
+    if mode == "disabled":
+        return
+    require(
+        not config.optim.optimizer_cpu_offload,
+        f"--rerun-mode {mode} and --optimizer-cpu-offload exclude each other: gradients leave during the backward pass",
+    )
+    parallel = config.parallel
+    require(
+        parallel.fp8_format is None or parallel.fp8_recipe != "delayed",
+        f"--rerun-mode {mode} and --fp8-recipe delayed exclude each other: maxima of a step are exchanged once; "
+        "tensorwise works",
+    )
 
 
 def _check_kernels(config: Config) -> None:
@@ -162,6 +194,7 @@ def check_model(model: ModelConfig) -> None:
     check_effects(Config(model=model), "model")
     _check_heads_and_widths(model, tp=1)
     check_latent(model)
+    check_linear(model, tp=1)
     _check_activation(model)
     _check_norms(model)
     check_positions(model)
@@ -295,7 +328,7 @@ def _check_packing(data: DataConfig) -> None:
     )
 
 
-def _check_batch(config: Config, layout: Layout) -> None:
+def _check_batch(config: Config) -> None:
     data, model = config.data, config.model
     length, batch = data.seq_length, data.global_batch_size
     assert length is not None and batch is not None, "filled in before"
@@ -303,12 +336,7 @@ def _check_batch(config: Config, layout: Layout) -> None:
         length <= model.max_position_embeddings,
         f"--seq-length {length} is above --max-position-embeddings {model.max_position_embeddings}; change one of them",
     )
-    evaluates = config.training.eval_interval is not None or data.test_data_path is not None
-    if evaluates or layout.pp > 1:  # evaluation and the plan of a pipeline are of the largest batch all the time
-        check_batch_sizes(data, layout, [batch])
-    sizes, may_resume = BatchSizes.of(data), config.checkpoint.load is not None and not config.checkpoint.finetune
-    # The last one is ahead of every run; ``may_resume`` has others checked once it is known whether they are.
-    check_batch_sizes(data, layout, [sizes.parts[-1][1]] if may_resume else sizes.ahead())
+    BatchSizes.of(data)  # which refuses sizes that lead nowhere
 
 
 def _check_schedule(optim: OptimizerConfig) -> None:
@@ -372,8 +400,13 @@ def _check_loading(checkpoint: CheckpointConfig) -> None:
 
 def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> None:
     names = ("save_interval", "save_mtbf_hours", "async_save", "keep_last_k", "save_retain_interval", "keep_best_k")
-    for flag in given(checkpoint, *names):
+    for flag in given(checkpoint, *names, "save_hf"):
         require(checkpoint.save is not None, f"{flag} needs --save, the folder to save under")
+    require(
+        not (checkpoint.save_hf and "://" in (checkpoint.save or "")),
+        f"--save-hf writes to a file system, not to --save {checkpoint.save}: leave it out, and convert when the run "
+        "has ended (tools/convert_checkpoint.py, tools/merge_lora.py)",
+    )
     for flag in given(training, "exit_interval", "exit_duration_in_mins"):
         require(checkpoint.save is not None, f"{flag} saves and stops: give --save, the folder to save under")
     interval, mtbf, last = checkpoint.save_interval, checkpoint.save_mtbf_hours, checkpoint.keep_last_k

@@ -27,6 +27,7 @@ from smp.config.fields import (
     settings,
     title_of,
 )
+from smp.config.foreign import refuse_architecture
 from smp.config.hub import with_folders
 from smp.config.megatron.table import answer_of
 from smp.config.schema import Config, ConfigError
@@ -35,30 +36,38 @@ FROM_MEGATRON = "--from-megatron"
 """Says that a line is Megatron-LM's; see ``smp.config.megatron.translate``."""
 
 Presets = Mapping[str, Mapping[str, Any]]
-Describe = Callable[[str], dict[str, Any] | None]
+Describe = Callable[[Mapping[str, Any]], dict[str, Any] | None]
 
 
-def load_config(argv: Sequence[str], presets: Presets, described: Describe = lambda load: None) -> Config:
+def load_config(argv: Sequence[str], presets: Presets, described: Describe = lambda values: None) -> Config:
     """Parse a command line (without the program's name) into an unresolved ``Config``.
 
     Args:
         argv: flags; ``--help`` prints the settings and exits with 0.
         presets: named size -> ``ModelConfig`` field -> value.
-        described: value of ``--load`` -> the ``ModelConfig`` fields that what lies there states, or None. They take the
-            place of the preset when no ``--model`` is given.
+        described: what was given, --load among it -> the ``ModelConfig`` fields that what lies there states, or None.
+            They take the place of the preset when no ``--model`` is given.
 
     Raises:
         ConfigError: an unknown flag, key, preset or value; one line with the nearest valid name.
     """
     values = read_values(argv, PRETRAIN, f"Named sizes: {', '.join(presets)}.")
     model = None
-    if "model" not in values and values.get("load") not in (None, "auto"):
-        model = described(values["load"])
+    config_file = values.get("model_config")
+    require(
+        config_file is None or "model" not in values,
+        f"--model {values.get('model')} and --model-config {config_file}: give one",
+    )
+    if config_file is not None or ("model" not in values and values.get("load") not in (None, "auto")):
+        model = described(values)
     if model is None:
         model = _preset(values.get("model"), presets)
     no_flags = {name: model.pop(name) for name in list(model) if name not in settings(PRETRAIN)}
     config = build_tree(PRETRAIN, model | values)
-    config = replace(config, model=replace(config.model, **no_flags))  # a reward model's head
+    # a reward model's head, the configuration of a model of transformers'
+    config = replace(config, model=replace(config.model, **no_flags))
+    if config.model.is_foreign:
+        refuse_architecture(values, model | no_flags)
     # what else of a named size is without effect beside the flags goes with it
     return replace(config, model=effective(config.model, keep=values.keys()))
 

@@ -35,6 +35,7 @@ def check_context_parallel(config: Config, layout: Layout) -> None:
             f"--cp-comm-type {kind} merges blocks of keys, which --position-embedding-type alibi is not written for; "
             "--cp-comm-type a2a works"
         )
+    _check_recurrence(config, layout)
     heads = config.model.num_attention_heads // layout.tp
     if heads % a2a:
         shared = f" / --tensor-model-parallel-size {layout.tp}" if layout.tp > 1 else ""
@@ -44,6 +45,18 @@ def check_context_parallel(config: Config, layout: Layout) -> None:
             f"not --num-attention-heads {config.model.num_attention_heads}{shared} = {heads}; "
             "--cp-comm-type p2p and all_gather work"
         )
+
+
+def _check_recurrence(config: Config, layout: Layout) -> None:
+    """By heads, those of keys are shared; states are of all heads."""
+    heads = config.model.linear_num_key_heads // layout.tp
+    if config.model.linear_attention_type is None or config.parallel.cp_comm_type != "a2a" or heads % layout.cp == 0:
+        return
+    raise ConfigError(
+        f"--cp-comm-type a2a needs a multiple of {layout.cp} key heads of the recurrence on each process, not "
+        f"--linear-num-key-heads {config.model.linear_num_key_heads} / --tensor-model-parallel-size {layout.tp} = "
+        f"{heads}; --cp-comm-type p2p and all_gather work"
+    )
 
 
 def _check_length(length: int, cp: int) -> None:

@@ -3,6 +3,7 @@ effect."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any
 
@@ -21,3 +22,9 @@ def only_with(default: Any, *, noted: bool = False, **needs: Any) -> Any:
     serve several layouts give it.
     """
     return field(default=default, metadata={"needs": tuple(needs.items()), "noted": noted})
+
+
+def one_of(default: str, table: Mapping[str, Any]) -> Any:
+    """A field whose values are the names of ``table``, also of rows that are added later; the ``summary`` of each row
+    is part of its text."""
+    return field(default=default, metadata={"table": table})

@@ -36,7 +36,10 @@ class EntryPoint:
 PRETRAIN = EntryPoint(
     groups=dict.fromkeys(("model", "parallel", "data", "optim", "training", "checkpoint", "logging")),
     leaves_out=frozenset(
-        ("chat_template", "mask_prompt", "bad_sample_threshold", "preview", "train_epochs", "resume", "scalar_head")
+        (
+            *("chat_template", "apply_chat_template", "mask_prompt", "truncation_side", "bad_sample_threshold"),
+            *("preview", "train_epochs", "resume", "scalar_head", "transformers_config"),
+        )
     ),
     own={"packing": Own(choices=("stream", "best-fit"))},
 )
@@ -47,25 +50,24 @@ FINETUNE = EntryPoint(
         "model": None,
         "parallel": None,
         "data": (
-            *("data_path", "split", "tokenizer_model", "chat_template", "mask_prompt", "packing", "seq_length"),
-            *("micro_batch_size", "global_batch_size", "bad_sample_threshold", "preview"),
+            *("data_path", "split", "tokenizer_model", "chat_template", "apply_chat_template", "mask_prompt"),
+            *("truncation_side", "packing", "seq_length", "micro_batch_size", "global_batch_size"),
+            *("bad_sample_threshold", "preview"),
         ),
         "lora": None,
         "objective": None,
+        "rollouts": None,
+        "distillation": None,
         "optim": None,
         "training": None,
         "checkpoint": (
             *("load", "ckpt_step", "save", "resume", "save_interval", "save_mtbf_hours", "async_save", "keep_last_k"),
-            *("save_retain_interval", "keep_best_k"),
+            *("save_retain_interval", "keep_best_k", "save_hf", "peer_snapshot_interval", "peer_snapshot_dir"),
         ),
         "logging": None,
     },
-    leaves_out=frozenset(
-        (
-            *("init_method_std", "scalar_head"),  # all weights are read; --objective says the other
-            *("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"),  # a fine-tuning's batch is constant
-        )
-    ),
+    # all weights are read; --objective and --load say the others
+    leaves_out=frozenset(("init_method_std", "model_config", "scalar_head", "transformers_config")),
     titles={
         "data": "What is fine-tuned on, and how samples become sequences.",
         "checkpoint": "Where a run starts from, and saving.",
@@ -74,7 +76,8 @@ FINETUNE = EntryPoint(
         "data_path": Own(
             "Files of samples (.jsonl, .json, .csv, also .gz and .zst; .parquet, .arrow), folders of them (of "
             "save_to_disk, too) or glob patterns. The shape of each sample is detected: messages, prompt/completion, "
-            "text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo, orpo and reward, prompt/completion/label for kto."
+            "text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo, orpo and reward, prompt/completion/label for kto, "
+            "a prompt and any columns for reinforcement learning."
         ),
         "split": Own(
             "Relative sizes of the train, validation and test parts; which sample goes where is drawn by the seed.",
@@ -90,13 +93,16 @@ FINETUNE = EntryPoint(
             choices=("best-fit", "off"),
         ),
         "seq_length": Own(
-            "Tokens per sequence; longer samples are cut at the end. Default: --max-position-embeddings, at most 8192."
+            "Tokens per sequence; longer samples are cut, see --truncation-side. Default: --max-position-embeddings, "
+            "at most 8192."
         ),
         "micro_batch_size": Own(
-            "Sequences (pairs with dpo, orpo and reward) in one forward pass of one data-parallel process."
+            "Sequences (pairs with dpo, orpo and reward; completions with grpo and its kind) in one forward pass of "
+            "one data-parallel process."
         ),
         "global_batch_size": Own(
-            "Sequences (pairs with dpo, orpo and reward) per optimizer step. Default: micro batch x data-parallel "
+            "Sequences (pairs with dpo, orpo and reward; completions with grpo and its kind) per optimizer step, any "
+            "number: rows that count nothing fill up the last micro-batches. Default: micro batch x data-parallel "
             "processes."
         ),
         "lr": Own("Peak learning rate. Adapters take about ten times as much as whole models.", default=2e-5),

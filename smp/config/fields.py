@@ -10,7 +10,7 @@ import ast
 import difflib
 import inspect
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -31,9 +31,10 @@ class Setting:
         name: the field's name, which is also the YAML key.
         group: the name of the group in ``Config``, such as ``"model"``.
         type: ``int``, ``float``, ``str`` or ``bool``.
-        choices: allowed texts of a ``Literal``; empty when any value of the type may be given.
+        choices: allowed texts of a ``Literal``, or names of a table; empty when any value of the type may be given.
         default: what it is when it is not given.
-        text: what it means, on one line.
+        declared: the dataclass that has it.
+        own_text: what it means for this entry point, where that differs.
         many: several words make the value; a flag takes them one after the other.
         needs: names and values of settings; it has an effect beside one of them only. See ``schema.only_with``.
         noted: elsewhere it is not refused, but the user is told.
@@ -42,9 +43,10 @@ class Setting:
     name: str
     group: str
     type: type
-    choices: tuple[str, ...]
+    choices: Collection[str]
     default: Any
-    text: str
+    declared: Any
+    own_text: str = ""
     many: bool = False
     needs: tuple[tuple[str, Any], ...] = ()
     noted: bool = False
@@ -53,6 +55,15 @@ class Setting:
     def flag(self) -> str:
         """The flag on the command line, ``--kebab-case``."""
         return flag_of(self.name)
+
+    @property
+    def text(self) -> str:
+        """What it means, on one line. Read from the source when it is asked for: a launcher never does."""
+        if self.own_text:
+            return self.own_text
+        text = docstrings(self.declared)[self.name]
+        table = next(item for item in fields(self.declared) if item.name == self.name).metadata.get("table")
+        return text if table is None else f"{text} {'; '.join(f'{n}: {row.summary}' for n, row in table.items())}."
 
     @property
     def optional(self) -> bool:
@@ -132,6 +143,7 @@ def without_effect(config: Config, *groups: str) -> list[Setting]:
         setting
         for setting in settings(entry_point_of(config)).values()
         if not groups or setting.group in groups
+        if getattr(config, setting.group) is not None
         if getattr(getattr(config, setting.group), setting.name) != setting.default
         if not has_effect(config, setting)
     ]
@@ -169,6 +181,8 @@ def _lacking(config: Config, setting: Setting) -> str:
     for name, wanted in setting.needs:
         if name not in known:
             continue  # not of this entry point
+        if _holds(config, name, wanted):  # and has no effect itself, or this would not be said
+            return _lacking(config, known[name])
         default = next(getattr(type(group), name) for group in vars(config).values() if hasattr(group, name))
         if isinstance(wanted, bool):
             if wanted == default:
@@ -187,7 +201,13 @@ def effective(model: ModelConfig, keep: Container[str] = ()) -> ModelConfig:
     # again and again: what needed one of these has no effect now
     while idle := [s for s in without_effect(Config(model=model), "model") if s.name not in keep]:
         model = replace(model, **{setting.name: setting.default for setting in idle})
-    return model
+    from smp.config.layer_pattern import OF_ATTENTION, linear  # which imports this file
+
+    if model.linear_attention_type is None or not all(linear(model)):
+        return model
+    # Of a named size or a folder, of which so few layers are taken that none has attention.
+    names = [name for name in (*OF_ATTENTION, "num_query_groups", "kv_channels") if name not in keep]
+    return replace(model, **{name: getattr(ModelConfig, name) for name in names})
 
 
 def entry_point_of(config: Config) -> EntryPoint:
@@ -206,21 +226,24 @@ def settings(entry: EntryPoint = PRETRAIN) -> dict[str, Setting]:
     """Every setting of an entry point by name, in the order of --help."""
     table: dict[str, Setting] = {}
     for group, cls in group_classes(entry).items():
-        hints, texts = get_type_hints(cls, include_extras=True), docstrings(cls)
+        hints = get_type_hints(cls, include_extras=True)
         items = {item.name: item for item in fields(cls) if item.name not in entry.leaves_out}
         for name in entry.groups[group] or items:
             assert name not in table, f"{name} is in two groups, but flags are flat"
-            table[name] = _setting(items[name], group, hints[name], texts[name], entry.own.get(name, Own()))
+            table[name] = _setting(items[name], group, cls, hints[name], entry.own.get(name, Own()))
     return table
 
 
-def _setting(item: Field[Any], group: str, hint: Any, text: str, own: Own) -> Setting:
+def _setting(item: Field[Any], group: str, declared: type, hint: Any, own: Own) -> Setting:
     assert item.default is not MISSING, f"{group}.{item.name} has no default"
     options = [arg for arg in get_args(hint) if arg is not type(None)]
     base = options[0] if get_origin(hint) is not Literal and type(None) in get_args(hint) else hint
     many = get_origin(base) is Annotated
     base = get_args(base)[0] if many else base
-    choices = get_args(base) if get_origin(base) is Literal else ()
+    choices: Collection[str] = get_args(base) if get_origin(base) is Literal else ()
+    if "table" in item.metadata:
+        table: Mapping[str, Any] = item.metadata["table"]
+        choices = table.keys()  # a view: rows may be added
     kind = str if choices else base
     assert kind in _EXPECTED, f"{group}.{item.name}: no rule for type {hint}"
     default = item.default if own.default is ... else own.default
@@ -230,13 +253,15 @@ def _setting(item: Field[Any], group: str, hint: Any, text: str, own: Own) -> Se
         type=kind,
         choices=own.choices or choices,
         default=default,
-        text=own.text or text,
+        declared=declared,
+        own_text=own.text or "",
         many=many,
         needs=item.metadata.get("needs", ()),
         noted=item.metadata.get("noted", False),
     )
 
 
+@cache
 def docstrings(cls: type) -> dict[str, str]:
     """The text under each field of a dataclass, on one line (from the source: Python keeps none at run time)."""
     body = ast.parse(inspect.getsource(cls)).body[0]

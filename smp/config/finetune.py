@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smp.config.checks import check_effects, check_paths, check_ranges
+from smp.config.distilled import fill_distillation
 from smp.config.fields import flag_of, given, require
-from smp.config.schema import Config, DataConfig, LoraConfig, ObjectiveConfig
+from smp.config.objectives import ObjectiveConfig
+from smp.config.online import fill_rollouts
+from smp.config.schema import Config, DataConfig, LoraConfig
 
-ALL_LINEAR = "query,key,value,output,gate,up,down,query_down,query_up,key_value_down,key_value_up"
+ALL = "all-linear"
+"""peft's word for them in --lora-target-modules."""
+ALL_LINEAR = "query,key,value,output,gate,up,down,query_down,query_up,key_value_down,key_value_up,beta,decay"
 """Every linear layer of any model but experts; the last four are latent attention's."""
 
 
@@ -28,10 +33,15 @@ def fill_in(config: Config) -> Config:
         "--decoupled-lr: the embedding and the output matrix are frozen beside adapters; leave it out",
     )
     _check_objective(config, objective)
-    if objective.objective in ("dpo", "kto"):
+    facts = config.objective_facts
+    config = replace(config, rollouts=fill_rollouts(config))
+    config = replace(config, rollouts=fill_distillation(config))
+    if config.has_reference:
         reference = objective.dpo_reference or ("adapters-off" if config.has_adapters else "copy")
         objective = replace(objective, dpo_reference=reference)
-    return replace(config, lora=_filled(lora), objective=objective, data=_laid_out(config.data, config.judges_answers))
+    return replace(
+        config, lora=_filled(lora), objective=objective, data=_laid_out(config.data, facts.of_answers or config.writes)
+    )
 
 
 def _filled(lora: LoraConfig) -> LoraConfig:
@@ -40,9 +50,13 @@ def _filled(lora: LoraConfig) -> LoraConfig:
     return replace(
         lora,
         lora_alpha=lora.lora_alpha or 2.0 * lora.lora_rank,
-        lora_target_modules=lora.lora_target_modules or ALL_LINEAR,
+        lora_target_modules=",".join(_named(target) for target in (lora.lora_target_modules or ALL).split(",")),
         lora_dropout=lora.lora_dropout or 0.0,
     )
+
+
+def _named(target: str) -> str:
+    return ALL_LINEAR if target.strip() == ALL else target.strip()
 
 
 def _laid_out(data: DataConfig, alone: bool) -> DataConfig:
@@ -60,8 +74,9 @@ def _check_source(config: Config) -> None:
     require(not checkpoint.resume or checkpoint.save is not None, "--resume goes on from --save: give --save")
     lengths = [flag_of(n) for n in ("train_epochs", "train_iters", "train_samples") if getattr(training, n) is not None]
     require(len(lengths) < 2, f"{' and '.join(lengths)} are both given; give one")
+    saves = config.distillation is not None and config.distillation.logits_save_dir is not None
     require(
-        bool(lengths) or training.dry_run or data.preview > 0,
+        bool(lengths) or training.dry_run or data.preview > 0 or saves,
         "how long to train is missing: give --train-epochs, --train-iters or --train-samples",
     )
 
@@ -81,23 +96,46 @@ def _check_lora(lora: LoraConfig) -> None:
 
 
 def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
-    check_effects(config, "objective", "lora")
-    if objective.objective == "sft":
+    check_effects(config, "objective", "rollouts", "distillation", "lora")
+    data, name, facts = config.data, objective.objective, config.objective_facts
+    if not facts.of_answers:
         return
-    data, name = config.data, objective.objective
     require(
-        not (config.has_scores and config.lora is not None and config.lora.load_adapter is not None),
-        "--objective reward begins adapters together with the head of scores: give --lora-rank, and merge what "
+        not (facts.has_scores and config.lora is not None and config.lora.load_adapter is not None),
+        f"--objective {name} begins adapters together with the head of scores: give --lora-rank, and merge what "
         "--load-adapter names into --load before (tools/merge_lora.py); --resume goes on with both",
     )
     require(data.packing != "best-fit", f"--packing best-fit: --objective {name} packs no answers; leave it out")
+    require(
+        not (config.is_online and data.truncation_side != "right"),
+        f"--truncation-side {data.truncation_side} has no effect with --objective {name}, which cuts no prompts; leave "
+        "it out",
+    )
     require(data.mask_prompt, f"--no-mask-prompt: --objective {name} compares answers only; leave it out")
     require(
         objective.dpo_reference != "adapters-off" or config.has_adapters,
         "--dpo-reference adapters-off: there are no adapters to switch off; give --lora-rank, or take copy",
     )
     require(
-        not (config.has_labels and objective.dpo_reference == "precomputed"),
-        "--dpo-reference precomputed: --objective kto also compares answers of other samples, which differ in every "
-        "epoch; take adapters-off or copy",
+        not (facts.mismatched and objective.dpo_reference == "precomputed"),
+        f"--dpo-reference precomputed: --objective {name} also compares answers of other samples, which differ in "
+        "every epoch; take adapters-off or copy",
     )
+    require(
+        not (config.is_online and objective.dpo_reference == "precomputed"),
+        f"--dpo-reference precomputed: --objective {name} compares what the model writes, which is not known before; "
+        "take adapters-off or copy",
+    )
+    require(
+        not config.is_online or objective.dpo_reference is None or config.has_reference,
+        f"--dpo-reference {objective.dpo_reference} has no effect without --beta; leave it out",
+    )
+
+
+def targets_of(config: Config) -> list[str]:
+    """Patterns of --lora-target-modules."""
+    lora = config.lora
+    assert lora is not None and lora.lora_target_modules is not None, "filled in before"
+    if config.model.is_foreign and lora.lora_target_modules == ALL_LINEAR:  # under names of its own
+        return ["*"]
+    return lora.lora_target_modules.split(",")

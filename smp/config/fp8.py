@@ -55,6 +55,11 @@ def check_fp8(config: Config, layout: Layout) -> None:
         config.lora is None or not config.lora.load_in_4bit,
         f"{flag} and --load-in-4bit exclude each other: products of weights in 4 bits are in bf16; leave one out",
     )
+    require(
+        model.linear_attention_type is None,
+        f"{flag} and --linear-attention-type {model.linear_attention_type} exclude each other: rates and decays of a "
+        "recurrence are not for 8 bits, and the projections beside them share their input; leave one out",
+    )
     _check_layers(model, parallel)
     _check_gather(parallel, layout)
     groups = model.num_query_groups or 1

@@ -9,7 +9,7 @@ from smp.config.schema import ConfigError
 _OF_OTHERS = (
     *("rotary_percent", "rotary_interleaved", "rotary_base_local", "no_rope_freq", "window_attn_skip_freq"),
     *("qk_layernorm_across_heads", "apply_layernorm_1p", "softmax_scale", "softmax_type", "attn_logit_softcapping"),
-    *("qk_l2_norm", "attention_chunk_size"),
+    *("qk_l2_norm", "attention_chunk_size", "attention_output_gate"),
 )
 """What only layers with keys and values of their own have."""
 
@@ -52,8 +52,9 @@ def check_latent(model: ModelConfig) -> None:
         f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}: RoPE needs an even number of channels",
     )
     require(
-        model.disable_bias_linear and not model.add_qkv_bias,
-        "--multi-latent-attention has no biases; leave out --no-disable-bias-linear and --add-qkv-bias",
+        model.disable_bias_linear and not (model.add_qkv_bias or model.add_attention_output_bias),
+        "--multi-latent-attention has no biases; leave out --no-disable-bias-linear, --add-qkv-bias and "
+        "--add-attention-output-bias",
     )
     named = given(model, *_OF_OTHERS)
     require(not named, f"{', '.join(named)} is not there with --multi-latent-attention; leave it out")

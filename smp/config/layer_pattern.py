@@ -1,13 +1,11 @@
-"""What differs between the layers of a model: Megatron's notation of patterns, and which layers' attention has a
-window, chunks and RoPE."""
+"""Megatron's notation of what differs between layers, and which layers have a window, RoPE and experts by it. What a
+layer is, in all its settings, is in :mod:`smp.config.layers`."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 from smp.config.fields import require
 from smp.config.model import ModelConfig
@@ -16,51 +14,45 @@ from smp.config.schema import ConfigError
 _MOST_LAYERS = 10_000
 
 
-@dataclass(frozen=True)
-class LayerAttention:
-    """What one layer's attention is.
+def windowed(model: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer has --window-size."""
+    if model.window_size is None:
+        return (False,) * model.num_layers
+    return _windowed(model.window_attn_skip_freq, model.num_layers)
 
-    Attributes:
-        window: a token sees itself and the window - 1 tokens before it; None: all before it.
-        rope: which table rotates queries and keys: of --rotary-base, or of --rotary-base-local; None: nothing does.
-        chunk: a token sees those before it in its own chunk of so many; None: chunks do not matter.
+
+OF_ATTENTION = (
+    *("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_base_local", "no_rope_freq", "use_rope_scaling"),
+    *("attn_temperature_tuning", "window_size", "attention_chunk_size", "add_qkv_bias", "add_attention_output_bias"),
+    *("qk_layernorm", "qk_l2_norm", "attention_output_gate", "softmax_scale", "softmax_type"),
+    *("attn_logit_softcapping", "attention_dropout", "multi_latent_attention"),
+)
+"""What only layers with attention have; what needs one of these is refused with it."""
+
+
+def linear(model: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer has the linear recurrence in place of attention."""
+    if model.linear_attention_type is None:
+        return (False,) * model.num_layers
+    return _linear(model.linear_attention_freq, model.num_layers)
+
+
+def no_rope(model: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer is without RoPE."""
+    if model.position_embedding_type != "rope":
+        return (True,) * model.num_layers
+    return _no_rope(model.no_rope_freq, model.num_layers)
+
+
+def with_experts(model: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer has experts.
+
+    Raises:
+        ConfigError: --moe-layer-freq is neither a number nor a list of the right length.
     """
-
-    window: int | None = None
-    rope: Literal["global", "local"] | None = None
-    chunk: int | None = None
-
-
-def layer_attention(model: ModelConfig, layer: int) -> LayerAttention:
-    """Of one layer of a resolved model, by its number in the whole model. Layers behind the last are as it is."""
-    layer = min(layer, model.num_layers - 1)
-    windowed = model.window_size is not None and _windowed(model.window_attn_skip_freq, model.num_layers)[layer]
-    window = model.window_size if windowed else None
-    turned = model.position_embedding_type == "rope" and not _no_rope(model.no_rope_freq, model.num_layers)[layer]
-    if not turned:
-        return LayerAttention(window)
-    rope: Literal["global", "local"] = "local" if windowed and model.rotary_base_local is not None else "global"
-    return LayerAttention(window, rope, model.attention_chunk_size)
-
-
-def layer_attentions(model: ModelConfig) -> list[LayerAttention]:
-    """Of all layers."""
-    return [layer_attention(model, layer) for layer in range(model.num_layers)]
-
-
-def hides_tokens(model: ModelConfig, length: int | None = None) -> bool:
-    """Whether some layer has a window or chunks that hide earlier tokens of sequences of ``length``; None: of long
-    ones."""
-    sizes = {model.window_size, model.attention_chunk_size} - {None}
-    return any(length is None or size < length for size in sizes if size is not None)
-
-
-def scores_flag(model: ModelConfig) -> str:
-    """The flag that makes attention's scores more than scale q k^T + mask, which only --attention-backend math
-    computes; "": there is none."""
-    if model.attn_logit_softcapping is not None:
-        return f"--attn-logit-softcapping {model.attn_logit_softcapping:g}"
-    return "--position-embedding-type alibi" if model.position_embedding_type == "alibi" else ""
+    return (
+        (False,) * model.num_layers if model.num_experts is None else _experts(model.moe_layer_freq, model.num_layers)
+    )
 
 
 @cache
@@ -74,6 +66,16 @@ def _windowed(text: str | None, num_layers: int) -> tuple[bool, ...]:
 
 
 @cache
+def _linear(text: str | None, num_layers: int) -> tuple[bool, ...]:
+    if text is None:
+        return (True,) * num_layers
+    value = pattern_value("--linear-attention-freq", text, num_layers)
+    found = tuple(bool(v) for v in value) if isinstance(value, list) else _all_but_every(value, num_layers)
+    require(any(found), f"--linear-attention-freq {text} leaves no layer with it; leave out --linear-attention-type")
+    return found
+
+
+@cache
 def _no_rope(text: str | None, num_layers: int) -> tuple[bool, ...]:
     if text is None:
         return (False,) * num_layers
@@ -81,6 +83,15 @@ def _no_rope(text: str | None, num_layers: int) -> tuple[bool, ...]:
     if not isinstance(value, list):
         return tuple(not rope for rope in _all_but_every(value, num_layers))
     return tuple(bool(v) for v in value)
+
+
+@cache
+def _experts(text: str, num_layers: int) -> tuple[bool, ...]:
+    value = pattern_value("--moe-layer-freq", text, num_layers)
+    if isinstance(value, int):
+        return tuple(layer % value == 0 for layer in range(num_layers))
+    require(1 in value, f"--moe-layer-freq {text} leaves no layer with experts; leave out --num-experts")
+    return tuple(bool(kind) for kind in value)
 
 
 def _all_but_every(number: int, num_layers: int) -> tuple[bool, ...]:

@@ -14,8 +14,19 @@ class ModelConfig:
 
     model: str | None = None
     """Named size to start from, such as llama3-8b (--dry-run prints what it resolves to). Default: the values below."""
+    model_implementation: Literal["auto", "smp", "transformers"] = "auto"
+    """What computes the model of a Hugging Face folder or --model-config. smp: this project's decoder, with every
+    parallelism and kernel; transformers: its own module, whatever its architecture is; auto: smp where the architecture
+    is one of its families, else transformers. docs/any-model.md says what each has."""
+    model_config: str | None = None
+    """File config.json of Hugging Face's, or a folder with one, whose architecture is trained from random weights."""
+    transformers_config: str | None = None
+    """Content of the config.json of a model that transformers computes. No flag."""
     num_layers: int = 4
     """Number of transformer blocks."""
+    layer_types: Words | None = None
+    """Kind of each layer's mixer, such as attention: names in the order of layers, which repeat where they are fewer.
+    A script of one's own can register more kinds. Default: attention in all layers."""
     hidden_size: int = 128
     """Width of the residual stream."""
     ffn_hidden_size: int | None = None
@@ -59,17 +70,21 @@ class ModelConfig:
     use_rope_scaling: bool = only_with(False, position_embedding_type="rope")
     """Scale RoPE's frequencies for sequences longer than those the model was trained on. --rope-scaling-type says
     how."""
-    rope_scaling_type: Literal["llama3", "linear", "yarn", "longrope"] = only_with("llama3", use_rope_scaling=True)
+    rope_scaling_type: Literal["llama3", "linear", "yarn", "longrope", "dynamic"] = only_with(
+        "llama3", use_rope_scaling=True
+    )
     """llama3: slow down low frequencies (Llama 3.1); linear: all frequencies alike (position interpolation); yarn: slow
-    down low frequencies and sharpen attention; longrope: each frequency by its own factor (Phi-3)."""
-    rope_scaling_factor: float = only_with(8.0, use_rope_scaling=True)
-    """RoPE scaling: how much low frequencies are slowed down; with linear all of them."""
-    rope_low_freq_factor: float = only_with(1.0, use_rope_scaling=True)
+    down low frequencies and sharpen attention; longrope: each frequency by its own factor (Phi-3); dynamic: a larger
+    base in each sequence longer than --rope-original-max-position, by its length (dynamic NTK)."""
+    rope_scaling_factor: float = only_with(8.0, rope_scaling_type=("llama3", "linear", "yarn", "dynamic"))
+    """RoPE scaling: how much low frequencies are slowed down; with linear all of them; with dynamic how fast the base
+    grows."""
+    rope_low_freq_factor: float = only_with(1.0, rope_scaling_type="llama3")
     """Llama 3.1 RoPE scaling: wavelengths above original length / this are scaled fully."""
-    rope_high_freq_factor: float = only_with(4.0, use_rope_scaling=True)
+    rope_high_freq_factor: float = only_with(4.0, rope_scaling_type="llama3")
     """Llama 3.1 RoPE scaling: wavelengths below original length / this are left alone."""
-    rope_original_max_position: int = only_with(8192, use_rope_scaling=True)
-    """Llama 3.1 RoPE scaling, YaRN and LongRoPE: context length before the scaling."""
+    rope_original_max_position: int = only_with(8192, rope_scaling_type=("llama3", "yarn", "longrope", "dynamic"))
+    """Llama 3.1 RoPE scaling, YaRN, LongRoPE and dynamic NTK: context length before the scaling."""
     longrope_short_factor: Words | None = only_with(None, rope_scaling_type="longrope")  # noqa: RUF009 (text)
     """LongRoPE: factor by which each frequency is slowed down in sequences up to --rope-original-max-position, one
     number per pair of rotated channels."""
@@ -131,6 +146,12 @@ class ModelConfig:
     """No bias in linear layers; --no-disable-bias-linear adds them, also to experts and their router."""
     add_qkv_bias: bool = only_with(False, disable_bias_linear=True)
     """Bias on the query, key and value projections even when other biases are off (Qwen 2.5)."""
+    add_attention_output_bias: bool = only_with(False, disable_bias_linear=True)
+    """Bias on attention's output projection even when other biases are off (Hugging Face's attention_bias, with
+    --add-qkv-bias)."""
+    add_mlp_bias: bool = only_with(False, disable_bias_linear=True)
+    """Bias on the projections of MLPs, also of experts and on their router, even when other biases are off (Hugging
+    Face's mlp_bias)."""
     qk_layernorm: bool = False
     """Normalize queries and keys per head before RoPE (Qwen 3)."""
     qk_layernorm_across_heads: bool = only_with(False, qk_layernorm=True)
@@ -151,6 +172,24 @@ class ModelConfig:
     """Channels with RoPE in a head's query, and in the one key that all heads share; rotated in neighbouring pairs."""
     v_head_dim: int = only_with(128, multi_latent_attention=True)
     """Channels of a head's value."""
+    attention_output_gate: bool = False
+    """Multiply attention's output by the sigmoid of one more projection of its input (Qwen3-Next)."""
+    linear_attention_type: Literal["gated_delta_net"] | None = None
+    """A linear recurrence in place of attention, in the layers of --linear-attention-freq. gated_delta_net: that of
+    Qwen3-Next and Qwen 3.5. Default: all layers have attention."""
+    linear_attention_freq: str | None = only_with(None, linear_attention_type=GIVEN)
+    """Layers with the linear recurrence. n: all but every n-th, which keeps attention (Qwen3-Next: 4). Or Megatron's
+    list, with 1 for a layer with the recurrence and 0 for one with attention. Default: all layers."""
+    linear_conv_kernel_dim: int = only_with(4, linear_attention_type=GIVEN)
+    """Tokens that the causal convolution in front of the recurrence sees, with the token itself."""
+    linear_key_head_dim: int = only_with(128, linear_attention_type=GIVEN)
+    """Channels of a query and of a key of the recurrence."""
+    linear_value_head_dim: int = only_with(128, linear_attention_type=GIVEN)
+    """Channels of a value of the recurrence."""
+    linear_num_key_heads: int = only_with(16, linear_attention_type=GIVEN)
+    """Heads of queries and keys of the recurrence; each serves as many heads of values."""
+    linear_num_value_heads: int = only_with(32, linear_attention_type=GIVEN)
+    """Heads of values of the recurrence, each with a state of its own."""
     window_size: int | None = None
     """Sliding-window attention: a token attends to itself and the window_size - 1 tokens before it. Default: no
     window."""
@@ -250,6 +289,11 @@ class ModelConfig:
     """Dropout on the embedding and on what attention and MLP add to the residual stream."""
     attention_dropout: float = 0.0
     """Dropout on attention probabilities. Above 0 they are materialised (memory grows with length squared)."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether transformers computes it: then the other settings only say how large it is."""
+        return self.transformers_config is not None
 
     @property
     def gated(self) -> bool:

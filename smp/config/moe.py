@@ -1,20 +1,12 @@
-"""Mixture of experts: which layers have them, and what they ask of the other settings."""
+"""What experts ask of the other settings."""
 
 from __future__ import annotations
 
-from functools import cache
-
 from smp.config.fields import given, require
-from smp.config.layer_pattern import pattern_value
+from smp.config.layer_pattern import with_experts
 from smp.config.layout import Layout
 from smp.config.model import ModelConfig
 from smp.config.schema import Config
-
-
-def has_experts(model: ModelConfig, layer: int) -> bool:
-    """Whether this layer's MLP is a mixture of experts. Layers behind the last are as it is."""
-    layer = min(layer, model.num_layers - 1)
-    return model.num_experts is not None and _pattern(model.moe_layer_freq, model.num_layers)[layer]
 
 
 def aux_losses(model: ModelConfig) -> dict[str, float]:
@@ -23,20 +15,6 @@ def aux_losses(model: ModelConfig) -> dict[str, float]:
         return {}
     found = {"load balancing loss": model.moe_aux_loss_coeff, "z loss": model.moe_z_loss_coeff or 0.0}
     return {name: coefficient for name, coefficient in found.items() if coefficient > 0}
-
-
-@cache
-def _pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Of all layers.
-
-    Raises:
-        ConfigError: it is neither a number nor a list of the right length.
-    """
-    value = pattern_value("--moe-layer-freq", text, num_layers)
-    if isinstance(value, int):
-        return tuple(layer % value == 0 for layer in range(num_layers))
-    require(1 in value, f"--moe-layer-freq {text} leaves no layer with experts; leave out --num-experts")
-    return tuple(bool(kind) for kind in value)
 
 
 def check_moe_model(model: ModelConfig) -> None:
@@ -65,7 +43,7 @@ def check_moe_model(model: ModelConfig) -> None:
     )
     _check_groups(model)
     _check_balancing(model)
-    has_experts(model, 0)
+    with_experts(model)
 
 
 def _check_groups(model: ModelConfig) -> None:
@@ -123,10 +101,13 @@ def check_moe(config: Config, layout: Layout) -> None:
         ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size, layout.tp, tensor),
     ):
         require((size or 0) % tp == 0, f"{flag} {size} is not divisible by {its}; change one of them")
+    biased = (
+        "--add-mlp-bias" if model.add_mlp_bias else None if model.disable_bias_linear else "--no-disable-bias-linear"
+    )
     require(
-        model.disable_bias_linear or model.hidden_size % etp == 0,
+        biased is None or model.hidden_size % etp == 0,
         f"--hidden-size {model.hidden_size} is not divisible by {among}, over which biases "
-        "of experts are cut; change one of them, or leave out --no-disable-bias-linear",
+        f"of experts are cut; change one of them, or leave out {biased}",
     )
     uneven = model.moe_expert_capacity_factor is not None and not model.moe_pad_expert_input_to_capacity
     require(
@@ -154,7 +135,7 @@ def _check_finetuning(config: Config) -> None:
         "their tokens; leave it out",
     )
     require(
-        not (config.judges_answers and losses + moves),
+        not (config.objective_facts.of_answers and losses + moves),
         f"{', '.join(losses + moves)}: pairs of answers (--objective {config.objective.objective}) train without "
         "balancing experts; leave it out",
     )

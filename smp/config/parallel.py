@@ -52,6 +52,13 @@ class ParallelConfig:
     hybrid_shard_degree: int = 0
     """Processes over which hybrid FSDP shards weights, gradients and optimizer state, times --context-parallel-size.
     0: all data-parallel ones; 1: none (replicas only); n: groups of n, replicated."""
+    min_nodes: int | None = only_with(None, max_nodes=GIVEN)
+    """Fewest nodes that the run goes on with when nodes leave. Default: 1."""
+    max_nodes: int | None = None
+    """The run is elastic: nodes may join up to this number, and leave, while it runs (torchrun --nnodes MIN:MAX). Batch
+    size and learning rate stay; the data-parallel processes change. More nodes than this are spare ones, which wait."""
+    replica_increment_step: int = only_with(1, max_nodes=GIVEN)
+    """Numbers of nodes that the run may have: --min-nodes, and every so many more."""
     data_parallel_sharding_strategy: Literal["optim_grads_params", "optim_grads", "optim"] = "optim_grads_params"
     """What stays sharded over data-parallel processes between the micro-batches of a step. optim_grads_params:
     everything. optim_grads: weights are gathered once per step. optim: gradients are also reduced once per step. Less
@@ -62,6 +69,10 @@ class ParallelConfig:
     once over each node's uplink, then within nodes (CPU only, with several of the processes on a node); auto: the
     faster one for each size, predicted from links measured at the start. The choice is printed. hierarchical adds up in
     another order than flat."""
+    cpu_collectives: Literal["auto", "gloo"] = "auto"
+    """How processes on CPUs exchange tensors. auto: through memory between processes of one machine, by gloo between
+    machines; gloo: by gloo everywhere. Sums of three and more processes have another order in each. What a run uses is
+    printed."""
     network_topology: str | None = only_with(
         None, data_parallel_collectives=("auto", "hierarchical"), zero_hpz_partition_size=GIVEN
     )

@@ -5,18 +5,9 @@ from __future__ import annotations
 import math
 
 from smp.config.fields import flag_of, given, require
-from smp.config.layer_pattern import layer_attentions
+from smp.config.layer_pattern import no_rope, windowed
 from smp.config.model import ModelConfig
 from smp.config.schema import ConfigError
-
-_LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
-_UNUSED = {
-    "linear": (*_LLAMA3, "rope_original_max_position"),
-    "yarn": _LLAMA3,
-    "longrope": (*_LLAMA3, "rope_scaling_factor"),
-    "llama3": (),
-}
-"""Settings of some scalings that these do not read."""
 
 
 def check_positions(model: ModelConfig) -> None:
@@ -44,19 +35,20 @@ def check_positions(model: ModelConfig) -> None:
 
 def _check_layers(model: ModelConfig) -> None:
     """What differs between layers."""
-    kinds = {layer.rope for layer in layer_attentions(model)}
+    turned = [not skipped for skipped in no_rope(model)]
+    has_local = any(rope and window for rope, window in zip(turned, windowed(model), strict=True))
     local, skipped = given(model, "rotary_base_local"), given(model, "no_rope_freq")
     require(
-        not local or "local" in kinds,
+        not local or has_local,
         f"{''.join(local)} has no effect: no layer has both a window and RoPE; leave it out",
     )
     every = (model.no_rope_freq or "").isdecimal()  # of a named size, which may have been given fewer layers
     require(
-        not skipped or every or None in kinds,
+        not skipped or every or not all(turned),
         f"{''.join(skipped)} has no effect: every layer has RoPE; leave it out",
     )
     require(
-        not skipped or kinds != {None},
+        not skipped or any(turned),
         f"{''.join(skipped)} leaves no layer with RoPE; --position-embedding-type none is that",
     )
     _check_of_rope_layers(model)
@@ -87,10 +79,16 @@ def _check_of_rope_layers(model: ModelConfig) -> None:
 
 def _check_rope_scaling(model: ModelConfig) -> None:
     kind, fast, slow = model.rope_scaling_type, model.yarn_beta_fast, model.yarn_beta_slow
-    named = given(model, *_UNUSED[kind])
-    require(not named, f"{', '.join(named)} has no effect with --rope-scaling-type {kind}; leave it out")
     if kind == "longrope" and model.use_rope_scaling:
         _check_longrope(model)
+    require(
+        kind != "dynamic" or model.rotary_channels > 2,
+        f"--rope-scaling-type dynamic needs more than the {model.rotary_channels} rotated channels of a head",
+    )
+    require(
+        kind != "dynamic" or model.rope_scaling_factor >= 1,
+        f"--rope-scaling-factor {model.rope_scaling_factor} must be at least 1 with --rope-scaling-type dynamic",
+    )
     if kind != "yarn":
         return
     require(fast > slow, f"--yarn-beta-fast {fast} must be above --yarn-beta-slow {slow}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from smp.config.fields import require
+from smp.config.layer_pattern import with_experts
 from smp.config.layout import Layout
-from smp.config.moe import has_experts
 from smp.config.schema import Config
 
 BLOCK, NESTED = 64, 256
@@ -47,7 +47,9 @@ def check_qlora(config: Config, layout: Layout) -> None:
     widths = {"hidden size": (model.hidden_size, 1), "attention": (model.num_attention_heads * values, layout.tp)}
     if model.multi_latent_attention:
         widths |= {"keys and values": (model.kv_lora_rank, 1), "queries": (model.q_lora_rank or BLOCK, 1)}
-    if not all(has_experts(model, layer) for layer in range(model.num_layers)):
+    if model.linear_attention_type is not None:
+        widths["recurrence"] = (model.linear_num_value_heads * model.linear_value_head_dim, layout.tp)
+    if not all(with_experts(model)):
         widths["MLP"] = (model.ffn_hidden_size, layout.tp)
     if model.moe_shared_expert_intermediate_size is not None:
         widths["shared expert"] = (model.moe_shared_expert_intermediate_size, layout.tp)

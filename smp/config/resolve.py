@@ -23,9 +23,9 @@ from smp.config.schema import Config, ConfigError, DataConfig, TrainingConfig
 def resolve(config: Config, world_size: int) -> Config:
     """A copy of ``config`` with every derived default filled in and every check passed.
 
-    Alternatives are brought to one form: ``train_samples`` becomes ``train_iters`` and ``lr_warmup_fraction`` becomes
-    ``lr_warmup_iters`` or ``lr_warmup_samples`` (the first of each is then ``None``), so a resolved config resolves to
-    itself.
+    ``lr_warmup_fraction`` becomes ``lr_warmup_iters`` or ``lr_warmup_samples``, and is then ``None``. Beside
+    ``train_samples`` stand the ``train_iters`` of a run that begins now, so a resolved config resolves to itself; of a
+    run that goes on from a checkpoint they are those of :func:`with_rest`.
 
     Args:
         config: what ``load_config`` returned; left as it is.
@@ -55,6 +55,8 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         ConfigError: its sizes do not fit together.
     """
     check_ranges(Config(model=model))
+    if model.is_foreign:
+        return model
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.multi_latent_attention:
         model = replace(model, kv_channels=head_width(model))
@@ -96,17 +98,30 @@ def _data(data: DataConfig, model: ModelConfig, layout: Layout) -> DataConfig:
 
 def _training(training: TrainingConfig, sizes: BatchSizes) -> TrainingConfig:
     iters, samples = training.train_iters, training.train_samples
-    if iters is not None and samples is not None:
+    if iters is not None and samples is not None and iters != sizes.steps(samples):
         raise ConfigError(f"--train-iters {iters} and --train-samples {samples} are both given; give one")
     if iters is None and samples is None and not training.dry_run:
         raise ConfigError("how long to train is missing: give --train-iters or --train-samples (or --dry-run)")
     if samples is not None:
         iters = sizes.steps(samples)
-    return replace(training, train_iters=iters, train_samples=None)
+    return replace(training, train_iters=iters)
 
 
-def check_files(config: Config) -> None:
-    """Check that the files the run reads exist, without reading them.
+def with_rest(config: Config, iteration: int, consumed: int) -> Config:
+    """A resolved config whose ``train_iters`` are those that end where ``train_samples`` are trained, of a run that has
+    done ``iteration`` steps on ``consumed`` samples: earlier steps may have had other batch sizes than this run's."""
+    training, optim = config.training, config.optim
+    if training.train_samples is None:
+        return config
+    iters = iteration + BatchSizes.of(config.data).steps(training.train_samples, consumed)
+    # A schedule in iterations whose decay ends with the run does so still.
+    ends = optim.lr_decay_iters is not None and optim.lr_decay_iters == training.train_iters
+    optim = replace(optim, lr_decay_iters=iters) if ends else optim
+    return replace(config, training=replace(training, train_iters=iters), optim=optim)
+
+
+def check_files(config: Config, *, load_is_past: bool = False) -> None:
+    """Check that the files the run reads exist, without reading them; but for --load when it ``load_is_past``.
 
     Raises:
         ConfigError: one is missing; one line with its flag and path.
@@ -120,7 +135,7 @@ def check_files(config: Config) -> None:
                 raise ConfigError(f"{flag} {part.path} needs --data-cache-path FOLDER, on this machine, for its index")
     if data.tokenizer_model is not None and not os.path.exists(data.tokenizer_model):
         raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file or folder")
-    must_exist = load is not None and load != "auto" and config.checkpoint.exit_on_missing_checkpoint
+    must_exist = load not in (None, "auto") and not load_is_past and config.checkpoint.exit_on_missing_checkpoint
     if must_exist and "://" not in str(load) and not os.path.isdir(str(load)):
         raise ConfigError(f"--load {load}: there is no such folder{first_start(config)}")
     if load is not None:

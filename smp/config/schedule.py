@@ -57,7 +57,8 @@ def resolve_schedule(
     Raises:
         ConfigError: lengths in both units, or a warm-up said twice.
     """
-    unit = _unit(optim, "samples" if train_samples is not None and not sizes.constant else "iters")
+    # By samples also with one batch size: a run that goes on from a checkpoint may have another one.
+    unit = _unit(optim, "samples" if train_samples is not None else "iters")
     decay, warmup, final = (f"{part}_{unit}" for part in _PARTS)
     given, fraction = getattr(optim, warmup), optim.lr_warmup_fraction
     if fraction is not None and given:

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from smp.config.declare import GIVEN, Words, only_with
+from smp.config.distillation import DistillationConfig
 from smp.config.model import ModelConfig
+from smp.config.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveFacts
 from smp.config.parallel import ParallelConfig
+from smp.config.rollouts import ONLINE, RolloutConfig
 
 
 class ConfigError(ValueError):
@@ -52,7 +55,8 @@ class DataConfig:
     micro_batch_size: int = 1
     """Samples in one forward pass of one data-parallel process."""
     global_batch_size: int | None = None
-    """Samples per optimizer step. Default: micro batch x data-parallel processes (no accumulation)."""
+    """Samples per optimizer step, any number: where micro-batches x data-parallel processes do not divide it, rows that
+    count nothing fill up the last micro-batches. Default: micro batch x data-parallel processes (no accumulation)."""
     rampup_batch_size: Words | None = None
     """Three numbers: first batch size, increment, and the samples over which it grows to --global-batch-size."""
     step_batch_size_schedule: Words | None = None
@@ -72,8 +76,13 @@ class DataConfig:
     """Threads that read batches ahead; 0 reads each when it is needed."""
     chat_template: str | None = None
     """File with a Jinja chat template, instead of the tokenizer's own."""
+    apply_chat_template: bool = False
+    """Render samples whose prompt and answer are texts as a user's and the assistant's message. Without it such texts
+    are trained as they are."""
     mask_prompt: bool = True
     """Train on what the assistant says (or the completion) only; --no-mask-prompt trains on all tokens."""
+    truncation_side: Literal["right", "left"] = "right"
+    """Which end of a text is cut off that is longer than --seq-length: right its last tokens, left its first."""
     bad_sample_threshold: float = 0.01
     """Largest fraction of samples that may be broken (not JSON, unknown role, nothing to train on). They are left out
     and named by line number; more are an error."""
@@ -94,8 +103,8 @@ class LoraConfig:
     """Dropout on the input of adapters. Default: 0, or that of --load-adapter."""
     lora_target_modules: str | None = None
     """Linear layers that get an adapter: shell patterns, separated by commas, of whole names or of their last part
-    (query, key, value, output, gate, up, down). Experts only by whole names, such as *.experts.*. Default: all but
-    experts."""
+    (query, key, value, output, gate, up, down). Experts only by whole names, such as *.experts.*. all-linear, the
+    default: all but experts."""
     use_dora: bool = False
     """Also train the norms of a weight's rows (DoRA, peft's use_dora). Not with --lora-dropout, not on experts. An
     adapter in --load-adapter may bring it."""
@@ -106,38 +115,6 @@ class LoraConfig:
     """Also quantize the scales of 4-bit weights."""
     load_adapter: str | None = None
     """Start from the adapter in this folder of peft's format, which brings rank, alpha and target modules."""
-
-
-@dataclass
-class ObjectiveConfig:
-    """What is minimised."""
-
-    objective: Literal["sft", "dpo", "orpo", "kto", "reward"] = "sft"
-    """sft: cross-entropy of the samples; dpo: direct preference optimization on pairs of answers; orpo: cross-entropy
-    of the chosen answer and its odds against the rejected one, without a reference; kto: Kahneman-Tversky optimization
-    on answers that have a label, desirable or not; reward: a reward model, whose score of a chosen answer is above that
-    of the rejected one."""
-    dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = only_with("sigmoid", objective="dpo")
-    """sigmoid: DPO's own; hinge: SLiC's, max(0, 1 - beta x margin); ipo: the squared distance of the margin, of means
-    over tokens, from 1 / (2 beta)."""
-    dpo_beta: float = only_with(0.1, objective="dpo")
-    """Strength with which the policy is kept near the reference: factor of the difference of log-ratios."""
-    dpo_label_smoothing: float = only_with(0.0, dpo_loss_type="sigmoid")
-    """Probability that a preference is the wrong way round, below 0.5 (conservative DPO)."""
-    dpo_reference: Literal["adapters-off", "copy", "precomputed"] | None = only_with(None, objective=("dpo", "kto"))
-    """Where the reference's log-probabilities come from. adapters-off: the model without its adapters; copy: a frozen
-    copy; precomputed: a table computed before training. Default: adapters-off with --lora-rank, else copy."""
-    orpo_beta: float = only_with(0.1, objective="orpo")
-    """Weight of the odds beside the cross-entropy (lambda in the paper)."""
-    kto_beta: float = only_with(0.1, objective="kto")
-    """Strength with which the policy is kept near the reference: factor of the log-ratios."""
-    kto_desirable_weight: float = only_with(1.0, objective="kto")
-    """Weight of the losses of desirable answers. The paper keeps weight x number of the two kinds within a ratio of 1
-    to 4/3."""
-    kto_undesirable_weight: float = only_with(1.0, objective="kto")
-    """Weight of the losses of undesirable answers."""
-    reward_center_coefficient: float = only_with(0.0, objective="reward")
-    """Weight of the squared sum of a pair's scores, which keeps them around 0 (TRL's center_rewards_coefficient)."""
 
 
 @dataclass
@@ -215,7 +192,8 @@ class TrainingConfig:
     train_iters: int | None = None
     """Optimizer steps to train for. One of --train-iters and --train-samples is needed."""
     train_samples: int | None = None
-    """Samples to train for, instead of --train-iters (rounded up to whole steps)."""
+    """Samples to train for in all, instead of --train-iters (rounded up to whole steps), whatever batch sizes they are
+    trained with. The learning rate then follows samples."""
     seed: int = 1234
     """Seed of initial weights, data order and dropout."""
     eval_interval: int | None = None
@@ -228,6 +206,24 @@ class TrainingConfig:
     """Save and stop once the run has lasted this long."""
     max_skipped_steps: int = 10
     """Steps with a NaN or infinite loss or gradient norm are skipped. This many in a row end the run."""
+    spike_policy: Literal["warn", "skip", "rewind"] | None = None
+    """What to do about a step whose loss or gradient norm is far above the last ones. warn: say so; skip: drop its
+    update; rewind: also go back to the last snapshot, see --spike-rewind-steps. Data go on behind it. Default:
+    nothing is looked for."""
+    spike_window: int = only_with(128, spike_policy=GIVEN)
+    """Steps that a step is compared with. Nothing is a spike before half of them are done."""
+    spike_threshold: float = only_with(6.0, spike_policy=GIVEN)
+    """Standard deviations above their mean that make a spike."""
+    spike_rewind_steps: int = only_with(100, spike_policy="rewind")
+    """Take a snapshot of weights and moments in host memory every so many iterations, and at each save: how far
+    --spike-policy rewind goes back at most."""
+    check_replicas_interval: int | None = None
+    """Every so many iterations, and before each save, compare what several ranks hold (weights and optimizer moments
+    that are replicated over --dp-replicate or tensor parallelism) bit for bit. Of three or more copies the majority's
+    is put in place of others; of two that differ the run ends."""
+    rerun_mode: Literal["disabled", "validate_results"] = "disabled"
+    """validate_results: compute a step again, from the same batch and weights, when its loss or gradient norm is not
+    finite or a spike, and in every --check-replicas-interval; ranks whose bits differ are named."""
     deterministic_mode: bool = False
     """Use only deterministic algorithms; an operation that has none is an error."""
     profile: bool = False
@@ -245,8 +241,8 @@ class TrainingConfig:
     suggest: float | None = only_with(None, dry_run=True)
     """With --dry-run: also print which memory-saving flags make the run fit into this many GiB per device, the cheapest
     first."""
-    train_epochs: int | None = None
-    """Passes over the training samples, instead of --train-iters and --train-samples."""
+    train_epochs: float | None = None
+    """Passes over the training samples, also a part of one, instead of --train-iters and --train-samples."""
 
 
 @dataclass
@@ -257,7 +253,8 @@ class CheckpointConfig:
     """Folder that checkpoints are saved under, or a URL such as s3://bucket/run. One job at a time may use it."""
     load: str | None = None
     """Folder to resume from: its newest checkpoint that is whole, or that one checkpoint. auto: what --save holds, or a
-    fresh start when it holds nothing. A Hugging Face folder gives the architecture and the weights."""
+    fresh start when it holds nothing. A Hugging Face folder gives the architecture and the weights. With another --save
+    the same command started again goes on from what it has saved there."""
     save_interval: int | None = None
     """Save every so many iterations. The end of a run is saved in any case."""
     save_mtbf_hours: float | None = None
@@ -266,6 +263,12 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints in the background. Training stops only while the state is copied to host memory, which needs
     room for one copy."""
+    peer_snapshot_interval: int | None = None
+    """Every so many iterations keep a copy of the training state in the memory of its node and of the next one. Workers
+    that torchrun starts again (--max-restarts) go on from there, without reading a disk."""
+    peer_snapshot_dir: str = only_with("/dev/shm", peer_snapshot_interval=GIVEN)
+    """Folder in memory, on every node, that these copies are in: room for two of a node's part of the state, and of the
+    next one's."""
     ckpt_step: int | None = None
     """Load this iteration of --load, not the newest one."""
     finetune: bool = False
@@ -282,6 +285,8 @@ class CheckpointConfig:
     """Also keep checkpoints whose iteration is a multiple of this."""
     keep_best_k: int | None = None
     """Also keep this many checkpoints with the lowest validation loss. Needs --eval-interval."""
+    save_hf: bool = False
+    """When the run has ended, write its model as a Hugging Face folder to <save>/hf_model, adapters merged."""
     resume: bool = False
     """Continue from the newest checkpoint in --save if there is one. The same command line then works for every
     restart."""
@@ -293,7 +298,7 @@ class LoggingConfig:
 
     log_dir: str = "runs/pretrain"
     """Folder of metrics.jsonl, starts.jsonl (settings, command, versions and commit of every start), status.json,
-    TensorBoard events and profiles. tools/report.py makes a page of it."""
+    goodput.json, TensorBoard events and profiles. tools/report.py makes a page of it."""
     log_interval: int = 10
     """Iterations between log lines and records."""
     log_format: Literal["short", "megatron"] = "short"
@@ -311,6 +316,11 @@ class LoggingConfig:
     """Name of the run in MLflow."""
     mlflow_tracking_uri: str | None = only_with(None, mlflow_experiment=GIVEN)
     """MLflow server, or file:PATH for a folder. Default: the environment variable MLFLOW_TRACKING_URI."""
+    log_straggler: bool = False
+    """Every 5 iterations compare what each rank took for its own computation, without waits for others, and for its
+    data; a rank that is slower than its peers is named, with its host. docs/watching.md says how it is measured."""
+    straggler_minmax_count: int = only_with(1, log_straggler=True)
+    """How many of the fastest and of the slowest ranks a line of --log-straggler names."""
     progress_bar: bool = True
     """Show a progress bar on rank 0's stderr."""
     status_file: str | None = None
@@ -322,13 +332,15 @@ class LoggingConfig:
 @dataclass
 class Config:
     """The whole tree. A fine-tuning run has an ``objective``, and adapters if its ``lora`` asks for them; a pretraining
-    run has neither group."""
+    run has none of these groups."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     lora: LoraConfig | None = None
     objective: ObjectiveConfig | None = None
+    rollouts: RolloutConfig | None = None
+    distillation: DistillationConfig | None = None
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -341,24 +353,31 @@ class Config:
         return lora is not None and (lora.lora_rank is not None or lora.load_adapter is not None)
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether a sample is a pair of answers."""
-        return self.objective is not None and self.objective.objective in ("dpo", "orpo", "reward")
+    def objective_facts(self) -> ObjectiveFacts:
+        """Of what is minimised; a pretraining run's is that of samples."""
+        return OBJECTIVES["sft" if self.objective is None else self.objective.objective]
 
     @property
-    def has_scores(self) -> bool:
-        """Whether a reward model is trained."""
-        return self.objective is not None and self.objective.objective == "reward"
+    def is_online(self) -> bool:
+        """Whether it trains on what the model writes during the run."""
+        return self.objective is not None and self.objective.objective in ONLINE
 
     @property
-    def has_labels(self) -> bool:
-        """Whether a sample is an answer that is desirable or not."""
-        return self.objective is not None and self.objective.objective == "kto"
+    def writes(self) -> bool:
+        """Whether the model writes completions during the run."""
+        return self.is_online or (self.distillation is not None and self.distillation.lmbda > 0)
 
     @property
-    def judges_answers(self) -> bool:
-        """Whether the loss is one of whole answers, no cross-entropy of tokens."""
-        return self.has_pairs or self.has_labels
+    def has_reference(self) -> bool:
+        """Whether the model is compared with a reference model."""
+        if self.is_online and self.rollouts is not None:
+            return bool(self.rollouts.beta)
+        return self.objective_facts.has_reference
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Sequences in one forward pass: those of its samples."""
+        return self.objective_facts.rows * self.data.micro_batch_size
 
     @property
     def resume_from(self) -> str | None:

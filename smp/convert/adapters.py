@@ -19,6 +19,7 @@ import xxhash
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.tensor_bytes import raw_bytes
 from smp.config import ModelConfig
+from smp.convert.changes import changes_of_files
 from smp.convert.family import Family
 from smp.convert.hf_config import family_of, to_hf
 from smp.convert.layout import Link, links
@@ -68,11 +69,14 @@ class Adapters(dict[str, Adapter]):
     Attributes:
         score: the row of a reward model's head, fp32 (1, hidden), which is trained beside them as a whole; None: the
             model keeps its head.
+        model: what they were trained with, where that is known: other settings than those of its base may be among it.
     """
 
-    def __init__(self, given: Mapping[str, Adapter], score: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, given: Mapping[str, Adapter], score: torch.Tensor | None = None, model: ModelConfig | None = None
+    ) -> None:
         super().__init__(given)
-        self.score = score
+        self.score, self.model = score, model
 
 
 def is_adapter_folder(path: str | Path) -> bool:
@@ -140,14 +144,17 @@ class MergedWeights(Weights):
             if (stored := base.tensors.get(name)) is None:
                 raise CheckpointError(f"the adapter of {name} belongs to another model: this one has no such matrix")
             check_shapes(adapter.a, adapter.b, tuple(stored.shape), f"the adapter of {name}")
-        self.config = base.config
+        trained = adapters.model if isinstance(adapters, Adapters) else None
+        self.config = trained or base.config
         self.tensors = {name: Stored(t.shape, dtype or t.dtype) for name, t in base.tensors.items()}
         self.score = adapters.score if isinstance(adapters, Adapters) else None
+        self.notes = [*base.notes, f"{len(adapters)} adapters are merged"]
+        if changed := changes_of_files(base.config, self.config):
+            self.notes.append(f"the model has the settings that the adapters were trained with: {changed}")
         if self.score is not None:
             # A reward model's head takes the place of the output matrix, so nothing is tied to the embedding.
-            self.config = replace(base.config, scalar_head=True, untie_embeddings_and_output_weights=True)
+            self.config = replace(self.config, scalar_head=True, untie_embeddings_and_output_weights=True)
             self.tensors[HEAD] = Stored(tuple(self.score.shape), self.tensors["embedding.weight"].dtype)
-        self.notes = [*base.notes, f"{len(adapters)} adapters are merged"]
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
         if name == HEAD and self.score is not None:

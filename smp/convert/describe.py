@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from smp.checkpoint.entries import CheckpointError
+from smp.checkpoint.latest import find, iteration_name
+from smp.checkpoint.manifest import MANIFEST
 from smp.config import ModelConfig
-from smp.convert.hf_config import CONFIG, FREE, architecture, from_hf, is_hf_folder, read_hf_config
+from smp.convert.changes import saved_model
+from smp.convert.foreign import choose_model, read_model_config
+from smp.convert.hf_config import FREE, is_hf_folder
 
 
-def read_architecture(folder: str) -> dict[str, Any] | None:
-    """Settings of the model, by field of ``ModelConfig``: of a Hugging Face folder, a checkpoint, or the newest
-    checkpoint of a run. None: the folder does not say. A Hugging Face folder's layers of multi-token prediction are
-    read where they are asked for.
+def read_architecture(folder: str, step: int | None = None, implementation: str = "auto") -> dict[str, Any] | None:
+    """Settings of the model, by field of ``ModelConfig``: of a Hugging Face folder, a checkpoint, or a run's checkpoint
+    of iteration ``step``, by default its newest. None: the folder does not say. A Hugging Face folder's layers of
+    multi-token prediction are read where they are asked for.
+
+    Args:
+        implementation: --model-implementation, of a Hugging Face folder; a checkpoint has its own.
 
     Raises:
         ConfigError: a Hugging Face folder with an architecture that is not supported.
@@ -22,14 +30,30 @@ def read_architecture(folder: str) -> dict[str, Any] | None:
     if "://" in folder:
         return None
     if is_hf_folder(folder):
-        described = from_hf(read_hf_config(folder), str(Path(folder) / CONFIG))
-        return architecture(replace(described, mtp_num_layers=None))
+        return _of_files(replace(described_model(folder, implementation), mtp_num_layers=None))
     try:
-        latest = Path(folder) / "latest"
-        own = Path(folder) / latest.read_text().strip() if latest.is_file() else Path(folder)
-        saved = json.loads((own / "manifest.json").read_bytes())["extra"]["config"]
-        known = [f.name for f in fields(ModelConfig) if f.name not in FREE and f.name in saved]
-        # a checkpoint of an older version lacks settings that came later: they are at their default
-        return architecture(ModelConfig(**{name: saved[name] for name in known})) if "num_layers" in known else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        own = find(folder).local if step is None else Path(folder) / iteration_name(step)
+        assert own is not None, "a path is not a URL"
+        saved = json.loads((own / MANIFEST).read_bytes())["extra"]["config"]
+        return _of_files(saved_model(saved, folder)) if "num_layers" in saved else None
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # loading it says what is wrong with it
+
+
+def described_model(folder: str, implementation: str = "auto") -> ModelConfig:
+    """The model of a Hugging Face folder, or of a config.json.
+
+    Raises:
+        ConfigError: its architecture is not supported.
+    """
+    return choose_model(*read_model_config(folder), implementation)
+
+
+def of_model_config(path: str, implementation: str) -> dict[str, Any]:
+    """Settings of the model that --model-config asks for, by field of ``ModelConfig``."""
+    return _of_files(replace(described_model(path, implementation), mtp_num_layers=None))
+
+
+def _of_files(model: ModelConfig) -> dict[str, Any]:
+    # As they were set, and not in the one form in which they are compared: beside other flags they may mean more.
+    return {name: value for name, value in vars(model).items() if name not in FREE}

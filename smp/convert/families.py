@@ -36,7 +36,7 @@ _EXPERTS: dict[str, str | Fused] = {
     "mlp.experts.up": "mlp.experts.{}.up_proj",
     "mlp.experts.down": "mlp.experts.{}.down_proj",
 }
-_STACKED_EXPERTS: dict[str, str | Fused] = {
+STACKED_EXPERTS: dict[str, str | Fused] = {
     "mlp.router": "mlp.gate",
     "mlp.experts.gate": Fused("mlp.experts.gate_up_proj", "halves", "gate"),
     "mlp.experts.up": Fused("mlp.experts.gate_up_proj", "halves", "up"),
@@ -58,15 +58,16 @@ _MIXTRAL = Table(
         "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
     },
     LLAMA_ENDS,
-    stacked=_STACKED_EXPERTS,
+    stacked=STACKED_EXPERTS,
 )
+QWEN2_MOE_MODULES = _EXPERTS | _shared_experts("shared_expert") | {"mlp.shared_expert_gate": "mlp.shared_expert_gate"}
 _QWEN2_MOE = Table(
     "model.layers.{}.",
-    LLAMA_MODULES | _EXPERTS | _shared_experts("shared_expert") | {"mlp.shared_expert_gate": "mlp.shared_expert_gate"},
+    LLAMA_MODULES | QWEN2_MOE_MODULES,
     LLAMA_ENDS,
-    stacked=_STACKED_EXPERTS,
+    stacked=STACKED_EXPERTS,
 )
-_QWEN3_MOE = Table("model.layers.{}.", QK_MODULES | _EXPERTS, LLAMA_ENDS, stacked=_STACKED_EXPERTS)
+_QWEN3_MOE = Table("model.layers.{}.", QK_MODULES | _EXPERTS, LLAMA_ENDS, stacked=STACKED_EXPERTS)
 _GLM4_MOE = Table(
     "model.layers.{}.",
     QK_MODULES
@@ -74,7 +75,7 @@ _GLM4_MOE = Table(
     | _shared_experts("shared_experts")
     | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     LLAMA_ENDS,
-    stacked=_STACKED_EXPERTS,
+    stacked=STACKED_EXPERTS,
 )
 _LATENT: dict[str, str | Fused] = {
     "attention.query_down": "self_attn.q_a_proj",
@@ -92,7 +93,7 @@ _DEEPSEEK = Table(
     | _shared_experts("shared_experts")
     | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     LLAMA_ENDS,
-    stacked=_STACKED_EXPERTS,
+    stacked=STACKED_EXPERTS,
 )
 _GPT2 = Table(
     "transformer.h.{}.",
@@ -145,6 +146,8 @@ LLAMA_FIELDS = {
     "tie_word_embeddings": "tied",
 }
 LLAMA_FIXED: dict[str, Any] = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"}
+ATTENTION_BIAS = {"attention_bias": "bias"}
+"""Of families whose attention may have biases on all four projections."""
 NO_BIAS: dict[str, Any] = {"disable_bias_linear": True, "add_qkv_bias": False}
 LLAMA_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,
@@ -172,7 +175,7 @@ LLAMA_FAMILY = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     table=_LLAMA,
-    fields={**LLAMA_FIELDS, "attention_bias": "bias", "mlp_bias": "bias"},
+    fields={**LLAMA_FIELDS, **ATTENTION_BIAS, "mlp_bias": "bias"},
     defaults=LLAMA_DEFAULTS,
     fixed=LLAMA_FIXED | {"add_qkv_bias": False, "qk_layernorm": False, "window_size": None},
     activations={"silu": {}, "swish": {}},
@@ -196,7 +199,7 @@ _DEEPSEEK_DEFAULTS: dict[str, Any] = {
     **{name: value for name, value in LLAMA_DEFAULTS.items() if name not in ("head_dim", "mlp_bias")},
     **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
 }
-_SPARSE_STEP: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": None}
+SPARSE_STEP: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": None}
 FIRST_FAMILIES = (
     LLAMA_FAMILY,
     replace(
@@ -218,9 +221,9 @@ FIRST_FAMILIES = (
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
         table=_QWEN3,
+        fields=LLAMA_FIELDS | ATTENTION_BIAS,
         defaults=_WINDOW_DEFAULTS | {"head_dim": 128},
         fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": True},
-        required={"attention_bias": False},
         ignored=(),
     ),
     replace(
@@ -244,7 +247,7 @@ FIRST_FAMILIES = (
         defaults=LLAMA_DEFAULTS
         | {"num_key_value_heads": 16, "max_position_embeddings": 32768, "qkv_bias": True}
         | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": False}
-        | {"shared_expert_intermediate_size": 5632, **_SPARSE_STEP},
+        | {"shared_expert_intermediate_size": 5632, **SPARSE_STEP},
         fixed=LLAMA_FIXED | {"disable_bias_linear": True, "qk_layernorm": False, "window_size": None},
         required={"use_sliding_window": False},
         experts=ExpertKeys("num_experts", "sparse_step", "gated", "norm_topk_prob", own_width=True),
@@ -254,12 +257,12 @@ FIRST_FAMILIES = (
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         table=_QWEN3_MOE,
-        fields=LLAMA_FIELDS,
+        fields=LLAMA_FIELDS | ATTENTION_BIAS,
         defaults=LLAMA_DEFAULTS
         | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "norm_topk_prob": False}
-        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, **_SPARSE_STEP},
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, **SPARSE_STEP},
         fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": True, "window_size": None},
-        required={"use_sliding_window": False, "attention_bias": False},
+        required={"use_sliding_window": False},
         aliases={"num_experts": "num_local_experts"},
         experts=ExpertKeys("num_experts", "sparse_step", router="norm_topk_prob", own_width=True),
     ),
@@ -268,12 +271,12 @@ FIRST_FAMILIES = (
         architecture="OlmoeForCausalLM",
         model_type="olmoe",
         table=_QWEN3_MOE,
-        fields=LLAMA_FIELDS,
+        fields=LLAMA_FIELDS | ATTENTION_BIAS,
         defaults=LLAMA_DEFAULTS
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "norm_topk_prob": False}
         | {"num_experts": 64, "num_experts_per_tok": 8},
         fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": True, "qk_layernorm_across_heads": True, "window_size": None},
-        required={"attention_bias": False, "clip_qkv": None},
+        required={"clip_qkv": None},
         aliases={"num_experts": "num_local_experts"},
         experts=ExpertKeys("num_experts", router="norm_topk_prob"),
     ),
@@ -359,13 +362,14 @@ FIRST_FAMILIES = (
             "layer_norm_eps": "norm_epsilon",
             "tie_word_embeddings": "tied",
             "use_parallel_residual": "parallel_residual",
+            **ATTENTION_BIAS,
         },
         defaults={
             **{"max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "tie_word_embeddings": False},
             **{"use_parallel_residual": True, "hidden_act": "gelu", "rotary_emb_base": 10000.0, "rotary_pct": 0.25},
+            **{"attention_bias": True, "mlp_bias": True},
         },
         fixed=LAYER_NORM | {"position_embedding_type": "rope"},
-        required={"attention_bias": True},
         activations=GELUS,
         rope_keys=("rotary_emb_base", "rotary_pct"),
         ignored=(".attention.bias", ".attention.masked_bias", ".attention.rotary_emb.inv_freq"),

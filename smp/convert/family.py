@@ -38,6 +38,8 @@ CLASSIFIERS: dict[str, str | None] = {
     **dict.fromkeys(("olmoe", "glm4_moe", "granite", "cohere", "cohere2")),
     "llama4_text": None,
     "gemma3_text": "Gemma3TextForSequenceClassification",
+    "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
+    "qwen3_5_moe_text": None,
 }
 """Families whose ...ForSequenceClassification in transformers does not exist (None), or has another name."""
 
@@ -77,6 +79,7 @@ class Family:
             another rule.
         same_as: keys that must have the value of another key, or be absent.
         ignored: ends of names of tensors that hold no weights (tables that old versions saved).
+        skipped: beginnings of names of tensors that only training of further tokens uses, which are left out.
         renamed: modules that have another name in some files.
         aliases: keys of config.json and the other name that transformers takes for them.
         experts: its keys about experts; None: its layers are dense.
@@ -101,6 +104,7 @@ class Family:
     window_period: int | None = None
     same_as: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertKeys | None = None

@@ -138,6 +138,8 @@ def make_target(
         ConfigError: the format cannot say what this model does.
         CheckpointError: a fused tensor would have parts of different dtypes.
     """
+    if opened.weights.config.is_foreign:
+        raise ConfigError("this model is computed by transformers: tools/convert_checkpoint.py --to hf writes it")
     size = {} if shard_size is None else {"shard_size": shard_size}
     if kind == "hf":
         return HFTarget(opened.weights, dtype, opened.reference, **size)

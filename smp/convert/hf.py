@@ -86,6 +86,7 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool
     _check_copies(weights, copied)
     predicting = _further_layers(store, config)
     further = predicting if family.predicts and config.mtp_num_layers is None else ()
+    further += tuple(name for name in store.tensors if family.skipped and name.startswith(family.skipped))
     # What is in the files and means nothing here would be lost in silence.
     copies = weights.refuse_extra(
         embedding,
@@ -160,7 +161,7 @@ class HFTarget:
         tensors_of = {n: t for n, t in weights.tensors.items() if not n.endswith(f".{EXPERT_BIAS}")}
         # The biases that balance experts keep their dtype, and do not count.
         kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in tensors_of.values()})
-        self.content = to_hf(weights.config, kinds[0] if len(kinds) == 1 else "float32", base)
+        self.content = to_hf(weights.config, _said_dtype(kinds, base), base)
         family = family_of(self.content, CONFIG)
         found = links(family.table, weights.config) + copies_in_predictions(family.table, weights.config)
         fused = by_external_name(found)
@@ -187,6 +188,14 @@ class HFTarget:
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (folder / CONFIG).write_text(json.dumps(self.content, indent=2) + "\n")
         copy_companions(self.reference, folder)
+
+
+def _said_dtype(kinds: list[str], base: Mapping[str, Any] | None) -> str:
+    """What config.json says of tensors of these dtypes: where they are several, what ``base`` said, if that is one."""
+    said = next((base[key] for key in ("dtype", "torch_dtype") if base is not None and key in base), None)
+    if len(kinds) > 1:
+        return str(said) if said in kinds else "float32"
+    return kinds[0]
 
 
 def companions(folder: Path | None) -> list[str]:

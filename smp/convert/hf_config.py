@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from smp.config import Config, ConfigError, ModelConfig, TrainingConfig, resolve
 from smp.config.command import DamageError
 from smp.config.fields import effective
-from smp.config.layer_pattern import layer_attentions, skip_pattern
+from smp.config.layer_pattern import linear, no_rope, skip_pattern, windowed
+from smp.config.layers import mixer_kinds
 from smp.config.positions import longrope_factors
 from smp.convert.families import REASONS
 from smp.convert.family import Family
@@ -28,7 +29,15 @@ that the model does not have mean nothing, and other programs always write them.
 NEXT_N = "num_nextn_predict_layers"
 """The key of layers of multi-token prediction, which transformers does not read."""
 FREE = {
-    *("model", "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by"),
+    *(
+        "model",
+        "model_implementation",
+        "model_config",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "make_vocab_size_divisible_by",
+    ),
     "mtp_loss_scaling_factor",
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate"),
@@ -71,27 +80,37 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
-    """The settings that decide what weights mean, by name. What has no effect beside the others is at its default."""
+    """The settings that decide what weights mean, by name, each in one way of several that mean the same: made to be
+    compared with what this function says of another model."""
+    return {name: value for name, value in in_one_form(config).items() if name not in FREE}
+
+
+def in_one_form(config: ModelConfig) -> dict[str, Any]:
+    """All settings, as :func:`architecture`. What has no effect beside the others is at its default."""
     # Settings without an effect would make two descriptions of one model differ.
-    values = {name: value for name, value in vars(effective(config)).items() if name not in FREE}
-    return canonical(values | _of_layers(config), config)
+    return canonical(vars(effective(config)) | _of_layers(config), config)
 
 
 def _of_layers(config: ModelConfig) -> dict[str, Any]:
     """Settings that several texts or numbers mean, in one."""
-    layers = layer_attentions(config)
-    windows, turned = ([getattr(layer, name) is not None for layer in layers] for name in ("window", "rope"))
+    windows, turned = windowed(config), [not skipped for skipped in no_rope(config)]
+    with_both = any(window and rope for window, rope in zip(windows, turned, strict=True))
     local = config.rotary_base_local
     same = local == config.rotary_base and not config.use_rope_scaling
     factors: tuple[str | None, ...] = (None, None)
     if config.use_rope_scaling and config.rope_scaling_type == "longrope":
         factors = tuple(" ".join(map(str, numbers)) for numbers in longrope_factors(config))
     chunk, tuned = config.attention_chunk_size, config.attn_temperature_tuning and not all(turned)
+    kinds = mixer_kinds(config)
+    parts = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")
+    all_biases = not config.disable_bias_linear or all(getattr(config, name) for name in parts)
     usual = config.kv_channels is not None and config.softmax_scale == config.kv_channels**-0.5
     return {
+        "layer_types": None if config.layer_types is None or set(kinds) == {"attention"} else " ".join(kinds),
+        "linear_attention_freq": skip_pattern(linear(config), ones=True) if any(linear(config)) else None,
         "window_attn_skip_freq": skip_pattern(windows, ones=True) if any(windows) else None,
         "no_rope_freq": skip_pattern(turned, ones=False) if any(turned) else None,
-        "rotary_base_local": None if same or not any(layer.rope == "local" for layer in layers) else local,
+        "rotary_base_local": None if same or not with_both else local,
         "attention_chunk_size": chunk if chunk is not None and chunk < config.max_position_embeddings else None,
         "attn_temperature_tuning": tuned,
         "attn_scale": config.attn_scale if tuned else ModelConfig.attn_scale,
@@ -99,6 +118,8 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
         "longrope_short_factor": factors[0],
         "longrope_long_factor": factors[1],
         "softmax_scale": None if usual else config.softmax_scale,
+        "disable_bias_linear": not all_biases,
+        **{name: getattr(config, name) and not all_biases for name in parts},
     }
 
 
@@ -108,14 +129,19 @@ def resolved(**values: Any) -> ModelConfig:
     Raises:
         ConfigError: a value is not of its setting's kind, or they do not fit together.
     """
+    model = effective(of_kinds(values), keep=_CONTRADICTIONS)
+    return resolve(Config(model=model, training=TrainingConfig(dry_run=True)), world_size=1).model
+
+
+def of_kinds(values: Mapping[str, Any]) -> ModelConfig:
+    """A model's settings as a file gives them, each of its setting's kind, or ConfigError."""
     hints = get_type_hints(ModelConfig)
     for name, value in values.items():
         kinds = get_args(hints[name]) or (hints[name],)
-        known = value in kinds if get_origin(hints[name]) is Literal else _is_of(value, kinds)
-        if not known:
+        words = [word for kind in (hints[name], *kinds) if get_origin(kind) is Literal for word in get_args(kind)]
+        if value not in words and not _is_of(value, kinds):
             raise ConfigError(f"--{name.replace('_', '-')} {value!r} is not a value of this setting")
-    model = effective(ModelConfig(**values), keep=_CONTRADICTIONS)
-    return resolve(Config(model=model, training=TrainingConfig(dry_run=True)), world_size=1).model
+    return ModelConfig(**values)
 
 
 def resolved_external(values: Mapping[str, Any], where: str) -> ModelConfig:
@@ -292,7 +318,10 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
     for key, name in family.fields.items():
         if name == "tied":
             out[key] = not config.untie_embeddings_and_output_weights
-        elif name in ("bias", "all_biases"):
+        elif name == "bias":
+            part = config.add_mlp_bias if key == "mlp_bias" else config.add_attention_output_bias
+            out[key] = part or not config.disable_bias_linear
+        elif name == "all_biases":
             out[key] = not config.disable_bias_linear
         else:
             out[key] = getattr(config, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
-from smp.config.moe import has_experts
+from smp.config.layer_pattern import with_experts
 from smp.convert.family import ExpertKeys
 from smp.convert.hf_reader import Reader
 
@@ -132,7 +132,7 @@ def _layer_freq(pattern: list[bool]) -> str:
 
 
 def _pattern_of(config: ModelConfig) -> list[bool]:
-    return [has_experts(config, i) for i in range(config.num_layers)]
+    return list(with_experts(config))
 
 
 def write_experts(config: ModelConfig, keys: ExpertKeys) -> dict[str, Any]:

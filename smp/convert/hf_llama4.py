@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
-from smp.config.layer_pattern import layer_attentions, skip_pattern
-from smp.config.moe import has_experts
+from smp.config.layer_pattern import no_rope, skip_pattern, with_experts
 from smp.convert.family import Own
 from smp.convert.hf_reader import Reader
 
@@ -83,7 +82,7 @@ def _read_experts(reader: Reader, layers: int) -> Values:
 
 
 def _write(config: ModelConfig) -> Values:
-    kinds = [int(layer.rope is not None) for layer in layer_attentions(config)]
+    kinds = [int(not skipped) for skipped in no_rope(config)]
     return {
         "no_rope_layers": kinds,
         "attention_chunk_size": config.attention_chunk_size or config.max_position_embeddings,
@@ -94,7 +93,7 @@ def _write(config: ModelConfig) -> Values:
         "num_local_experts": config.num_experts or 0,
         "num_experts_per_tok": config.moe_router_topk,
         "intermediate_size": config.moe_ffn_hidden_size or 0,
-        "moe_layers": [layer for layer in range(config.num_layers) if has_experts(config, layer)],
+        "moe_layers": [layer for layer, experts in enumerate(with_experts(config)) if experts],
     }
 
 

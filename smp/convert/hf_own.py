@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
-from smp.config.layer_pattern import layer_attentions, skip_pattern
+from smp.config.layer_pattern import linear, no_rope, skip_pattern
 from smp.convert.family import Own
 from smp.convert.hf_reader import Reader, written_scaling
 
@@ -83,7 +83,7 @@ def _no_rope(turned: list[bool]) -> Values:
 
 
 def _write_smollm3(config: ModelConfig) -> Values:
-    return {"no_rope_layers": [int(layer.rope is not None) for layer in layer_attentions(config)]}
+    return {"no_rope_layers": [int(not skipped) for skipped in no_rope(config)]}
 
 
 SMOLLM3 = Own(_read_smollm3, _write_smollm3)
@@ -143,3 +143,37 @@ def _write_gpt_oss(config: ModelConfig) -> Values:
 
 
 GPT_OSS = Own(_read_gpt_oss, _write_gpt_oss)
+
+
+def _read_qwen3_next(reader: Reader, values: Values) -> Values:
+    """Every so many layers have attention, unless the layers are named."""
+    layers, kinds, every = values["num_layers"], reader.get("layer_types"), reader.get("full_attention_interval")
+    if kinds is None:
+        reader.check_number("full_attention_interval", every, int)
+        kinds = [_KINDS[(layer + 1) % max(every, 1) != 0] for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
+        raise ConfigError(f"{reader.where}: layer_types {kinds!r} is not one of {', '.join(_KINDS)} for each layer")
+    recurs = [kind == _KINDS[True] for kind in kinds]
+    if not any(recurs):
+        return {}
+    numbers = {key: reader.get(key) for key in _DELTA_NET}
+    for key, value in numbers.items():
+        reader.check_number(key, value, int)
+    pattern = {"linear_attention_freq": skip_pattern(recurs, ones=True)}
+    return {"linear_attention_type": "gated_delta_net", **pattern, **numbers}
+
+
+_KINDS = ("full_attention", "linear_attention")
+_DELTA_NET = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
+    "linear_num_value_heads",
+)
+"""Keys, and the settings of the same names."""
+
+
+def _write_qwen3_next(config: ModelConfig) -> Values:
+    kinds = [_KINDS[recurs] for recurs in linear(config)]
+    return {"layer_types": kinds, **{name: getattr(config, name) for name in _DELTA_NET}}
+
+
+QWEN3_NEXT = Own(_read_qwen3_next, _write_qwen3_next)

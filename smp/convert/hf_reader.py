@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
-from smp.config.layer_pattern import layer_attentions, skip_pattern
+from smp.config.layer_pattern import skip_pattern, windowed
 from smp.config.positions import longrope_factors
 from smp.convert.family import Factor, Family
 
@@ -19,6 +19,7 @@ SCALINGS: dict[str, dict[str, str]] = {
     | {"low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor"}
     | _ORIGINAL,
     "linear": _FACTOR,
+    "dynamic": _FACTOR | _ORIGINAL,
     "yarn": _FACTOR | _ORIGINAL | {name: f"yarn_{name}" for name in _YARN},
     "longrope": _ORIGINAL
     | {"short_factor": "longrope_short_factor", "long_factor": "longrope_long_factor"}
@@ -68,11 +69,7 @@ class Reader:
         if name == "tied":
             return {"untie_embeddings_and_output_weights": not value}
         if name == "bias":
-            if bool(self.get("attention_bias")) != bool(self.get("mlp_bias")):
-                raise ConfigError(
-                    f"{self.where}: attention_bias and mlp_bias differ: here linear layers have all a bias or none"
-                )
-            return {"disable_bias_linear": not value}
+            return self._biases()
         if name == "all_biases":
             self.check_number(key, value, bool)
             return {"disable_bias_linear": not value}
@@ -80,6 +77,19 @@ class Reader:
         if value is not None:
             self.check_number(key, value, expected)
         return {name: value}
+
+    def _biases(self) -> dict[str, Any]:
+        """Of attention and of MLPs; where a file cannot say the latter, its family does. Without settings for each
+        where both are the same."""
+        found = []
+        for key in ("attention_bias", "mlp_bias"):
+            value = self.get(key) if key in self.family.fields else self.family.defaults.get(key, False)
+            self.check_number(key, value, bool)
+            found.append(value)
+        attention, mlp = found
+        both = attention and mlp
+        one = {"add_qkv_bias": attention, "add_attention_output_bias": attention, "add_mlp_bias": mlp}
+        return {"disable_bias_linear": not both} | {name: value and not both for name, value in one.items()}
 
     def check_number(self, key: str, value: Any, expected: type = float) -> None:
         """Refuse what is no finite number, or none of the kind ``expected``."""
@@ -151,6 +161,8 @@ class Reader:
             scaling["factor"] = longest / original
         if kind == "longrope":
             scaling |= self._longrope(given, longest, original)
+        if kind == "dynamic":  # there the original length is always this one
+            scaling["original_max_position_embeddings"] = self.get("max_position_embeddings")
         optional = {"yarn": _YARN, "longrope": ("attention_factor",)}.get(kind, ())
         missing = [key for key in SCALINGS[kind] if scaling.get(key) is None and key not in optional]
         if missing:
@@ -226,6 +238,8 @@ def written_scaling(config: ModelConfig) -> dict[str, Any] | None:
         return None
     kind = config.rope_scaling_type
     said = {key: getattr(config, name) for key, name in SCALINGS[kind].items()}
+    if kind == "dynamic":
+        del said["original_max_position_embeddings"]  # which is max_position_embeddings
     if kind == "longrope":
         short, long = longrope_factors(config)
         said |= {"short_factor": list(short), "long_factor": list(long)}
@@ -255,7 +269,7 @@ def written_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
 def written_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
     """The keys of the sliding window."""
     assert family.window_key is not None
-    kinds = [layer.window is not None for layer in layer_attentions(config)]
+    kinds = windowed(config)
     out: dict[str, Any] = {family.window_key: config.window_size}
     if family.model_type in WINDOW_IN_ALL:
         return out

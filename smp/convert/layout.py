@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from smp.config import ModelConfig
+from smp.config.layer_pattern import linear
 from smp.config.mtp import further_layers
 from smp.models.inventory import weights_of
 
@@ -22,7 +23,7 @@ SCORE = "score"
 PREDICTIONS = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
 """What a layer of multi-token prediction has beside its block, and Hugging Face's names of it, in that block."""
 
-Fusion = Literal["per_group", "stacked", "halves", "interleaved"]
+Fusion = Literal["per_group", "stacked", "halves", "interleaved", "gated", "per_key_head", "recurrent"]
 """How matrices lie in a fused one, by rows:
 
 per_group: for each key/value head its query heads, the key, the value (Megatron; Falcon; GPT-NeoX and BLOOM, where each
@@ -30,6 +31,10 @@ has one query).
 stacked: all of query, then all of key, then all of value (GPT-2, Phi-3).
 halves: all of gate, then all of up (Megatron, Phi-3).
 interleaved: a row of gate, a row of up, and so on (GPT-OSS).
+gated: for each head its query, then the gate of its output (Qwen3-Next).
+per_key_head: of a recurrence, for each head of keys its query, its key, and the values and gates of the heads that it
+serves; in a matrix of its own their rates, then their decays (Qwen3-Next).
+recurrent: of a recurrence, all queries, then all keys, then all values (Qwen 3.5).
 """
 
 
@@ -39,7 +44,7 @@ class Fused:
 
     external_name: str
     kind: Fusion
-    member: Literal["query", "key", "value", "gate", "up"]
+    member: Literal["query", "key", "value", "gate", "up", "beta", "decay"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Table:
         experts_transposed: all experts' matrices of a layer are (experts, in, out) there.
         stacked: what is called otherwise in files in which all experts of a layer lie in one tensor.
         shared_norm: what is called otherwise where attention and MLP read the same norm.
+        recurrent: what is called otherwise in layers with a linear recurrence.
     """
 
     block: str
@@ -64,6 +70,7 @@ class Table:
     experts_transposed: bool = False
     stacked: Mapping[str, str | Fused] = field(default_factory=dict)
     shared_norm: Mapping[str, str | Fused] = field(default_factory=dict)
+    recurrent: Mapping[str, str | Fused] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,7 @@ class Link:
         leading: index and size of its leading dimensions, of layers and of experts, if it has them.
         entry: index in the leading dimension of this project's tensor, of an expert; None: the link is of all of it.
         padded: its rows, when it is padded at the end.
+        inner_one: the external tensor has a dimension of one behind the rows, of a convolution.
     """
 
     smp_name: str
@@ -132,11 +140,13 @@ class Link:
     leading: tuple[tuple[int, int], ...] = ()
     entry: int | None = None
     padded: int | None = None
+    inner_one: bool = False
 
     @property
     def external_shape(self) -> tuple[int, ...]:
         """Of the whole external tensor."""
-        shape: tuple[int, ...] = (self.padded or self.rows.external_rows, *self.shape[1:])
+        rows = self.padded or self.rows.external_rows
+        shape: tuple[int, ...] = (rows, *(1,) * self.inner_one, *self.shape[1:])
         # Rows are counted as this project has them; only the shape in the files is turned.
         if self.transposed:
             shape = shape[::-1]
@@ -183,10 +193,14 @@ def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...])
         end = SCORE if module == "head" and config.scalar_head else table.ends[module]
         return [Link(name, f"{end}.{part}", shape, all_rows(shape))]
     _, number, module = module.split(".", 2)
+    if table.recurrent and linear(config)[int(number)]:
+        table = replace(table, modules={**table.modules, **table.recurrent})
     # First by the tensor's full name, for tensors that have no module of their own there.
     front, whole = table.block.format(number), table.modules.get(f"{module}.{part}")
     if isinstance(whole, str):
         return [Link(name, front + whole, shape, all_rows(shape))]
+    if whole is not None and part.endswith("_conv"):
+        return [Link(name, front + whole.external_name, shape, _fused_rows(whole, config, shape), inner_one=True)]
     if len(shape) == 3:
         return [_expert_link(front, table, module, config, name, shape, e) for e in range(shape[0])]
     if whole is not None:  # biases of all experts, of two projections in one tensor
@@ -221,6 +235,10 @@ def all_rows(shape: tuple[int, ...]) -> Rows:
 def _fused_rows(fused: Fused, config: ModelConfig, shape: tuple[int, ...]) -> Rows:
     heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
     assert groups and width, "resolved before"
+    if fused.kind == "gated":
+        return _in_turn({"query": width, "gate": width}, fused.member, heads)
+    if fused.kind in ("per_key_head", "recurrent"):
+        return _recurrent_rows(fused, config)
     if fused.kind in ("halves", "interleaved"):
         start = ("gate", "up").index(fused.member)
         if fused.kind == "interleaved":
@@ -233,6 +251,24 @@ def _fused_rows(fused: Fused, config: ModelConfig, shape: tuple[int, ...]) -> Ro
     queries = heads // groups
     start, count = {"query": (0, queries), "key": (queries, 1), "value": (queries + 1, 1)}[fused.member]
     return Rows(blocks=groups, slots=queries + 2, start=start, count=count, unit=width)
+
+
+def _recurrent_rows(fused: Fused, config: ModelConfig) -> Rows:
+    """Of a projection of a recurrence, or of its convolution."""
+    heads, served = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    key, value = config.linear_key_head_dim, config.linear_value_head_dim * served
+    if fused.kind == "recurrent":
+        return _in_turn({"query": heads * key, "key": heads * key, "value": heads * value}, fused.member, 1)
+    if fused.member in ("beta", "decay"):
+        return _in_turn({"beta": served, "decay": served}, fused.member, heads)
+    return _in_turn({"query": key, "key": key, "value": value, "gate": value}, fused.member, heads)
+
+
+def _in_turn(widths: Mapping[str, int], member: str, blocks: int) -> Rows:
+    """The rows of ``member`` where, in each block, all have so many, one behind the other."""
+    names = list(widths)
+    start = sum(widths[name] for name in names[: names.index(member)])
+    return Rows(blocks, slots=sum(widths.values()), start=start, count=widths[member], unit=1)
 
 
 def by_external_name(found: Iterable[Link]) -> dict[str, list[Link]]:

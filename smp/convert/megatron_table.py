@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
-from smp.config.layer_pattern import layer_attentions
-from smp.config.moe import has_experts
+from smp.config.layer_pattern import no_rope, windowed, with_experts
 from smp.convert.hf_config import architecture, resolved_external
 from smp.convert.layout import Fused, Link, Table, links
 
@@ -133,7 +132,15 @@ _NOT_THERE = (
     *("position_embedding_offset", "rotary_base_local", "layernorm_bias", "norm_placement", "embedding_layernorm"),
     *("geglu", "relu", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale"),
     *("embedding_multiplier", "residual_multiplier", "parallel_residual", "qk_layernorm_across_heads"),
-    *("multi_latent_attention", "moe_router_group_score", "quick_geglu", "softmax_type"),
+    *(
+        "add_attention_output_bias",
+        "add_mlp_bias",
+        "multi_latent_attention",
+        "moe_router_group_score",
+        "quick_geglu",
+        "softmax_type",
+    ),
+    *("linear_attention_type", "attention_output_gate"),
     *("mtp_num_layers", "attention_chunk_size", "qk_l2_norm", "attn_temperature_tuning", "moe_apply_probs_on_input"),
 )
 """Settings that Megatron's GPT, as it is run by its own scripts, has at their default only."""
@@ -288,7 +295,7 @@ def _args_of_experts(config: ModelConfig) -> dict[str, Any]:
         return {}
     if not config.disable_bias_linear:
         raise ConfigError("--no-disable-bias-linear: experts with biases are not written for Megatron's GPT")
-    if not all(has_experts(config, layer) for layer in range(config.num_layers)):
+    if not all(with_experts(config)):
         raise ConfigError(
             f"--moe-layer-freq {config.moe_layer_freq}: only models with experts in every layer are written"
         )
@@ -297,11 +304,7 @@ def _args_of_experts(config: ModelConfig) -> dict[str, Any]:
 
 def _patterns(config: ModelConfig) -> dict[str, Any]:
     """Which layers have a window and RoPE, as lists: a number has to divide the layers there."""
-    layers = layer_attentions(config)
-    windows, skipped = (
-        [int(layer.window is not None) for layer in layers],
-        [int(layer.rope is None) for layer in layers],
-    )
+    windows, skipped = list(map(int, windowed(config))), list(map(int, no_rope(config)))
     return {
         "window_attn_skip_freq": windows if 0 in windows and 1 in windows else None,
         "no_rope_freq": skipped if 0 in skipped and 1 in skipped else None,

@@ -6,9 +6,10 @@ See ``families``, whose words these rows are in.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from smp.convert.families import (
+    ATTENTION_BIAS,
     FIRST_FAMILIES,
     GELUS,
     LAYER_NORM,
@@ -20,11 +21,14 @@ from smp.convert.families import (
     LLAMA_MODULES,
     NO_BIAS,
     QK_MODULES,
+    QWEN2_MOE_MODULES,
     SIZES,
+    SPARSE_STEP,
+    STACKED_EXPERTS,
 )
 from smp.convert.family import ExpertKeys, Family
 from smp.convert.hf_llama4 import LLAMA4
-from smp.convert.hf_own import COHERE2, FALCON, GEMMA, GEMMA3, GPT_OSS, OLMO3, SMOLLM3
+from smp.convert.hf_own import COHERE2, FALCON, GEMMA, GEMMA3, GPT_OSS, OLMO3, QWEN3_NEXT, SMOLLM3
 from smp.convert.layout import Fused, Table
 
 
@@ -108,12 +112,11 @@ _GEMMA = replace(
     LLAMA_FAMILY,
     architecture="GemmaForCausalLM",
     model_type="gemma",
-    fields=LLAMA_FIELDS,
+    fields=LLAMA_FIELDS | ATTENTION_BIAS,
     defaults=LLAMA_DEFAULTS
     | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
     | {"hidden_act": "gelu_pytorch_tanh"},
     fixed=_GEMMA_FIXED,
-    required={"attention_bias": False},
     activations=_GEGLUS | {"gelu": _TANH_GEGLU},  # of the first files, which mean tanh's
     own=GEMMA,
 )
@@ -137,12 +140,11 @@ _OLMO2 = replace(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
     table=_table(QK_MODULES | _POST, "attention_norm", "mlp_norm"),
-    fields=LLAMA_FIELDS,
+    fields=LLAMA_FIELDS | ATTENTION_BIAS,
     defaults=LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
     fixed=LLAMA_FIXED
     | NO_BIAS
     | {"qk_layernorm": True, "qk_layernorm_across_heads": True, "norm_placement": "post", "window_size": None},
-    required={"attention_bias": False},
 )
 _COHERE = replace(
     LLAMA_FAMILY,
@@ -150,7 +152,7 @@ _COHERE = replace(
     model_type="cohere",
     table=_table(LLAMA_MODULES, "mlp_norm"),
     fields={key: name for key, name in LLAMA_FIELDS.items() if key != "rms_norm_eps"}
-    | {"layer_norm_eps": "norm_epsilon"},
+    | {"layer_norm_eps": "norm_epsilon", **ATTENTION_BIAS},
     defaults={key: value for key, value in LLAMA_DEFAULTS.items() if key != "rms_norm_eps"}
     | {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500000.0, "logit_scale": 0.0625}
     | {"max_position_embeddings": 8192},
@@ -158,7 +160,7 @@ _COHERE = replace(
     | NO_BIAS
     | {"normalization": "LayerNorm", "layernorm_bias": False, "rotary_interleaved": True, "window_size": None}
     | {"parallel_residual": True, "parallel_residual_shared_norm": True},
-    required={"attention_bias": False, "use_qk_norm": False},
+    required={"use_qk_norm": False},
     factors={"logit_scale": ("logit_scale", "same")},
 )
 _GLM = replace(
@@ -207,7 +209,80 @@ _LLAMA4_MLP: dict[str, str | Fused] = {
     **{f"mlp.shared_experts.{part}": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
 _LLAMA4 = Table("model.layers.{}.", LLAMA_MODULES | _LLAMA4_MLP, LLAMA_ENDS, experts_transposed=True)
+_CONVOLVED: tuple[Literal["query", "key", "value"], ...] = ("query", "key", "value")
+_WIDE: tuple[Literal["query", "key", "value", "gate"], ...] = (*_CONVOLVED, "gate")
+_RATES: tuple[Literal["beta", "decay"], ...] = ("beta", "decay")
+_GATED: dict[str, str | Fused] = {
+    "attention.query": Fused("self_attn.q_proj", "gated", "query"),
+    "attention.gate": Fused("self_attn.q_proj", "gated", "gate"),
+}
+_DELTA_NET: dict[str, str | Fused] = {
+    **{f"attention.{name}_conv": Fused("linear_attn.conv1d.weight", "recurrent", name) for name in _CONVOLVED},
+    "attention.decay_log": "linear_attn.A_log",
+    "attention.decay_bias": "linear_attn.dt_bias",
+    "attention.norm": "linear_attn.norm",
+    "attention.output": "linear_attn.out_proj",
+}
+_QWEN3_NEXT = Table(
+    "model.layers.{}.",
+    QK_MODULES | QWEN2_MOE_MODULES | _GATED,
+    LLAMA_ENDS,
+    stacked=STACKED_EXPERTS,
+    recurrent=_DELTA_NET
+    | {f"attention.{name}": Fused("linear_attn.in_proj_qkvz", "per_key_head", name) for name in _WIDE}
+    | {f"attention.{name}": Fused("linear_attn.in_proj_ba", "per_key_head", name) for name in _RATES},
+)
+_QWEN35 = replace(
+    _QWEN3_NEXT,
+    recurrent=_DELTA_NET
+    | {f"attention.{name}": Fused("linear_attn.in_proj_qkv", "recurrent", name) for name in _CONVOLVED}
+    | {"attention.gate": "linear_attn.in_proj_z"}
+    | {"attention.beta": "linear_attn.in_proj_b", "attention.decay": "linear_attn.in_proj_a"},
+)
+_QWEN3_NEXT_DEFAULTS: dict[str, Any] = {
+    **LLAMA_DEFAULTS,
+    **{"num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25},
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "layer_types": None, "full_attention_interval": 4},
+}
+_QWEN3_NEXT_EXPERTS: dict[str, Any] = {
+    **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512},
+    "shared_expert_intermediate_size": 512,
+}
+_QWEN3_NEXT_FAMILY = replace(
+    LLAMA_FAMILY,
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    table=_QWEN3_NEXT,
+    fields=LLAMA_FIELDS,
+    defaults=_QWEN3_NEXT_DEFAULTS | _QWEN3_NEXT_EXPERTS | SPARSE_STEP | {"norm_topk_prob": True},
+    fixed=LLAMA_FIXED
+    | NO_BIAS
+    | {"qk_layernorm": True, "apply_layernorm_1p": True, "attention_output_gate": True, "window_size": None},
+    required={"attention_bias": False},
+    skipped=("mtp.",),
+    experts=ExpertKeys("num_experts", "sparse_step", "gated", "norm_topk_prob", own_width=True),
+    own=QWEN3_NEXT,
+)
 _MORE = (
+    _QWEN3_NEXT_FAMILY,
+    replace(
+        _QWEN3_NEXT_FAMILY,
+        architecture="Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        table=_QWEN35,
+        defaults=_QWEN3_NEXT_DEFAULTS | {"num_key_value_heads": 4},
+        experts=None,
+    ),
+    replace(
+        _QWEN3_NEXT_FAMILY,
+        architecture="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        table=_QWEN35,
+        fields={key: name for key, name in LLAMA_FIELDS.items() if key != "intermediate_size"},
+        defaults=_QWEN3_NEXT_DEFAULTS | _QWEN3_NEXT_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
+        experts=ExpertKeys("num_experts", shared="gated", own_width=True),
+    ),
     _GEMMA,
     _GEMMA2,
     replace(
@@ -219,7 +294,7 @@ _MORE = (
         | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 10000.0}
         | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         fixed=_GEMMA_FIXED | {"norm_placement": "sandwich", "qk_layernorm": True},
-        required={"attention_bias": False, "use_bidirectional_attention": False},
+        required={"use_bidirectional_attention": False},
         window_period=6,
         own=GEMMA3,
     ),
@@ -382,15 +457,15 @@ _MORE = (
         model_type="gpt_oss",
         table=_GPT_OSS,
         quantized=_GPT_OSS_MXFP4,
-        fields=LLAMA_FIELDS,
+        fields=LLAMA_FIELDS | ATTENTION_BIAS,
         defaults=LLAMA_DEFAULTS
         | {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
         | {"rope_theta": 150000.0, "sliding_window": 128, "swiglu_limit": 7.0}
-        | {"num_local_experts": 128, "num_experts_per_tok": 4},
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "attention_bias": True, "mlp_bias": True},
         fixed=LLAMA_FIXED
         | {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable"}
         | {"disable_bias_linear": False, "qk_layernorm": False},
-        required={"attention_bias": True, "swiglu_alpha": 1.702},
+        required={"swiglu_alpha": 1.702},
         activation_key=None,
         factors={"swiglu_limit": ("activation_func_clamp_value", "same")},
         window_key="sliding_window",
@@ -405,7 +480,7 @@ _MORE = (
         model_type="llama4_text",
         table=_LLAMA4,
         fields={key: name for key, name in LLAMA_FIELDS.items() if key != "intermediate_size"}
-        | {"intermediate_size_mlp": "ffn_hidden_size"},
+        | {"intermediate_size_mlp": "ffn_hidden_size", **ATTENTION_BIAS},
         defaults=LLAMA_DEFAULTS
         | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
         | {"intermediate_size_mlp": 16384, "rope_theta": 500000.0, "attention_chunk_size": 8192, "use_qk_norm": True}
@@ -413,7 +488,6 @@ _MORE = (
         | {"attn_scale": 0.1, "floor_scale": 8192, "num_local_experts": 16, "num_experts_per_tok": 1}
         | {"moe_layers": None, "interleave_moe_layer_step": 1},
         fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": False, "window_size": None, "rotary_interleaved": True},
-        required={"attention_bias": False},
         own=LLAMA4,
     ),
 )

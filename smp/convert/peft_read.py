@@ -61,6 +61,7 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     content = _read_config(folder)
     tensors = _read_tensors(folder)
     score = _score(content, config, folder, tensors)
+    _check_in_blocks(tensors, family, folder)
     magnitudes = _magnitudes(tensors)
     modules, found = linear_modules(config, family), dict(_pairs(folder, tensors))
     # Taken out before the rest is compared: they belong to no linear layer.
@@ -96,6 +97,21 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     return Adapters(adapters, score), dropout
 
 
+def _check_in_blocks(tensors: Collection[str], family: Family, folder: Path) -> None:
+    """Refuse adapters and whole copies of what is no layer of a block: the output matrix and the embeddings."""
+    for key in tensors:
+        for module in family.table.ends.values():
+            if key.removeprefix(FRONT).startswith(f"{module}."):
+                raise ConfigError(
+                    f"{folder / CONFIG}: it changes {module}, and adapters are supported on linear layers of blocks "
+                    f"only: {_MERGE}"
+                )
+
+
+_MERGE = "merge it into the model with peft (merge_and_unload), or train it without that"
+"""What to do with an adapter that cannot be read."""
+
+
 def _score(
     content: Mapping[str, Any], config: ModelConfig, folder: Path, tensors: dict[str, torch.Tensor]
 ) -> torch.Tensor | None:
@@ -107,7 +123,8 @@ def _score(
     score = tensors.pop(key, None)
     if not isinstance(whole, list) or score is None or set(whole) - {SCORE, "classifier"}:  # peft names both
         raise ConfigError(
-            f"{folder / CONFIG}: modules_to_save is {_short(whole)}, and only a head of scores is supported"
+            f"{folder / CONFIG}: modules_to_save is {_short(whole)}, and the only module that is trained whole here is "
+            f"a reward model's head of scores: {_MERGE}"
         )
     if tuple(score.shape) != (1, config.hidden_size):
         raise CheckpointError(f"{folder / TENSORS}: {key} is {list(score.shape)}, not [1, {config.hidden_size}]")

@@ -56,6 +56,21 @@ def write_adapters(
     content["use_dora"] = any(adapter.magnitude is not None for adapter in adapters.values())
     if score is not None:  # as peft does with a ...ForSequenceClassification
         content |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
+    _write(folder, tensors, content)
+
+
+def write_own_names(folder: Folder, adapters: Mapping[str, Adapter], *, base: str) -> None:
+    """The same for layers that have Hugging Face's names already. Their names are whole: peft takes the last parts of
+    some, as up_proj, for experts as well."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, adapter in adapters.items():
+        tensors |= {f"{FRONT}{name}.lora_A.weight": adapter.a, f"{FRONT}{name}.lora_B.weight": adapter.b}
+    ranks = {name: adapter.rank for name, adapter in adapters.items()}
+    alphas = {name: adapter.alpha for name, adapter in adapters.items()}
+    _write(folder, tensors, _config(ranks, alphas, sorted(ranks), [], 0.0, base, False) | {"use_dora": False})
+
+
+def _write(folder: Folder, tensors: Mapping[str, torch.Tensor], content: Mapping[str, Any]) -> None:
     folder.make()
     folder.delete(CONFIG)  # it comes last: a folder without it is no adapter
     folder.delete(TENSORS)

@@ -180,11 +180,11 @@ class Feed:
         for index, _ in part.leading:
             out = out[index]
         if self._in_place(planned, part):
-            self._read(part, zeros, out[: part.rows.smp_rows])
+            self._read(part, zeros, out[: part.rows.smp_rows])  # as it lies
             return
         tensor = spare[: stored.nbytes].view(stored.dtype).view(stored.shape)
         self._read(part, zeros, tensor)
-        out = out.t() if part.transposed else out
+        out = out.t() if part.transposed else out.squeeze(1) if part.inner_one else out
         step = max(1, CHUNK // max(1, tensor[0].nbytes))
         # Rows of a fused matrix are stretches; of two that alternate every second row, in one strided copy.
         runs = ((out[row : row + n], tensor[at : at + n]) for row, at, n in part.rows.runs(0, part.rows.smp_rows))

@@ -20,9 +20,16 @@ _GEMMA3 = {
     **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
     **{"num_attention_heads": 8, "max_position_embeddings": 131072},
 }
+_QWEN35 = {
+    **{"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32},
+    "num_attention_heads": 16,
+}
+_QWEN35_MOE = {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16}
 _PARTS = {
     "llama4": _Part("Llama4ForCausalLM", "llama4_text"),
     "gemma3": _Part("Gemma3ForCausalLM", "gemma3_text", _GEMMA3),
+    "qwen3_5": _Part("Qwen3_5ForCausalLM", "qwen3_5_text", _QWEN35),
+    "qwen3_5_moe": _Part("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _QWEN35_MOE),
 }
 _BESIDE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that the whole's configuration may have for its parts."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,14 @@ class RankBatch:
         document_ids: like ``input_ids``: tokens with one number see each other; None: all do.
         position_ids: like ``input_ids``; None: counted from 0 in every row.
         lengths: of each micro-batch, the columns before those that are padding in all of its rows; None: all columns.
-        padding: tokens that are none.
+        padding: tokens that are none, and those of rows that fill up.
+        filling: rows that only fill up: they repeat another sample of the step, without labels.
         sequence_lengths: like ``input_ids``: tokens of the sequence of each token, or of its document where positions
             are counted in documents, without padding; None: all columns.
         attended_lengths: int64, tokens of each document, or of each row where tokens see other documents, without
             padding; None: rows are full and whole.
+        metrics: what else the log is to say of a step on it; the same on all ranks.
+        table: rows for people to read, by the names of their columns.
     """
 
     input_ids: torch.Tensor
@@ -44,8 +47,11 @@ class RankBatch:
     position_ids: torch.Tensor | None = None
     lengths: tuple[int, ...] | None = None
     padding: int = 0
+    filling: int = 0
     sequence_lengths: torch.Tensor | None = None
     attended_lengths: npt.NDArray[np.int64] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    table: Sequence[Mapping[str, Any]] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +61,7 @@ class RankBatch:
     @property
     def num_samples(self) -> int:
         """Samples of this rank."""
-        return self.sample_index.numel()
+        return self.sample_index.numel() - self.filling
 
     def num_valid(self) -> int:
         """What the loss is averaged over, on this rank: tokens with a label."""
@@ -63,7 +69,7 @@ class RankBatch:
 
     def pinned(self) -> RankBatch:
         """The same in memory that a GPU copies from by itself."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        values = ((item.name, getattr(self, item.name)) for item in fields(self))
         pinned: dict[str, Any] = {name: x.pin_memory() for name, x in values if isinstance(x, torch.Tensor)}
         return replace(self, **pinned)
 
@@ -80,14 +86,14 @@ class BatchLoader(Iterator[RankBatch]):
 
     In the step that starts at sample c, row j of micro-batch m on rank r is sample
     c + (m * dp_size + r) * micro_batch_size + j. A step holds the same samples in any layout; a resume needs only c.
+    Rows of the last micro-batches that have no sample are filled up, see :func:`rank_share`.
 
     Args:
         dataset: where samples come from. It must not change afterwards.
         micro_batch_size: samples in one forward pass of one rank.
-        num_microbatches: forward passes per step.
+        batch_size: samples of a step over all ranks, or those of the step that starts at a sample.
         dp_rank, dp_size: this data-parallel rank and their number.
         start_sample: number of samples already consumed by all ranks together.
-        batch_size: samples of the step that starts at a sample, over all ranks, instead of always the same.
         num_workers: threads; each reads whole steps. Without any, a step is read when it is asked for.
         with_documents, with_positions: whether batches carry these.
         pin_memory: for faster copies to a GPU.
@@ -99,21 +105,20 @@ class BatchLoader(Iterator[RankBatch]):
         dataset: SampleDataset,
         *,
         micro_batch_size: int,
-        num_microbatches: int,
+        batch_size: int | Callable[[int], int],
         dp_rank: int,
         dp_size: int,
         start_sample: int = 0,
-        batch_size: Callable[[int], int] | None = None,
         num_workers: int = 1,
         with_documents: bool = False,
         with_positions: bool = False,
         pin_memory: bool = False,
         read: ReadBatch | None = None,
     ) -> None:
-        assert micro_batch_size > 0 and num_microbatches > 0 and 0 <= dp_rank < dp_size and start_sample >= 0
+        assert micro_batch_size > 0 and 0 <= dp_rank < dp_size and start_sample >= 0
         self.dataset, self._make = dataset, read or self._stack
         self._micro, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
-        self._batch_size = batch_size or (lambda start: micro_batch_size * num_microbatches * dp_size)
+        self._batch_size = (lambda start: batch_size) if isinstance(batch_size, int) else batch_size
         self._with_documents, self._with_positions, self._pin = with_documents, with_positions, pin_memory
         self._consumed = self._submitted = start_sample
         self._closed = False
@@ -155,6 +160,10 @@ class BatchLoader(Iterator[RankBatch]):
         except (ValueError, OSError) as error:
             return Unreadable(str(error) or type(error).__name__)
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing: all follows from the samples that were consumed."""
+        return {}
+
     def close(self) -> None:
         """Stop reading ahead and end the threads. Safe to call twice."""
         self._closed = True
@@ -168,38 +177,53 @@ class BatchLoader(Iterator[RankBatch]):
         self._submitted += self._batch_size(start)
         self._pending.append((self._reader.submit(self._read, start), self._submitted))
 
-    def _indices(self, start: int) -> np.ndarray:
-        """Samples of this rank in the step that starts there, (num_microbatches, micro_batch)."""
-        step = start + np.arange(self._batch_size(start))
-        # Micro-batches, then data-parallel ranks: a step has the same samples in any layout.
-        return step.reshape(-1, self._dp_size, self._micro)[:, self._dp_rank]
-
     def _read(self, start: int) -> RankBatch:
-        batch = self._make(self._indices(start))
+        batch = self._make(rank_share(start, self._batch_size(start), self._micro, self._dp_rank, self._dp_size))
         # On the reader's thread: pinning memory takes time.
         return batch.pinned() if self._pin else batch
 
-    def _stack(self, indices: np.ndarray) -> RankBatch:
+    def _stack(self, share: np.ndarray) -> RankBatch:
+        real, indices = share >= 0, np.where(share < 0, ~share, share)
         samples = [self.dataset.sample(index) for index in indices.ravel().tolist()]
+        own = [sample for sample, counts in zip(samples, real.flat, strict=True) if counts]
 
         def rows(arrays: list[np.ndarray]) -> torch.Tensor:
             return torch.from_numpy(np.stack(arrays)).view(*indices.shape, -1)
 
         return RankBatch(
             input_ids=rows([sample.input_ids for sample in samples]),
-            labels=rows([sample.labels for sample in samples]),
+            labels=unlabelled(rows([sample.labels for sample in samples]), real),
             sample_index=torch.from_numpy(indices.copy()),
             document_ids=rows([sample.document_ids for sample in samples]) if self._with_documents else None,
             position_ids=rows([sample.position_ids for sample in samples]) if self._with_positions else None,
-            padding=sum(sample.padding for sample in samples),
+            padding=indices.size * len(samples[0].input_ids) - sum(len(s.input_ids) - s.padding for s in own),
+            filling=int((~real).sum()),
             sequence_lengths=rows([sample.sequence_lengths(self._with_positions) for sample in samples])
             if self._with_positions or any(sample.padding for sample in samples)
             else None,
-            attended_lengths=self._attended(samples),
+            attended_lengths=self._attended(own),
         )
 
     def _attended(self, samples: list[Sample]) -> npt.NDArray[np.int64]:
         if self._with_documents:
-            return np.concatenate([sample.document_lengths for sample in samples])
+            return np.concatenate([np.zeros(0, np.int64), *(sample.document_lengths for sample in samples)])
         # Where tokens see other documents a row is what attention computes.
-        return np.array([len(sample.input_ids) - sample.padding for sample in samples])
+        return np.array([len(sample.input_ids) - sample.padding for sample in samples], np.int64)
+
+
+def rank_share(start: int, size: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> npt.NDArray[np.int64]:
+    """Samples of a rank in the step of ``size`` samples that starts at ``start``, int64 (micro-batches, rows).
+
+    Every rank has as many micro-batches of as many rows, so that all take part in the same collectives, and a pipeline
+    or compiled code sees one shape. Where there is no sample, a row is ~i: sample i, the last of the step, without its
+    labels. It counts nothing, and as it repeats what is in the step anyway it is no new maximum for scales of FP8.
+    """
+    count = -(-size // (micro_batch_size * dp_size))
+    # Micro-batches, then data-parallel ranks: a step has the same samples in any layout.
+    step = np.arange(count * dp_size * micro_batch_size).reshape(count, dp_size, micro_batch_size)[:, dp_rank]
+    return np.where(step < size, start + step, ~(start + size - 1))
+
+
+def unlabelled(labels: torch.Tensor, real: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """``labels`` (*rows, length) without those of the rows that are not ``real``."""
+    return labels if real.all() else labels.masked_fill_(~torch.from_numpy(real)[..., None], IGNORE_INDEX)

@@ -27,7 +27,7 @@ from smp.data.gigatoken_backend import GigatokenTokenizer
 from smp.data.indexed_dataset import dtype_for_vocab
 from smp.data.job_output import PART_CHUNKS, BadRecordError, Encoded, Output, Report
 from smp.data.remote import RemoteFile, file_state, of_size_only
-from smp.data.text_files import Chunk, kind_of, read_chunks, texts_of
+from smp.data.text_files import Chunk, is_blank, kind_of, read_chunks, texts_of
 from smp.data.tokenizer import Batch, Tokenizer
 from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
 
@@ -62,6 +62,8 @@ class Encoder:
         skipped: list[str] = []
         rows: dict[int, list[str]] = {}
         for number, record in enumerate(chunk.records, start=chunk.first):
+            if is_blank(record, chunk.path):
+                continue
             try:
                 rows[number] = texts_of(record, chunk.path, number, self.keys)
             except ValueError as error:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,7 +79,8 @@ def arrow_rows(path: Path | RemoteFile, keys: Sequence[str] | None) -> Iterator[
 
 
 def csv_rows(path: Path | RemoteFile, file: BinaryIO) -> Iterator[list[dict[str, Any]]]:
-    """Of comma-separated text in UTF-8 whose first line names the columns; all values are text.
+    """Of text in UTF-8 whose first line names the columns, between commas, or else semicolons, tabs or bars; all values
+    are text.
 
     Raises:
         ValueError: a row has more fields than there are columns, or it is no such file.
@@ -88,7 +90,11 @@ def csv_rows(path: Path | RemoteFile, file: BinaryIO) -> Iterator[list[dict[str,
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     number = 0
     try:
-        rows = csv.DictReader(text, strict=True)
+        first = text.readline()
+        if said := re.fullmatch(r"sep=(.)\s*", first):  # as Excel writes it
+            first = text.readline()
+        rows = csv.DictReader(chain([first], text), strict=True, delimiter=said[1] if said else _delimiter(first))
+        rows.fieldnames = [name.strip() for name in rows.fieldnames or ()]  # "prompt, completion"
         while found := list(islice(rows, _AT_ONCE)):
             for number, row in enumerate(found, start=number + 1):  # noqa: B020 (goes on counting)
                 if None in row:
@@ -100,6 +106,32 @@ def csv_rows(path: Path | RemoteFile, file: BinaryIO) -> Iterator[list[dict[str,
         raise ValueError(f"{path}: {error}") from None
     finally:
         text.detach()  # the caller closes the file
+
+
+def _delimiter(header: str) -> str:
+    """What is between the names of columns: a comma, unless there is none and another sign is."""
+    signs = (sign for sign in ",;\t|" if len(next(csv.reader([header], delimiter=sign), [])) > 1)
+    return next(signs, ",")
+
+
+def objects_over_lines(content: bytes) -> list[bytes] | None:
+    """JSON objects that take several lines each: every one in place of its first line, and empty lines for the rest, so
+    that a record's number is that of its line. None: the file does not hold that."""
+    decoder, records, counted = json.JSONDecoder(), list[bytes](), 0
+    try:
+        text = content.decode("utf-8-sig")
+        at, line = _skip(text, 0), 0
+        while at < len(text):
+            line, counted = line + text.count("\n", counted, at), at
+            value, end = decoder.raw_decode(text, at)
+            if not isinstance(value, dict):
+                return None
+            records += [b""] * (line - len(records))
+            records.append(text[at:end].encode())
+            at = _skip(text, end)
+    except (ValueError, RecursionError):
+        return None
+    return records
 
 
 def json_array(path: Path | RemoteFile, text: str) -> Iterator[list[Any]]:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from smp.config.blend import COMPRESSED_SUFFIXES, TEXT_SUFFIXES, is_remote
 from smp.config.command import DamageError
 from smp.data.folders import files_of
 from smp.data.remote import RemoteFile, expand, file_state, local_or_remote
-from smp.data.tables import arrow_rows, csv_rows, json_array, parquet_rows, pyarrow_for
+from smp.data.tables import arrow_rows, csv_rows, json_array, objects_over_lines, parquet_rows, pyarrow_for
 from smp.data.tokenizer import check_text
 
 CHUNK_BYTES = 1 << 20
@@ -88,10 +89,40 @@ def parse_record(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, thousands of brackets
-        raise ValueError(f"not valid JSON ({error})") from None
+        raise ValueError(f"not valid JSON ({error}){_json_hint(line, error)}") from None
     if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError(f"not a JSON object{_list_hint(record)}")
     return record
+
+
+def _json_hint(line: bytes, error: Exception) -> str:
+    """What the writer of the file probably did."""
+    if b"\0" in line:
+        return "; it looks like UTF-16: write the file in UTF-8"
+    if isinstance(error, UnicodeDecodeError):
+        return "; write the file in UTF-8"
+    if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+        behind = line.decode("utf-8-sig")[error.pos :].lstrip()[:1]
+        return {
+            ",": "; a comma stands behind the object, which a line of .jsonl does not have",
+            "{": "; a line of .jsonl has one object",
+        }.get(behind, "")
+    return ""
+
+
+def _list_hint(record: Any) -> str:
+    if not isinstance(record, list) or not all(isinstance(entry, dict) for entry in record):
+        return ""
+    if all({"role", "content"} <= entry.keys() or {"from", "value"} <= entry.keys() for entry in record):
+        return ' but a list of messages: write {"messages": [...]}'
+    return " but a list of them: write one on each line, or call the file .json"
+
+
+def is_blank(record: Any, path: str) -> bool:
+    """Whether a record is an empty line, such as editors leave at the end of .jsonl: every reader passes it over. (A
+    .txt file is one text, not lines.)"""
+    empty = isinstance(record, bytes) and not record.removeprefix(BOM_UTF8).strip()
+    return empty and kind_of(local_or_remote(path)) != ".txt"
 
 
 def texts_of(record: Any, path: str, number: int, keys: Sequence[str]) -> list[str]:
@@ -99,7 +130,7 @@ def texts_of(record: Any, path: str, number: int, keys: Sequence[str]) -> list[s
     no text with a UTF-8 form."""
     if isinstance(record, bytes) and kind_of(local_or_remote(path)) == ".txt":
         try:
-            return [record.decode()]
+            return [record.decode("utf-8-sig")]
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
     row = isinstance(record, dict)
@@ -121,6 +152,8 @@ def read_texts(paths: Sequence[Path | RemoteFile], json_key: str) -> Iterator[st
     """Documents of ``paths``, one after the other."""
     for chunk in read_chunks(paths, [json_key]):
         for number, record in enumerate(chunk.records, start=chunk.first):
+            if is_blank(record, chunk.path):
+                continue
             yield texts_of(record, chunk.path, number, [json_key])[0]
 
 
@@ -164,23 +197,42 @@ def _parts(path: Path | RemoteFile, kind: str, text: BinaryIO) -> Iterator[list[
     if kind == ".csv":
         yield from csv_rows(path, text)
         return
-    if kind == ".json" and (start := _first_character(text)) != b"{":
+    head = _first_character(text) if kind == ".json" else b""
+    if kind == ".json" and head[-1:] != b"{":
         try:
-            yield from json_array(path, (start + text.read()).decode())
+            yield from json_array(path, (head + text.read()).decode())
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
         return
-    head = b"{" if kind == ".json" else b""  # which was read
-    while lines := text.readlines(CHUNK_BYTES):
-        yield [head + lines[0], *lines[1:]]
-        head = b""
+    lines = text.readlines(CHUNK_BYTES)
+    if head:
+        lines = [*io.BytesIO(head + b"".join(lines[:1])).readlines(), *lines[1:]]
+    if _over_lines(lines):
+        whole = b"".join(lines) + text.read()
+        lines = objects_over_lines(whole) or io.BytesIO(whole).readlines()
+    while lines:
+        yield lines
+        lines = text.readlines(CHUNK_BYTES)
+
+
+def _over_lines(lines: Sequence[bytes]) -> bool:
+    """Whether the first JSON object of lines that follow each other ends on a later line than it begins on."""
+    begin = next((i for i, line in enumerate(lines) if line.removeprefix(BOM_UTF8).strip()), len(lines))
+    text = b"".join(lines[begin:]).decode("utf-8-sig", "replace").lstrip()
+    try:
+        return text.startswith("{") and "\n" in text[: json.JSONDecoder().raw_decode(text)[1]]
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text.rstrip()) - 1  # nothing is wrong but that the object is larger than what was read
+    except RecursionError:
+        return False
 
 
 def _first_character(text: BinaryIO) -> bytes:
-    """The first byte that is no white space, nor of a mark of the order of bytes."""
-    while (byte := text.read(1)) and (byte.isspace() or byte in b"\xef\xbb\xbf"):
-        pass
-    return byte
+    """The first byte that is no white space, and the white space in front; not a mark of the order of bytes."""
+    head = b""
+    while (byte := text.read(1)) and (byte.isspace() or byte in BOM_UTF8):
+        head += b"" if byte in BOM_UTF8 else byte
+    return head + byte
 
 
 @contextmanager

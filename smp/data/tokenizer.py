@@ -122,6 +122,25 @@ class SentencePieceTokenizer:
         first, *rest = map(self._processor.encode, text.split(_META_SPACE))
         return [*first, *(token for part in rest for token in (*self._meta_space_ids, *part))]
 
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """As ``encode``, and the span of characters that each token stands for."""
+        check_text(text)
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        at = 0
+        for i, part in enumerate(text.split(_META_SPACE) if self._meta_space_ids else [text]):
+            if i:
+                ids += self._meta_space_ids
+                spans += [(at, at + 1)] * len(self._meta_space_ids)
+                at += 1
+            # sentencepiece counts bytes of UTF-8: of each of them the number of its character.
+            characters = [i for i, character in enumerate(part) for _ in character.encode()] + [len(part)]
+            pieces = self._processor.encode(part, return_type="proto").pieces
+            ids += [piece.id for piece in pieces]
+            spans += [(at + characters[piece.begin], at + characters[piece.end]) for piece in pieces]
+            at += len(part)
+        return ids, spans
+
     def encode_batch(self, texts: Sequence[str]) -> Batch:
         """As ``encode``, with the library's call for a list, on one core."""
         if self._meta_space_ids and any(_META_SPACE in text for text in texts):

@@ -63,7 +63,27 @@ def tokenizer_file(path: str | Path) -> Path:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (path / name).is_file():
             return path / name
-    raise ValueError(f"{path}: neither tokenizer.json nor tokenizer.model in this folder")
+    raise ValueError(no_tokenizer(path))
+
+
+_OLDER = ("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+"""Tokenizers as transformers saved them before tokenizer.json."""
+
+
+def no_tokenizer(folder: Path | None) -> str:
+    """What to say of a model without a tokenizer, and what to do; ``folder``: where one was looked for."""
+    give = "give --tokenizer-model, or --reference a folder that has one"
+    if folder is None:
+        return f"no tokenizer lies with the model: {give}"
+    if older := [name for name in _OLDER if (folder / name).is_file()]:
+        return (
+            f"{folder}: neither tokenizer.json nor tokenizer.model in this folder, only {older[0]}: transformers' "
+            "AutoTokenizer reads that, and its save_pretrained writes a tokenizer.json"
+        )
+    return (
+        f"{folder}: neither tokenizer.json nor tokenizer.model in this folder, as after an export without a tokenizer: "
+        "put the files of its tokenizer there, or name a folder that has them by --tokenizer-model"
+    )
 
 
 def load_tokenizer(path: str | Path, tiktoken_pattern: str | None = None) -> Tokenizer:

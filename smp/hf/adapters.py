@@ -48,6 +48,17 @@ def target_of(name: str) -> str:
     return _INSIDE.sub("", name)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a module is a factor of an adapter."""
+    return target_of(name) != name and not name.endswith(".base_layer")
+
+
+def layer_under(module: nn.Module) -> nn.Module:
+    """The layer that an adapted one wraps, whose parameters it shows as its own; others are themselves."""
+    base = module._modules.get("base_layer")
+    return module if base is None or not type(module).__module__.startswith("peft.") else base
+
+
 def in_adapter_file(model: Any) -> Callable[[str], bool]:
     """Whether a tensor of this name may go into the file that ``save_pretrained`` writes: with peft the adapters', and
     the embedding and head, which peft adds when they have adapters; without it all."""

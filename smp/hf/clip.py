@@ -1,4 +1,8 @@
-"""``smp.clip_grad_norm_``: the norm of the whole gradient, whatever each rank holds of it."""
+"""``smp.clip_grad_norm_``: the norm of the whole gradient, whatever each rank holds of it.
+
+The arithmetic is that of every run (``smp.optim.optimizer.clip_gradients``). Here is what a script can get wrong and a
+run cannot: it gives parameters and no model, or has not sharded them; and FSDP 1, which clips by its own flat buffers.
+"""
 
 from __future__ import annotations
 

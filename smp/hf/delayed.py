@@ -10,16 +10,15 @@ A rank never holds more than its parts and one tensor.
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.together import together
@@ -27,68 +26,132 @@ from smp.config.schema import ConfigError
 from smp.convert.hf_store import open_store
 from smp.convert.store import PieceStore
 from smp.hf.adapters import base_of
+from smp.hf.first_values import FirstValues
 from smp.hf.fsdp1 import root_of
 from smp.hf.state import state
+from smp.hf.stored_names import Source, rules_of, sources_of
+from smp.hf.twins import twin_of
 from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box, local_part
-from smp.parallel.rng import stable_hash
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
+def load_weights(model: nn.Module, folder: str | Path, leave: Collection[str] = ()) -> None:
     """Fill ``model``, on the meta device or not, with the safetensors of a Hugging Face folder. Every rank calls this,
-    before or after ``fully_shard``, and reads its own parts.
+    before or after ``fully_shard``, and reads its own parts. What transformers renames, merges or splits on loading is
+    so here, too; of tensors that a rule takes together (not stacks of experts) a rank reads all. Tensors of the
+    model in ``leave`` keep their values.
 
     Raises:
-        CheckpointError: on all ranks, for files that are damaged or lack a tensor. transformers renames and merges some
-            tensors while it loads (experts); such a folder lacks them, and goes through ``from_pretrained`` on rank 0
-            and ``load_state_dict_from_rank0=True``.
+        CheckpointError: on all ranks, for files that are damaged or lack a tensor.
     """
     base, _ = base_of(model)
     if base is not model:
         raise ConfigError("load_weights: not with adapters of peft; load the model before get_peft_model")
-    _allocate(model)
+    allocate(model)
 
-    def fill() -> None:
+    def fill() -> list[str]:
         store = open_store(Path(folder), False)
         try:
-            _fill(model, store)
+            return _fill(model, store, leave)
         finally:
             store.files.close()
 
-    together("load_weights: ", fill, lambda _: None)
+    unknown = together("load_weights: ", fill, lambda found: found[0])
+    if unknown and state.rank == 0:
+        print(
+            f"smp.load_weights: {len(unknown)} tensors of {folder} are not in the model: {unknown[0]} ...", flush=True
+        )
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, store: PieceStore) -> None:
+def _fill(model: Any, store: PieceStore, leave: Collection[str]) -> list[str]:
+    """Returns what is stored and has no place in the model."""
+    twin = twin_of(model)
+    rules = rules_of(twin)
+    sources = sources_of(twin, rules, store.tensors)
+    tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in leave}
+    _check_complete(model, tensors, {name for source in sources for name in source.targets}, store)
+    filled: set[int] = set()  # tied parameters may be in the files twice
+    for source in sources:
+        if not filled.issuperset(id(tensors[name]) for name in source.targets if name in tensors):
+            _fill_from(source, twin, tensors, store)
+            filled |= {id(tensors[name]) for name in source.targets if name in tensors}
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]  # what save_pretrained writes, turned round
+    used = {name for source in sources for names in source.stored.values() for name in names}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [name for name in store.tensors if name not in used and not any(re.search(key, name) for key in ignored)]
+
+
+def _check_complete(model: Any, tensors: Mapping[str, Any], found: set[str], store: PieceStore) -> None:
+    """Every tensor of the model is found, under one of its names: tied parameters are in the files once."""
     names: dict[int, list[str]] = {}
-    tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)  # tied parameters are in the file once
+        names.setdefault(id(tensor), []).append(name)
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     for shared in names.values():
-        tensor = tensors[shared[0]]
-        name = next((name for name in shared if name in store.tensors), "")
-        if not name:
+        computed = not isinstance(tensors[shared[0]], nn.Parameter) and any(re.search(k, shared[0]) for k in optional)
+        if found.isdisjoint(shared) and not computed:
             raise CheckpointError(f"{store.where('')} has no tensor {shared[0]}")
-        stored, box, data = store.tensors[name], local_box(tensor), local_part(tensor)
-        if tuple(stored.shape) != tuple(tensor.shape):
-            raise CheckpointError(f"{name} is {tuple(stored.shape)} in the files, {tuple(tensor.shape)} in the model")
-        if box.empty:
-            continue
-        straight = data.is_cpu and data.dtype == stored.dtype and data.is_contiguous()
-        read = data if straight else torch.empty(box.sizes, dtype=stored.dtype)
-        store.read_into(name, box.offsets, read)
-        if not straight:
-            data.copy_(read)
 
 
-def _allocate(model: nn.Module) -> None:
+def _fill_from(source: Source, twin: Any, tensors: Mapping[str, Any], store: PieceStore) -> None:
+    first = tensors[source.targets[0]]
+    box, dtype = local_box(first), first.dtype
+    if source.rule is None:
+        _read_part(source.stored[""][0], source.targets[0], first, store)
+        return
+    stack = source.stacks(first.shape)
+    if stack and box.empty:
+        return
+    rows = slice(box.offsets[0], box.offsets[0] + box.sizes[0]) if stack else slice(None)
+    for name, made in source.made(twin, partial(_read_whole, store, dtype), rows).items():
+        tensor, start = tensors.get(name), rows.start or 0
+        if tensor is None:
+            raise CheckpointError(
+                f"{store.where('')}: transformers' rules make {name} of it, the model has no such tensor"
+            )
+        size = (tensor.shape[0] if stack else made.shape[0], *made.shape[1:]) if made.ndim else ()
+        _check_shape(name, size, tensor)
+        box = local_box(tensor)
+        for dim, (offset, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            made = made.narrow(dim, offset - (start if dim == 0 else 0), length)
+        if not box.empty:
+            local_part(tensor).copy_(made)
+
+
+def _check_shape(name: str, stored: Sequence[int], tensor: torch.Tensor) -> None:
+    if tuple(stored) != tuple(tensor.shape):
+        raise CheckpointError(f"{name} is {tuple(stored)} in the files, {tuple(tensor.shape)} in the model")
+
+
+def _read_whole(store: PieceStore, dtype: torch.dtype, name: str) -> torch.Tensor:
+    stored = store.tensors[name]
+    read = torch.empty(stored.shape, dtype=stored.dtype)
+    store.read_into(name, (0,) * read.ndim, read)
+    return read.to(dtype)  # as transformers, before it merges
+
+
+def _read_part(stored_name: str, name: str, tensor: torch.Tensor, store: PieceStore) -> None:
+    stored, box, data = store.tensors[stored_name], local_box(tensor), local_part(tensor)
+    _check_shape(name, stored.shape, tensor)
+    if box.empty:
+        return
+    straight = data.is_cpu and data.dtype == stored.dtype and data.is_contiguous()
+    read = data if straight else torch.empty(box.sizes, dtype=stored.dtype)
+    store.read_into(stored_name, box.offsets, read)
+    if not straight:
+        data.copy_(read)
+
+
+def allocate(model: nn.Module) -> None:
     """Memory for all that is on the meta device; buffers get the values that their classes compute."""
+    values = FirstValues(model)
     for name, module in model.named_modules():
-        _allocate_own(model, name, module)
+        _allocate_own(values, name, module)
 
 
 @torch.no_grad()
-def _allocate_own(model: nn.Module, name: str, module: nn.Module) -> list[str]:
+def _allocate_own(values: FirstValues, name: str, module: nn.Module) -> list[str]:
     """For one module; returns which of its own parameters had none. Their objects stay, so ties and FSDP's lists do."""
     missing = [own for own, p in module._parameters.items() if p is not None and p.is_meta]
     for own in missing:
@@ -97,9 +160,8 @@ def _allocate_own(model: nn.Module, name: str, module: nn.Module) -> list[str]:
         made = nn.Parameter(torch.empty_like(parameter, device=state.device_type), parameter.requires_grad)
         vars(made).update(vars(parameter))
         torch.utils.swap_tensors(parameter, made)
-    buffers = [own for own, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-    first = _computed(model, module, buffers, 0)
-    for own, again in _computed(model, module, buffers, 1).items():
+    first = _computed(values, name, module, 0)
+    for own, again in _computed(values, name, module, 1).items():
         if not torch.equal(first[own], again):
             raise ConfigError(
                 f"{name}.{own}: {type(module).__name__} does not compute this buffer again: build the model under "
@@ -111,44 +173,19 @@ def _allocate_own(model: nn.Module, name: str, module: nn.Module) -> list[str]:
     return missing
 
 
-def _computed(model: Any, module: nn.Module, buffers: list[str], start: int) -> dict[str, torch.Tensor]:
-    """Buffers by transformers' rules for the module; what these leave out is ``start``."""
-    if not buffers:
-        return {}
-    twin = _twin(module)
-    for own in buffers:
-        meta = module._buffers[own]
-        assert meta is not None
-        twin._buffers[own] = torch.full(meta.shape, start, dtype=meta.dtype, device="cpu")
-    _init_weights(model, twin)
-    return {own: twin._buffers[own] for own in buffers}  # type: ignore[misc]
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """A module of the same class and numbers, whose own parameters are whole, on the meta device and others."""
-    kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))  # not of fully_shard
-    twin = cast(nn.Module, object.__new__(kind))
-    vars(twin).update(vars(module))
-    vars(twin).pop("forward", None)
-    whole = {own: None if p is None else torch.empty(p.shape, device="meta") for own, p in module._parameters.items()}
-    twin._parameters = {own: None if p is None else nn.Parameter(p) for own, p in whole.items()}
-    twin._buffers, twin._modules = dict(module._buffers), dict(module._modules)
-    return twin
-
-
-def _init_weights(model: Any, module: nn.Module) -> None:
-    base, _ = base_of(model)
-    if not hasattr(base, "_init_weights"):
-        raise ConfigError(f"{type(base).__name__} has no _init_weights, transformers' rules for first values")
-    base._init_weights(module)
+def _computed(values: FirstValues, name: str, module: nn.Module, start: int) -> dict[str, torch.Tensor]:
+    """Buffers of ``module`` that are on the meta device, by transformers' rules; what these leave out is ``start``."""
+    meta = {own: buffer for own, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+    empty = {own: torch.full(buffer.shape, start, dtype=buffer.dtype, device="cpu") for own, buffer in meta.items()}
+    return values.buffers(name, empty) if empty else {}
 
 
 class DelayedParamIniter:
     """First values of a model on the meta device, the same bits in every layout.
 
-    Each module's parameters are drawn whole by transformers' own rules (``_init_weights``) from a generator keyed by
+    Each parameter is drawn whole by transformers' own rules (:mod:`smp.hf.first_values`) from a generator keyed by
     (seed, name), and this rank keeps its part. They are not the bits of ``from_config`` on a CPU, which draws all
-    parameters from one generator, one behind the other.
+    parameters from one generator, one behind the other, but numbers of the same distributions.
 
     Args:
         model: transformed, and sharded or not. After ``transform(load_state_dict_from_rank0=True)`` nothing is left to
@@ -156,20 +193,23 @@ class DelayedParamIniter:
         seed: of the numbers; None: ``random_seed`` of ``smp.init``, else torch's seed on rank 0.
 
     Raises:
-        ConfigError: nothing is on the meta device; or the class initializes parameters from outside of their module.
+        ConfigError: nothing is on the meta device; the model has adapters of peft; or a rule of its class needs values.
     """
 
     def __init__(self, model: nn.Module, seed: int | None = None) -> None:
         self.model, self.seed = model, 0
         self.names = {id(module): name for name, module in model.named_modules()}
         self.waiting = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+        self.values = FirstValues(model)
         if getattr(model, "smp_from_rank0", False):
             return  # SMP v2 sends the weights in FSDP, so its scripts call this on all ranks but 0: no collectives
         if not self.waiting:
             raise ConfigError("DelayedParamIniter: no parameter is on the meta device: nothing is delayed")
         seed = state.settings.random_seed if seed is None else seed
         self.seed = gather(torch.initial_seed())[0] if seed is None else seed
-        _check_rules(model)
+        if base_of(model)[0] is not model:
+            raise ConfigError("DelayedParamIniter: not with adapters of peft: fill the model before get_peft_model")
+        _ = self.values.writers  # of the whole model: FSDP1 takes it apart while it asks
 
     def init(self) -> None:
         """All of it."""
@@ -210,45 +250,12 @@ class DelayedParamIniter:
         name = self.names.get(id(module))
         if name is None:
             raise ConfigError(f"{type(module).__name__} is no module of the model that DelayedParamIniter was given")
-        missing = _allocate_own(self.model, name, module)
-        if not missing:
-            return
-        twin = _twin(module)
-        for own in missing:
-            parameter = module._parameters[own]
-            assert parameter is not None
-            twin._parameters[own] = nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=parameter.dtype))
-        with torch.random.fork_rng(devices=[]):
-            seed = stable_hash(self.seed, name) & 0xFFFFFFFF  # all that a CPU generator takes of it
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs too, for good
-            _init_weights(self.model, twin)
-        for own in missing:
-            self._keep(f"{name}.{own}", module._parameters[own], twin._parameters[own])
-            self.waiting.discard(f"{name}.{own}")
-
-    def _keep(self, name: str, parameter: Any, whole: Any) -> None:
-        if whole.isnan().any():
-            raise ConfigError(f"{name}: transformers' rules give {type(self.model).__name__} no first value for it")
-        box = local_box(parameter)
-        for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            whole = whole.narrow(dim, first, size)
-        if not box.empty:
-            local_part(parameter).copy_(whole)
-
-
-def _check_rules(model: Any) -> None:
-    """Rules that reach from a module into its children need whole children."""
-    base, _ = base_of(model)
-    for kind in type(base).__mro__:
-        rules = vars(kind).get("_init_weights")
-        if rules is not None and kind.__name__ != "PreTrainedModel" and _reaches_down(inspect.getsource(rules)):
-            raise ConfigError(
-                f"DelayedParamIniter: {kind.__name__} gives first values from outside of the modules that have them; "
-                "build the model on the CPU, the same on every rank, or on rank 0 with load_state_dict_from_rank0=True"
-            )
-
-
-def _reaches_down(source: str) -> bool:
-    """Whether rules say ``module.child.weight`` or walk over children."""
-    walks = any(part in source for part in ("named_parameters", ".modules()", ".children()"))
-    return walks or re.search(r"\bmodule\.(\w+\.)+(weight|bias)\b", source) is not None
+        for own in _allocate_own(self.values, name, module):
+            parameter, full = module._parameters[own], f"{name}.{own}" if name else own
+            box = local_box(parameter)  # type: ignore[arg-type]
+            whole = self.values.draw(full, self.seed)
+            for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                whole = whole.narrow(dim, first, size)
+            if not box.empty:
+                local_part(parameter).copy_(whole)  # type: ignore[arg-type]
+            self.waiting.discard(full)

@@ -32,6 +32,7 @@ from smp.layers.moe.dispatch import Dispatch
 from smp.parallel.collectives import Group, copy_to_group, reduce_from_group
 
 _INTERFACE = ["hidden_states", "top_k_index", "top_k_weights"]
+_INTERFACES = (_INTERFACE, ["hidden_states", "router_indices", "routing_weights"])  # GPT-OSS has other words for it
 _BALANCING = (None, "none", "aux_loss")
 _ONLY = {"smp_moe": True, "moe_z_loss_coeff": 0.0, "global_token_shuffle": False, "moe_all_to_all_dispatcher": True}
 
@@ -101,17 +102,37 @@ def apply_config(model: Any, config: MoEConfig | None) -> None:
     model.router_aux_loss_coef = config.moe_aux_loss_coeff
 
 
+def dense(module: nn.Module) -> bool:
+    """Whether experts compute all tokens each, sorted by experts (Llama 4): ``experts(hidden_states)``."""
+    return _kind(module) == _INTERFACE[:1]
+
+
+def are_experts(module: nn.Module, ranks: int) -> bool:
+    """Whether ``module`` has the interface, and ``ranks`` divide its experts."""
+    try:
+        return not dense(module) and own_experts("", module, ranks, "") > 0
+    except ConfigError:
+        return False
+
+
+def _kind(module: nn.Module) -> list[str] | None:
+    """The arguments of its forward pass, if they are those of experts."""
+    arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+    found = next((known for known in _INTERFACES if arguments[:3] == known), None)
+    return arguments if arguments == _INTERFACE[:1] else found
+
+
 def own_experts(name: str, module: nn.Module, ranks: int, degrees: str) -> int:
     """How many of the experts of ``module`` each of ``ranks`` has.
 
     Raises:
         ConfigError: the module is not as the interface says, or the ranks do not divide its experts.
     """
-    arguments = list(inspect.signature(type(module).forward).parameters)[1:4]
     total = getattr(module, "num_experts", None)
     stacked = [p.shape[0] == total for p in module.parameters(recurse=False)]
     below = any(True for child in module.children() for _ in child.parameters())
-    if arguments != _INTERFACE or not isinstance(total, int) or not stacked or not all(stacked) or below:
+    matrices = any(p.ndim > 2 for p in module.parameters(recurse=False))
+    if _kind(module) is None or not isinstance(total, int) or not matrices or not all(stacked) or below:
         raise ConfigError(
             f"{name}: {type(module).__name__} has not the interface experts({', '.join(_INTERFACE)}) with weights of "
             "num_experts stacked"

@@ -21,7 +21,7 @@ from smp.config.schema import ConfigError
 from smp.hf import optimizers
 from smp.hf.adapters import base_of, faces_of
 from smp.hf.fsdp1 import FSDP2
-from smp.hf.plan import check_dropout, dropouts
+from smp.hf.plan import check_dropout, dropouts, heads_of
 from smp.parallel.agree import gather
 from smp.parallel.collectives import Group, gather_features
 
@@ -34,7 +34,7 @@ def install(model: Any, group: Group, device_type: str) -> None:
     base, _ = base_of(model)
     if hasattr(base, "generate"):
         base.generate = MethodType(_Generate(group, device_type), base)
-    heads = getattr(base.config.get_text_config(), "num_attention_heads", None) if hasattr(base, "config") else None
+    heads = heads_of(base)
     for face in faces_of(model):
         face.register_forward_pre_hook(_FirstPass(group), with_kwargs=True)
         face.register_forward_hook(_WholeScores(group, heads), with_kwargs=True)

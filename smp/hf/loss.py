@@ -1,5 +1,9 @@
 """The loss of a transformed causal language model over this rank's part of the vocabulary.
 
+The cross-entropies are those of ``smp.layers.cross_entropy``, as in ``smp.layers.head``. What is here puts them into a
+forward pass that is Hugging Face's: it calls its head and its loss itself, with labels that are not shifted yet, and
+returns logits; a ``MicroBatch`` and a ``ModelOutput`` do not pass through it.
+
 Hugging Face's forward passes logits to ``model.loss_function``, which a model lets others set. With labels, and while
 gradients are wanted, the head then makes this rank's columns only:
 

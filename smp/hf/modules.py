@@ -7,6 +7,8 @@ and value; gate and up) share one all-reduce for it: their parent's :class:`Boun
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -22,17 +24,19 @@ from smp.hf.adapters import target_of
 from smp.hf.borrowed import Borrowed
 from smp.hf.fsdp1 import FSDP2
 from smp.hf.plan import Plan, Step
-from smp.hf.rows import COLUMN, EMBEDDING, EXPERTS, ROW, SUMMED
+from smp.hf.rows import COLUMN, EMBEDDING, EXPERTS, LATENT, ROW, SUMMED
 from smp.kernels.matmul import linear
 from smp.layers.parameter import local
 from smp.parallel.collectives import (
     Group,
     copy_to_group,
     gather_features,
+    gather_rows,
     gather_tokens,
     reduce_from_group,
     reduce_scatter_tokens,
     split_features,
+    split_tokens,
     sum_gradient,
 )
 
@@ -69,6 +73,20 @@ class Boundary:
 
 
 @dataclass
+class Region:
+    """A block that computes on all tokens under sequence parallelism.
+
+    Attributes:
+        tokens: (batch, n) while it runs in training.
+    """
+
+    tokens: tuple[int, int] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        return memo.setdefault(id(self), Region())
+
+
+@dataclass
 class Cut:
     """How one module computes.
 
@@ -83,6 +101,7 @@ class Cut:
         ep: of experts the ranks that exchange rows for them, if there are any.
         fsdp1: FSDP1 is around it, and knows of the cut.
         tokens: under sequence parallelism, whether the input or output of this module is some of the tokens.
+        region: under sequence parallelism the block, if any, that gives this module all tokens.
     """
 
     step: Step
@@ -95,6 +114,7 @@ class Cut:
     ep: Group | None = None
     fsdp1: bool = False
     tokens: bool = False
+    region: Region | None = None
 
 
 def install(model: nn.Module, plan: Plan, group: Group, ep: Group | None) -> None:
@@ -108,9 +128,33 @@ def install(model: nn.Module, plan: Plan, group: Group, ep: Group | None) -> Non
         module.smp_cut = Cut(step, group, inside, boundaries.get(name), tuple(module.children()), ep=exchanging)
         module.smp_cut.borrowed = plan.borrowed.get(name, ())
         module.forward = MethodType(_forward_of(step), module)
+        if hasattr(module, "save_pretrained"):
+            module.forward = _OfModel(module)
+    for name, methods in plan.methods.items():
+        module = model.get_submodule(name)
+        for method in methods:
+            setattr(module, method, partial(_method, module, method))
     for name, numbers in plan.numbers.items():
+        module = model.get_submodule(name)
+        module.smp_whole = {attribute: getattr(module, attribute) for attribute in numbers}  # for first values
         for attribute, value in numbers.items():
-            setattr(model.get_submodule(name), attribute, value)
+            setattr(module, attribute, value)
+
+
+class _OfModel:
+    """The forward pass of a whole model, with the arguments of its class: ``generate`` asks for their names.
+
+    Args:
+        module: whose forward pass has been replaced.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.method = module.forward
+        named = inspect.signature(type(module).forward)
+        self.__signature__ = named.replace(parameters=list(named.parameters.values())[1:])  # without self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.method(*args, **kwargs)
 
 
 def _forward_of(step: Step) -> Any:
@@ -119,7 +163,9 @@ def _forward_of(step: Step) -> Any:
     if step.style in ROW:
         return _row
     if step.style == EXPERTS:
-        return _experts
+        return _dense_experts if step.dense else _experts
+    if step.style == LATENT:
+        return _latent
     return _embedding if step.style == EMBEDDING else _with_plain_parameters
 
 
@@ -166,6 +212,7 @@ def local_weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | Non
 def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
     """(..., in) -> (..., out/tp), or (..., out) when the columns are gathered."""
     cut: Cut = module.smp_cut
+    _check_region(module, cut)
     weight, bias = local_weight_and_bias(module)
     out = linear(cut.inside.copied(input, cut.group), weight, bias)
     return out if cut.step.style == "colwise" else gather_features(out, cut.group)
@@ -174,6 +221,7 @@ def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
 def _row(module: Any, input: torch.Tensor) -> torch.Tensor:
     """(..., in/tp), or (..., in) that is split here -> (..., out)."""
     cut: Cut = module.smp_cut
+    _check_region(module, cut)
     weight, bias = local_weight_and_bias(module)
     part = split_features(input, cut.group) if cut.step.style == "rowwise_split_input" else input
     out = linear(part, weight)
@@ -211,11 +259,36 @@ def _experts(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor
     return experts.combined(compute, hidden_states, top_k_index, top_k_weights, own, cut.group, cut.ep)
 
 
-def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward. Its parameters are plain tensors in it, and those of its children that it reads."""
+def _dense_experts(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """(experts x tokens, hidden), of each expert all tokens -> the same. Each rank computes its experts' rows."""
+    group: Group = module.smp_cut.group
+    return gather_rows(_with_plain_parameters(module, split_tokens(hidden_states, group)), group)
+
+
+def _latent(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """(..., in) -> (..., latent + rope)."""
     cut: Cut = module.smp_cut
+    latent, rope = _with_plain_parameters(module, *args, **kwargs).tensor_split((-cut.step.summed,), -1)
+    return torch.cat((latent, copy_to_group(rope, cut.group)), -1)
+
+
+def _method(module: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """A method of the class beside its forward pass, which reads parameters as that one does."""
+    return _called_with_plain_parameters(module, getattr(type(module), method), *args, **kwargs)
+
+
+def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward. Its parameters are plain tensors in it, and those of modules below it that it reads."""
+    return _called_with_plain_parameters(module, type(module).forward, *args, **kwargs)
+
+
+def _called_with_plain_parameters(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    cut: Cut = module.smp_cut
+    _check_region(module, cut)
     # A child that is a unit of FSDP by itself has its parameters only while its own forward pass runs.
-    borrowed = [(child, name) for child, name in cut.borrowed if _gathered(home_of(child, name)[name])]
+    # What a module further up has lent is plain already.
+    resting_ones = [(child, name) for child, name in cut.borrowed if name not in child.smp_cut.lent]
+    borrowed = [(child, name) for child, name in resting_ones if _gathered(home_of(child, name)[name])]
     read = [*((module, name) for name in cut.step.cuts), *borrowed]
     homes = [home_of(owner, name) for owner, name in read]
     resting = [home[name] for home, (_, name) in zip(homes, read, strict=True)]
@@ -226,10 +299,10 @@ def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _all_tokens(cut, args, kwargs)
     try:
         for home, (owner, name) in zip(homes, read, strict=True):
-            home[name] = experts.averaged(_plain(owner, name, _summed_over(owner)), owner.smp_cut.ep)
+            home[name] = experts.averaged(_plain(owner, name, summed_over(owner)), owner.smp_cut.ep)
         for child, name in borrowed:
             child.smp_cut.lent.add(name)
-        return type(module).forward(module, *args, **kwargs)
+        return call(module, *args, **kwargs)
     finally:
         for child, name in borrowed:
             child.smp_cut.lent.discard(name)
@@ -240,7 +313,15 @@ def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
             cut.around.seen.clear()
 
 
-def _summed_over(module: Any) -> Group | None:
+def _check_region(module: Any, cut: Cut) -> None:
+    if cut.region is not None and module.training and cut.region.tokens is None:
+        raise ConfigError(
+            f"sequence_parallel: {type(module).__name__} is called from outside of its block, which would have given "
+            "it all tokens"
+        )
+
+
+def summed_over(module: Any) -> Group | None:
     """The ranks whose gradients of a module's parameters are parts of a sum."""
     cut: Cut = module.smp_cut
     parts = cut.step.style == SUMMED or (cut.tokens and module.training and cut.around is None)

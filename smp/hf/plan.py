@@ -13,21 +13,27 @@ from torch.nn.modules.dropout import _DropoutNd
 from smp.config.schema import ConfigError
 from smp.hf.adapters import base_of, target_of, with_adapters
 from smp.hf.borrowed import Borrowed, borrowed_parameters, whole_parameters
-from smp.hf.experts import own_experts
+from smp.hf.experts import dense, own_experts
 from smp.hf.rows import (
     COLUMN,
     DIVIDE,
     EMBEDDING,
     EMBEDDING_COLUMNS,
     EXPERTS,
+    LATENT,
+    OWN_PARAMETERS,
     REPLICATE,
     ROW,
     STYLES,
     SUMMED,
     expert_rows_of,
+    is_conv1d,
+    is_linear,
+    no_rows,
     pattern_of,
     rows_of,
 )
+from smp.hf.unnamed import lent_rows, unnamed_experts, unnamed_rows
 
 _DROPOUTS = (
     "activation_dropout",
@@ -51,6 +57,8 @@ class Step:
         transposed: the weight is stored (in, out), as GPT-2's ``Conv1D`` stores it.
         heads: rows of the weight, (first, number), that this rank uses of key/value heads fewer than the ranks.
         note: for the report.
+        dense: of experts that all have all tokens.
+        summed: of LATENT: how many of the last columns have a gradient that is summed.
     """
 
     style: str
@@ -58,17 +66,20 @@ class Step:
     transposed: bool = False
     heads: tuple[int, int] | None = None
     note: str = ""
+    dense: bool = False
+    summed: int = 0
 
 
 @dataclass
 class Plan:
-    """Steps by the module's name; numbers of modules to set; modules whose children share a collective; and parameters
-    that modules read from their children."""
+    """Steps by the module's name; numbers of modules to set; modules whose children share a collective; parameters that
+    modules read from those below them; and methods beside the forward pass that read parameters."""
 
     steps: dict[str, Step] = field(default_factory=dict)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
     boundaries: set[str] = field(default_factory=set)
     borrowed: dict[str, Borrowed] = field(default_factory=dict)
+    methods: dict[str, set[str]] = field(default_factory=dict)
 
 
 def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, tp_rank: int, ep_size: int = 1) -> Plan:
@@ -77,7 +88,12 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     Raises:
         ConfigError: with the module's name, for what would not be equal to the model before.
     """
-    rows = with_adapters(model, rows_of(base_of(model)[0], given), pattern_of)
+    base, _ = base_of(model)
+    rows = rows_of(base, given)
+    rows = unnamed_rows(base, rows, tp_size, ep_size) | rows | lent_rows(base) | dict(given or {})
+    if not rows:
+        raise no_rows(base)
+    rows = with_adapters(model, rows, pattern_of)
     modules = dict(model.named_modules())
     whole = _whole(modules, rows)
     _check_parameters_named(model, rows, whole)
@@ -90,17 +106,20 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
             plan.steps[name] = _embedding(name, module, style, tp_size)
         elif style == EXPERTS:
             plan.steps[name] = _experts(name, module, tp_size, ep_size, plan)
+        elif style == LATENT:
+            plan.steps[name] = _latent(model, name, module)
         elif style is not None and style not in STYLES:
             raise ConfigError(f"{name}: smp.transform has no style {style}; {_leave_whole(name)}")
         elif own := _own(module):
-            plan.steps[name] = Step(style or REPLICATE, dict.fromkeys(own))
+            cut = {} if name in whole else _cut_parameters(name, module, rows, tp_size)
+            plan.steps[name] = Step(style or (OWN_PARAMETERS if cut else REPLICATE), dict.fromkeys(own) | cut)
     _check_experts(model, plan, ep_size)
     _numbers(modules, rows, tp_size, plan)
     _check_regions(modules, rows, whole, plan)
     _check_shared(modules, plan)
     if any(module.training for module, _, _ in dropouts(model)):  # else when it is set to training (smp.hf.guards)
         check_dropout(model)
-    plan.borrowed = borrowed_parameters(model, whole_parameters(plan.steps), plan.steps)
+    plan.borrowed, plan.methods = borrowed_parameters(model, whole_parameters(plan.steps), plan.steps)
     return plan
 
 
@@ -111,6 +130,7 @@ def make_expert_plan(model: nn.Module, given: Mapping[str, str] | None, ep_size:
         ConfigError: with the module's name, for what would not be equal to the model before.
     """
     rows = expert_rows_of(model, given)
+    rows = unnamed_experts(model, rows, ep_size) | rows
     modules, plan = dict(model.named_modules()), Plan()
     whole = _whole(modules, rows)
     for name, module in modules.items():
@@ -127,8 +147,11 @@ def _experts(name: str, module: nn.Module, tp_size: int, ep_size: int, plan: Pla
         own = own_experts(name, module, tp_size * ep_size, said)
     except ConfigError as error:
         raise ConfigError(f"{error}; {_leave_whole(name)}") from None
+    if dense(module) and ep_size > 1:
+        raise ConfigError(f"{name}: every expert of {type(module).__name__} has all tokens: expert_parallel_degree 1")
     plan.numbers.setdefault(name, {})["num_experts"] = own
-    return Step(EXPERTS, dict.fromkeys(_own(module), 0), note=f"{own} of {own * tp_size * ep_size} on each rank")
+    note = f"{own} of {own * tp_size * ep_size} on each rank"
+    return Step(EXPERTS, dict.fromkeys(_own(module), 0), note=note, dense=dense(module))
 
 
 def _check_experts(model: nn.Module, plan: Plan, ep_size: int) -> None:
@@ -157,23 +180,37 @@ def _leave_whole(name: str) -> str:
 
 
 def _check_parameters_named(model: nn.Module, rows: Mapping[str, str], whole: set[str]) -> None:
-    """transformers cuts some parameters that no linear layer holds (stacked experts, attention sinks) by rows of their
-    own."""
-    for name, _ in model.named_parameters():
+    """Rows of parameters that no linear layer holds: vectors are cut (attention sinks), stacks belong to experts."""
+    for name, parameter in model.named_parameters():
         style, owner = rows.get(pattern_of(name)), name.rpartition(".")[0]
-        if style not in (None, REPLICATE) and owner not in whole and rows.get(pattern_of(owner)) != EXPERTS:
+        if style in (None, REPLICATE) or owner in whole or rows.get(pattern_of(owner)) == EXPERTS:
+            continue
+        if style != "colwise" or parameter.ndim > 1:
             raise ConfigError(
                 f"{name}: smp.transform cannot cut a parameter of its own ({style}); {_leave_whole(owner)}"
             )
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+def _cut_parameters(name: str, module: nn.Module, rows: Mapping[str, str], tp_size: int) -> dict[str, int]:
+    """Of a module's own parameters those that a row cuts: a number for each head."""
+    cut = [own for own in _own(module) if rows.get(pattern_of(f"{name}.{own}")) == "colwise"]
+    for own in cut:
+        if len(module.get_parameter(own)) % tp_size:
+            raise ConfigError(f"{name}.{own}: {len(module.get_parameter(own))} numbers are not divisible by {tp_size}")
+    return dict.fromkeys(cut, 0)
+
+
+def _latent(model: nn.Module, name: str, module: nn.Module) -> Step:
+    """Of latent attention: the part of the keys that has the positions is one head's, which all ranks use."""
+    size = getattr(model.get_submodule(target_of(name).rpartition(".")[0]), "qk_rope_head_dim", None)
+    if not isinstance(size, int) or not is_linear(module):
+        raise ConfigError(f"{name}: {LATENT} needs nn.Linear in a module with qk_rope_head_dim; {_leave_whole(name)}")
+    return Step(LATENT, dict.fromkeys(_own(module)), summed=size)
 
 
 def _linear(model: nn.Module, name: str, module: nn.Module, style: str, tp_size: int, tp_rank: int, plan: Plan) -> Step:
-    transposed = _is_conv1d(module)
-    if type(module) is not nn.Linear and not transposed:
+    transposed = is_conv1d(module)
+    if not is_linear(module):
         kind = f"{type(module).__name__} of {type(module).__module__}"
         raise ConfigError(f"{name}: {style} is for nn.Linear, this is {kind}; {_leave_whole(name)}")
     weight = module.get_parameter("weight")
@@ -214,9 +251,9 @@ def _shared_heads(
     size = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
     if not isinstance(size, int):
         return None
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None else None
-    queries = getattr(text, "num_attention_heads", None)
+    queries = heads_of(model)
+    if queries is None:  # of layers with their own numbers
+        queries = getattr(parent, "num_heads", None)
     if isinstance(queries, int) and queries % tp_size:
         raise ConfigError(f"{parent_name}: {queries} heads are not divisible by tensor_parallel_degree {tp_size}")
     if last not in ("k_proj", "v_proj") or width % size or not isinstance(queries, int):
@@ -233,6 +270,16 @@ def _shared_heads(
     return tp_rank * heads // tp_size * size, size
 
 
+def heads_of(model: Any) -> int | None:
+    """Query heads of every layer of a language model; None: its configuration does not say, or layers differ."""
+    config = getattr(model, "config", None)
+    try:
+        heads = getattr(config.get_text_config(), "num_attention_heads", None) if config is not None else None
+    except (AttributeError, RuntimeError):  # of diffusers; each layer has another number
+        return None
+    return heads if isinstance(heads, int) else None
+
+
 def _heads_of_vocabulary(model: Any) -> set[str]:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return {name for name, module in model.named_modules() if module is head}
@@ -241,6 +288,8 @@ def _heads_of_vocabulary(model: Any) -> set[str]:
 def _embedding(name: str, module: nn.Module, style: str, tp_size: int) -> Step:
     if not isinstance(module, nn.Embedding) or _own(module) != ["weight"]:
         raise ConfigError(f"{name}: {style} is for nn.Embedding, this is {type(module).__name__}")
+    if any(True for child in module.children() for _ in child.parameters()):  # of others' rows it would make nothing
+        return Step(REPLICATE, {"weight": None}, note=f"{type(module).__name__} does more than look rows up")
     if style == EMBEDDING_COLUMNS:
         if module.embedding_dim % tp_size:
             raise ConfigError(f"{name}: {module.embedding_dim} columns are not divisible by {tp_size}")
@@ -276,11 +325,15 @@ def _check_regions(modules: Mapping[str, nn.Module], rows: Mapping[str, str], wh
     cut = {target_of(name).rpartition(".")[0] for name, step in plan.steps.items() if step.style == "colwise"}
     for name in plan.steps:
         inside = any(name == parent or name.startswith(parent + ".") for parent in cut)
-        if inside and pattern_of(name) not in rows and name not in whole:
+        if inside and not _has_row(name, modules[name], rows) and name not in whole:
             raise ConfigError(
                 f"{name} ({type(modules[name]).__name__}) has parameters beside columns that are cut, and no row says "
                 f'how they are used: rows={{"{pattern_of(name)}": "{SUMMED}"}}, or "{REPLICATE}" if on whole columns'
             )
+
+
+def _has_row(name: str, module: nn.Module, rows: Mapping[str, str]) -> bool:
+    return pattern_of(name) in rows or all(pattern_of(f"{name}.{own}") in rows for own in _own(module))
 
 
 def _check_shared(modules: Mapping[str, nn.Module], plan: Plan) -> None:

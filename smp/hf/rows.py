@@ -13,6 +13,8 @@ embedding_rowwise                 each has some rows of a table, the results are
 embedding_colwise                 each has some columns of a table and keeps them
 replicated_with_grad_allreduce    all have the weight and use it on their own heads: gradients are summed
 experts                           each has some of the experts of a stack (:mod:`smp.hf.experts`)
+mla_kv_a_proj                     all have the weight; of its last columns, which bypass the layers behind it, each
+                                  uses some heads' gradient: that is summed
 replicate                         all compute the same, in the module and all below it
 divide                            the pattern names a number that a module keeps (of heads): it is divided
 ================================  =============================================================================
@@ -21,7 +23,6 @@ divide                            the pattern names a number that a module keeps
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -34,9 +35,12 @@ EMBEDDING = "embedding_rowwise"
 SUMMED = "replicated_with_grad_allreduce"
 EMBEDDING_COLUMNS = "embedding_colwise"
 EXPERTS = "experts"
+LATENT = "mla_kv_a_proj"
+OWN_PARAMETERS = "own parameters"
+"""Not of a row: what rows do to parameters that a module has beside its children, such as attention sinks."""
 REPLICATE = "replicate"
 DIVIDE = "divide"
-STYLES = (*COLUMN, *ROW, EMBEDDING, EMBEDDING_COLUMNS, EXPERTS, SUMMED, REPLICATE, DIVIDE)
+STYLES = (*COLUMN, *ROW, EMBEDDING, EMBEDDING_COLUMNS, EXPERTS, LATENT, SUMMED, REPLICATE, DIVIDE)
 _OTHER_NAMES = {
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
@@ -86,7 +90,17 @@ def _bert(base: str, head: str) -> dict[str, str]:
     }
 
 
+_WHOLE_SHARED_EXPERTS = {"model.layers.*.mlp.shared_experts": REPLICATE}
+
 OWN: dict[str, dict[str, str]] = {
+    "apertus": {"model.layers.*.mlp.act_fn": SUMMED},
+    "doge": {
+        **dict.fromkeys((f"model.layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise_gather_output"),
+        "model.layers.*.self_attn.o_proj": "rowwise_split_input",
+        "model.layers.*.self_attn.dt_proj": REPLICATE,
+    },
+    "inkling_text": _WHOLE_SHARED_EXPERTS,
+    "longcat_flash": {"model.layers.*.mlp.experts": REPLICATE},
     "bert": _bert("bert", "cls.predictions.decoder"),
     "clip_vision_model": {
         **_attention("encoder.layers.*.self_attn", "out_proj", None),
@@ -141,8 +155,10 @@ OWN: dict[str, dict[str, str]] = {
     },
     "whisper": _whisper("model.encoder.layers.*") | _whisper("model.decoder.layers.*"),
 }
-"""Families that transformers has no plan for, by model_type. GPT-2's fused query, key and value lie in thirds, so each
-rank computes some columns of the product and all compute the attention."""
+"""By model_type, of families that transformers has no plan for, and where its plan is not enough: parameters of an
+activation, attention with more than heads in it, stacks with another interface. GPT-2's
+fused query, key and value lie in thirds, so each rank computes some columns of the product and all compute the
+attention."""
 
 
 def pattern_of(name: str) -> str:
@@ -150,36 +166,52 @@ def pattern_of(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is GPT-2's linear layer, whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it computes what nn.Linear does, and nothing more."""
+    kind = type(module)
+    return kind is nn.Linear or is_conv1d(module) or (kind.__name__ == "FalconLinear" and isinstance(module, nn.Linear))
+
+
 def rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
-    """Style by pattern for ``model``: the caller's rows before transformers' before those of this file.
+    """Style by pattern for ``model``: the caller's rows before those of this file before transformers'.
 
     Raises:
-        ConfigError: a row of the caller's that is wrong or does nothing; no rows at all, or none that fits the names.
+        ConfigError: a row of the caller's that is wrong or does nothing; of transformers' none that fits the names; or
+            a class of neither transformers nor diffusers, without rows.
     """
     given = dict(given or {})
     planned = _planned(model, "_tp_plan")
     kind = getattr(getattr(model, "config", None), "model_type", "")
-    known = OWN.get(kind, {}) | planned
+    known = planned | OWN.get(kind, {})
     rows = known | given
-    if not rows:
-        raise ConfigError(
-            f"{type(model).__name__} has no tensor-parallel plan in transformers nor here: give transform(model, "
-            'rows={"layers.*.mlp.up": "colwise", ...}), see docs/transform.md'
-        )
+    if not rows and not hasattr(model, "config"):
+        raise no_rows(model)
     _check_known(model, known)
     check_given(model, given, rows)
-    table = _call(model, "get_input_embeddings")
-    if isinstance(table, nn.Embedding):
-        rows.setdefault(pattern_of(_name_of(model, table)), EMBEDDING)
-    head = _name_of(model, _call(model, "get_output_embeddings"))
-    if head:
-        rows.setdefault(pattern_of(head), "colwise_gather_output")
     return rows
 
 
+def no_rows(model: nn.Module) -> ConfigError:
+    """What to raise for a model of which nothing would be cut."""
+    return ConfigError(
+        f"{type(model).__name__} has no tensor-parallel plan in transformers nor here: give transform(model, "
+        'rows={"layers.*.mlp.up": "colwise", ...}), see docs/transform.md'
+    )
+
+
 def _planned(model: nn.Module, plan: str) -> dict[str, str]:
-    """Of transformers' own, in the names of this file."""
-    return {name: _OTHER_NAMES.get(style, style) for name, style in (getattr(model, plan, None) or {}).items()}
+    """Of transformers' own, in the names of this file. diffusers has objects for what is packed, whose plans go
+    together: such a one is not used."""
+    styles = (getattr(model, plan, None) or {}).values()
+    if not all(isinstance(style, str) for style in styles):
+        return {}
+    named = (getattr(model, plan, None) or {}).items()
+    return {name: _OTHER_NAMES.get(style, style) for name, style in named if style != "local_params"}
 
 
 def expert_rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
@@ -228,15 +260,3 @@ def check_given(model: nn.Module, given: Mapping[str, str], rows: Mapping[str, s
                 raise ConfigError(f"rows: {pattern} is {value!r}, no number that could be divided")
         elif not any(True for module in modules[target] for _ in module.parameters(recurse=style == REPLICATE)):
             raise ConfigError(f"rows: {pattern}: {style} does nothing: the module has no parameters of its own")
-
-
-def _call(model: Any, method: str) -> nn.Module | None:
-    """What ``get_input_embeddings`` or its companion answers; models without one raise or lack it."""
-    try:
-        return getattr(model, method)()
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _name_of(model: nn.Module, module: nn.Module | None) -> str:
-    return next((name for name, other in model.named_modules() if other is module), "")

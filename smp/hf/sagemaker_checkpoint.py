@@ -24,6 +24,7 @@ from smp.checkpoint import AsyncSaver, CheckpointError, materialize_optimizer_st
 from smp.checkpoint.folder import open_folder
 from smp.checkpoint.manifest import read_manifest
 from smp.config.schema import ConfigError
+from smp.hf.checkpoint_queue import AsyncCallsQueue
 from smp.hf.state import state
 from smp.parallel.agree import on_rank_zero
 
@@ -42,28 +43,6 @@ class DistributedFileSystemWriter:
     """The folder to write to."""
 
     path: str | Path
-
-
-@dataclass
-class AsyncCallsQueue:
-    """The saves of a script that are under way: one at a time, counted from 0."""
-
-    saver: AsyncSaver | None = None
-    number: int = -1
-
-    def maybe_finalize_async_calls(
-        self, blocking: bool = True, process_group: dist.ProcessGroup | None = None, skip_sync: bool = False
-    ) -> list[int]:
-        """The number of the save that was under way, if it is complete now. Every rank that saves calls this (others
-        may); with ``blocking`` it waits. ``process_group`` and ``skip_sync``, of SMP v2, change nothing.
-
-        Raises:
-            CheckpointError: it failed on some rank.
-        """
-        if self.saver is None or not self.saver.busy:
-            return []
-        done = self.saver.wait() if blocking else self.saver.poll()
-        return [] if done is None else [self.number]
 
 
 def async_save(

@@ -3,6 +3,8 @@
     first layer      (batch, n, hidden) -> this rank's (batch, n/tp, hidden)
     norm             of these tokens; its gradient is summed over the ranks
     attention, MLP   gather all tokens, columns and rows as without it, the sum is scattered instead of reduced
+    other blocks     gather all tokens, compute as without it, and keep this rank's: experts with their router, latent
+                     attention, projections that every rank has whole, mixers
     last layer       -> (batch, n, hidden)
 
 In training only: in evaluation, and while text is generated, the stream is whole.
@@ -10,66 +12,126 @@ In training only: in evaluation, and while text is generated, the stream is whol
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
 from smp.hf.adapters import base_of
+from smp.hf.modules import Region
 from smp.hf.plan import Plan
-from smp.hf.rows import COLUMN, EXPERTS, REPLICATE, ROW, pattern_of
+from smp.hf.rows import REPLICATE, ROW, SUMMED, pattern_of
 from smp.parallel.collectives import Group, gather_sequence, split_tokens
 
+_STREAM = ("hidden_states", "x", "input", "inputs")
+"""What blocks call the tokens that they get by name."""
 
-def check(model: nn.Module, plan: Plan) -> str:
-    """The name of the list of layers of ``model``, whose residual stream can be cut.
+
+@dataclass(frozen=True)
+class Stream:
+    """What sequence parallelism does to a model.
+
+    Attributes:
+        layers: the name of the list of layers.
+        whole: names of the blocks in them that compute as without it, on all tokens.
+    """
+
+    layers: str
+    whole: frozenset[str]
+
+
+def check(model: nn.Module, plan: Plan) -> Stream:
+    """How the residual stream of ``model`` can be cut.
 
     Raises:
-        ConfigError: with the module that is not as in a decoder of attention and MLP.
+        ConfigError: with the block that keeps columns, or whatever else is not as in a decoder.
     """
     base, _ = base_of(model)
     if base is not model:
         raise ConfigError("sequence_parallel: not with adapters of peft")
+    layers = _decoder_layers(model)
+    _check_arguments(model, layers)
+    whole = set()
+    for block, module in _blocks(model, layers):
+        if _is_token_wise(module, block, plan) or _gathers_and_scatters(model, block, layers, plan):
+            continue
+        _check_closed(block, module, plan)
+        whole.add(block)
+    return Stream(layers, frozenset(whole))
+
+
+def _check_arguments(model: nn.Module, layers: str) -> None:
+    """Layers get nothing of all tokens beside what blocks read, which have all of them."""
+    for layer in model.get_submodule(layers).children():
+        for name in inspect.signature(type(layer).forward).parameters:
+            if name.startswith("per_layer_input"):
+                raise ConfigError(
+                    f"sequence_parallel: {type(layer).__name__} takes {name}, of all tokens, beside the residual stream"
+                )
+
+
+def _decoder_layers(model: Any) -> str:
+    """The name of the list of layers; of a model with several (towers for images) that of its decoder."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and _layers(module)]
+    decoder = model.get_decoder() if len(lists) > 1 and hasattr(model, "get_decoder") else None
+    if decoder is not None and decoder is not model:
+        own = set(decoder.modules())
+        lists = [name for name in lists if model.get_submodule(name) in own]
     if len(lists) != 1:
         raise ConfigError(f"sequence_parallel: {type(model).__name__} has {len(lists)} lists of layers, not one")
-    for name, step in plan.steps.items():
-        if not name.startswith(f"{lists[0]}."):
-            continue
-        around = _boundary_of(name, plan)
-        alone = around is None and step.style in (*COLUMN, *ROW, EXPERTS)
-        whole = step.style == REPLICATE and _computes(model.get_submodule(name), around)
-        if alone or whole or around == _layer_of(name, lists[0]):
-            raise ConfigError(
-                f"sequence_parallel: {pattern_of(name)} ({step.style}) is not as in a decoder of attention and MLP, "
-                "which gather tokens when they begin and scatter them when they end"
-            )
-    _all_scatter(model, plan, lists[0])
     return lists[0]
 
 
-def _all_scatter(model: nn.Module, plan: Plan, layers: str) -> None:
-    """What gathers the tokens when it begins has a rowwise layer, which scatters them again."""
-    scattering = {_boundary_of(name, plan) for name, step in plan.steps.items() if step.style in ROW}
-    for name in plan.steps:
-        around = _boundary_of(name, plan) if name.startswith(f"{layers}.") else None
-        if around is not None and around not in scattering:
-            raise ConfigError(
-                f"sequence_parallel: {pattern_of(around)} ({type(model.get_submodule(around)).__name__}) has columns "
-                "that are cut and no rowwise layer: it would gather all tokens and scatter none"
-            )
+def _blocks(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
+    """What the layers call: their children, or those of lists among them."""
+    waiting = [(f"{layers}.{number}", layer) for number, layer in model.get_submodule(layers).named_children()]
+    while waiting:
+        name, module = waiting.pop(0)
+        for child_name, child in module.named_children():
+            full = f"{name}.{child_name}"
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                waiting.append((full, child))
+            else:
+                yield full, child
 
 
-def _computes(module: nn.Module, around: str | None) -> bool:
-    """Whether a module that every rank has whole is more than a norm.
+def _is_token_wise(module: nn.Module, block: str, plan: Plan) -> bool:
+    """Norms, activations and scales: nothing in them has a matrix, and every rank has them whole."""
+    vectors = all(parameter.ndim < 2 for parameter in module.parameters())
+    return vectors and all(plan.steps[name].style == REPLICATE for name in _steps_in(block, plan))
 
-    Inside of an attention or MLP that is a matrix, of which all ranks would compute the same; outside of them also a
-    convolution: part of a mixer that no plan cuts, which would see this rank's tokens only.
-    """
-    if around is not None:
-        return isinstance(module, nn.Linear)
-    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+
+def _steps_in(block: str, plan: Plan) -> list[str]:
+    return [name for name in plan.steps if name == block or name.startswith(f"{block}.")]
+
+
+def _gathers_and_scatters(model: nn.Module, block: str, layers: str, plan: Plan) -> bool:
+    """Whether a block is as Llama's attention and MLP: columns that read what the block gets, and rows that end it."""
+    steps = _steps_in(block, plan)
+    ends = {_boundary_of(name, plan, layers) for name in steps if plan.steps[name].style in ROW}
+    for name in steps:
+        around, style = _boundary_of(name, plan, layers), plan.steps[name].style
+        matrix = any(parameter.ndim > 1 for parameter in model.get_submodule(name).parameters(recurse=False))
+        if around is None or not f"{around}.".startswith(f"{block}.") or around not in ends:
+            return False
+        if style not in ("colwise", "rowwise", SUMMED) and (style != REPLICATE or matrix):
+            return False
+    return bool(steps)
+
+
+def _check_closed(block: str, module: nn.Module, plan: Plan) -> None:
+    """Columns that are cut stay within the block: what leaves it, or comes in, is whole."""
+    styles = [plan.steps[name].style for name in _steps_in(block, plan)]
+    if ("colwise" in styles) != ("rowwise" in styles):
+        has = "columns that are cut and no rowwise layer" if "colwise" in styles else "a rowwise layer and no columns"
+        raise ConfigError(
+            f"sequence_parallel: {pattern_of(block)} ({type(module).__name__}) has {has}: what it gives or gets is not "
+            "the residual stream"
+        )
 
 
 def _layers(modules: nn.ModuleList) -> bool:
@@ -77,30 +139,97 @@ def _layers(modules: nn.ModuleList) -> bool:
     return len(modules) > 0 and kinds.count("GradientCheckpointingLayer") == len(modules)
 
 
-def _layer_of(name: str, layers: str) -> str:
-    return f"{layers}.{name.removeprefix(f'{layers}.').partition('.')[0]}"
+def _boundary_of(name: str, plan: Plan, layers: str) -> str | None:
+    """The attention or MLP, of a layer, that a module is part of: not the layer itself, nor what is around it."""
+    layer = f"{layers}.{name.removeprefix(f'{layers}.').partition('.')[0]}"
+    return next((top for top in _above(name)[:-1] if top in plan.boundaries and top.startswith(f"{layer}.")), None)
 
 
-def _boundary_of(name: str, plan: Plan) -> str | None:
-    """The attention or MLP that a module is part of."""
-    parts = name.split(".")
-    return next((top for end in range(1, len(parts)) if (top := ".".join(parts[:end])) in plan.boundaries), None)
-
-
-def install(model: Any, plan: Plan, layers: str, group: Group) -> None:
+def install(model: Any, plan: Plan, stream: Stream, group: Group) -> None:
     """Cut the residual stream of ``model``, whose modules have their forward passes."""
-    stack: Any = model.get_submodule(layers)
+    stack: Any = model.get_submodule(stream.layers)
+    regions = {name: Region() for name in stream.whole}
     for name, module in model.named_modules():
         cut = getattr(module, "smp_cut", None)
-        if cut is None or not name.startswith(f"{layers}."):
+        if cut is None or not name.startswith(f"{stream.layers}."):
             continue
-        inside = _boundary_of(name, plan) is not None
-        cut.tokens = name in plan.boundaries or cut.step.style in ROW or not inside
+        cut.region = next((regions[top] for top in _above(name) if top in regions), None)
+        if cut.region is not None:
+            continue
+        if _is_layer(name, stream.layers):
+            cut.around = None  # its blocks gather tokens, not the layer
+        inside = _boundary_of(name, plan, stream.layers) is not None
+        cut.tokens = cut.around is not None or cut.step.style in ROW or not inside
         if cut.around is not None:
             cut.around.tokens = True
+    for name, region in regions.items():
+        block = model.get_submodule(name)
+        block.register_forward_pre_hook(_AllTokens(group, region), with_kwargs=True)
+        block.register_forward_hook(_OwnTokens(group, region), always_call=True)
     stack[0].register_forward_pre_hook(_Split(group, tuple(stack.named_modules())[1:]), with_kwargs=True)
     stack[-1].register_forward_hook(_Gather(group))
     model.register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+
+
+def _is_layer(name: str, layers: str) -> bool:
+    return name.removeprefix(f"{layers}.").isdigit()
+
+
+def _above(name: str) -> list[str]:
+    """A module's name and those of the modules around it."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+@dataclass(frozen=True)
+class _AllTokens:
+    """Before a block that computes on all tokens. Its ranks then compute the same, so gradients are cut, not summed."""
+
+    group: Group
+    region: Region
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not module.training:
+            return None
+        names = [name for name in _STREAM if isinstance(kwargs.get(name), torch.Tensor)]
+        x = args[0] if args else kwargs[names[0]] if names else None
+        if not isinstance(x, torch.Tensor) or x.ndim < 3:
+            raise ConfigError(
+                f"sequence_parallel: {type(module).__name__} is not called with (batch, tokens, hidden): first, or as "
+                f"one of {', '.join(_STREAM)}"
+            )
+        own = x.shape[:2]
+        self.region.tokens = own[0], own[1] * self.group.size
+
+        def whole(value: Any) -> Any:
+            tokens = isinstance(value, torch.Tensor) and value.ndim > 2 and value.shape[:2] == own
+            return gather_sequence(value, self.group) if tokens else value
+
+        return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+
+@dataclass(frozen=True)
+class _OwnTokens:
+    """After such a block: this rank's tokens of what it gives."""
+
+    group: Group
+    region: Region
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        tokens, self.region.tokens = self.region.tokens, None
+        first = output[0] if isinstance(output, tuple) else output
+        if tokens is None or first is None:  # in evaluation; it has failed
+            return output
+        flat = first.ndim == 2 and first.shape[0] == tokens[0] * tokens[1]
+        x = first.unflatten(0, tokens) if flat else first
+        if x.ndim < 3 or x.shape[:2] != tokens:
+            raise ConfigError(
+                f"sequence_parallel: {type(module).__name__} gives {tuple(first.shape)} for {tokens[0]} x {tokens[1]} "
+                "tokens, not the residual stream"
+            )
+        own = split_tokens(x.transpose(0, 1), self.group).transpose(0, 1).contiguous()  # (batch, n/tp, ...)
+        own = own.flatten(0, 1) if flat else own
+        return (own, *output[1:]) if isinstance(output, tuple) else own
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config.layout import Layout
 from smp.config.schema import ConfigError
+from smp.hf.checkpoint_queue import AsyncCallsQueue
 from smp.hf.settings import DEGREES, NO_EFFECT, Settings, layout_of, read
-from smp.parallel import shared_memory
-from smp.parallel.agree import gather, on_all_or_none
+from smp.parallel.agree import every_rank, gather, on_all_or_none
 from smp.parallel.context import ParallelContext, build_context
+from smp.parallel.network.topology import Topology
+from smp.parallel.node_group import within_nodes
 
 
 class State:
@@ -30,8 +32,9 @@ class State:
     def __init__(self) -> None:
         self._made: tuple[Settings, ParallelContext] | None = None
         self._ranker: Ranker | None = None
-        self._queue: Any = None
+        self._queue: AsyncCallsQueue | None = None
         self._set_before: dict[str, int] = {}
+        self._kept: dict[Any, tuple[Any, ParallelContext, Ranker]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in DEGREES and self._made is None:
@@ -42,8 +45,15 @@ class State:
         super().__setattr__(name, value)
 
     def reset(self) -> None:
-        """Forget it: ``smp.init`` may be called again. Models that were transformed before keep their ranks."""
+        """Forget it: ``smp.init`` may be called again. Models that were transformed before keep their ranks.
+
+        Groups stay for the next ``init`` that divides ranks in the same way, so that a loop over models has no more
+        threads at its end. They are not destroyed: DTensor's caches hold meshes, which are equal whatever groups they
+        have, so a later model would get those of an earlier one.
+        """
+        kept = self._kept
         self.__init__()  # type: ignore[misc]
+        self._kept = kept
 
     @property
     def settings(self) -> Settings:
@@ -135,10 +145,8 @@ class State:
         return self._ranker
 
     @property
-    def checkpoint_queue(self) -> Any:
-        """The :class:`smp.hf.sagemaker_checkpoint.AsyncCallsQueue` of saves that were given none."""
-        from smp.hf.sagemaker_checkpoint import AsyncCallsQueue
-
+    def checkpoint_queue(self) -> AsyncCallsQueue:
+        """The queue of saves that were given none."""
         self._queue = self._queue or AsyncCallsQueue()
         return self._queue
 
@@ -261,17 +269,16 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
         raise ConfigError("smp.init was called already; smp.state.reset() forgets that")
     if not dist.is_initialized():
         _make_process_group()
-    device_type = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
+    device_type = "cuda" if torch.cuda.is_available() and _sends_from_gpus() else "cpu"
     if device_type == "cuda" and not torch.cuda.is_initialized():
         _use_own_gpu()  # NCCL sends what ranks compare from the current one
     settings, unused = on_all_or_none(lambda: read(config, state._set_before), ConfigError, "smp.init")
     _check_same(settings)
     layout = layout_of(settings, dist.get_world_size())
-    backend, exchange = _tp_backend(layout.tp, device_type)
-    state._made = settings, build_context(layout, device_type, tp_backend=backend)
-    state._ranker = _make_ranker(layout)
-    if backend is not None:
-        exchange = _exchange(state.tp_process_group)
+    on_cpu = device_type == "cpu" and "gloo" in str(dist.get_backend_config()) and dist.get_world_size() > 1
+    context, state._ranker = _groups(layout, device_type, tuple(gather(socket.gethostname())) if on_cpu else ())
+    state._made = settings, context
+    exchange = _exchange(state.tp_process_group) if on_cpu and layout.tp > 1 else ""
     if dist.get_rank() == 0:
         print(
             f"smp.init: {dist.get_world_size()} processes = tensor_parallel_degree {layout.tp} x hybrid_shard_degree "
@@ -286,6 +293,39 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
             print(f"smp.init: {key} changes nothing here: {NO_EFFECT[key]}", flush=True)
 
 
+def adopt(context: ParallelContext) -> None:
+    """``smp.init`` by a run that has its groups already."""
+    fsdp, tp, ep = context.fsdp, context.tp.size(), 1 if context.ep is None else context.ep.size()
+    degree = 1 if fsdp is None else fsdp.size(fsdp.ndim - 1)
+    settings = Settings(
+        hybrid_shard_degree=degree,
+        tensor_parallel_degree=tp,
+        expert_parallel_degree=ep,
+        sequence_parallel=context.sequence_parallel and tp > 1,
+    )
+    state._made = settings, context
+
+
+def _groups(layout: Layout, device_type: str, hosts: tuple[str, ...]) -> tuple[ParallelContext, Ranker]:
+    """Of an earlier ``init`` that divided the ranks of this default group in the same way, unless one of them failed;
+    else new ones. Ranks of CPUs on one of the ``hosts`` exchange through memory."""
+    key = layout, device_type, hosts
+    world, context, ranker = state._kept.get(key, (None, None, None))
+    usable = world is dist.group.WORLD and context is not None and _is_sound(context)
+    if not every_rank(usable):
+        backend = within_nodes(Topology.of(hosts)) if hosts else lambda ranks: None
+        context, ranker = build_context(layout, device_type, backend=backend), _make_ranker(layout)
+        state._kept[key] = dist.group.WORLD, context, ranker
+    assert context is not None and ranker is not None
+    return context, ranker
+
+
+def _is_sound(context: ParallelContext) -> bool:
+    """Whether no collective through memory has failed; of gloo's and NCCL's torch says nothing."""
+    memories = [getattr(mesh.get_group(), "memory", None) for mesh in context.meshes().values()]
+    return all(memory is None or memory.sound for memory in memories)
+
+
 def _check_same(settings: Settings) -> None:
     """Ranks that read other keys would divide themselves in another way, and wait for each other for ever."""
     ranks = gather(vars(settings))
@@ -295,23 +335,22 @@ def _check_same(settings: Settings) -> None:
                 raise ConfigError(f"smp.init: {key} is {ranks[0][key]} on rank 0 and {value} on rank {rank}")
 
 
-def _tp_backend(tp: int, device_type: str) -> tuple[str | None, str]:
-    """Of the tensor-parallel groups: on CPUs of one machine the memory that their ranks share, instead of gloo. And
-    what else they exchange through, in words."""
-    if tp == 1 or device_type != "cpu" or "gloo" not in str(dist.get_backend_config()):
-        return None, ""
-    hosts = gather(socket.gethostname())
-    together = all(len(set(hosts[first : first + tp])) == 1 for first in range(0, len(hosts), tp))
-    return (shared_memory.NAME, "") if together else (None, "gloo (some are on different hosts)")
-
-
 def _exchange(group: Any) -> str:
-    """In words, through what ranks of ``smp_node`` exchange: each group finds out whether it can share memory."""
+    """In words, through what tensor-parallel ranks exchange: each group finds out whether it can share memory."""
+    if not all(gather(hasattr(group, "memory"))):
+        return "gloo (some are on different hosts)"
     without = [rank for rank, shares in enumerate(gather(group.memory is not None)) if not shares]
     if not without:
         return "shared memory"
     who = "" if len(without) == dist.get_world_size() else f" on ranks {', '.join(map(str, without))}"
     return f"gloo{who} (their memory is not shared)"
+
+
+def _sends_from_gpus() -> bool:
+    """Whether the default group has a backend for GPUs, such as NCCL or this project's. gloo is for CPUs, although it
+    sends some tensors of a GPU."""
+    backends = dict(part.split(":", 1) for part in str(dist.get_backend_config()).split(",") if ":" in part)
+    return backends.get("cuda", "gloo") != "gloo"
 
 
 def _use_own_gpu() -> None:

@@ -23,6 +23,7 @@ from smp.hf.loss import install as install_loss
 from smp.hf.modules import install
 from smp.hf.plan import Plan, Step, check_untouched, make_expert_plan, make_plan
 from smp.hf.rows import EXPERTS, REPLICATE, check_given, pattern_of
+from smp.hf.share import Share
 from smp.hf.state import state
 from smp.hf.verify import Expected
 from smp.parallel.agree import on_all_or_none
@@ -57,6 +58,7 @@ def transform(
     config: experts.MoEConfig | None = None,
     load_state_dict_from_rank0: bool = False,
     verify: bool | None = None,
+    allow_whole_layers: bool = False,
 ) -> Model:
     """Cut the parameters of ``model`` over the tensor-parallel ranks of ``smp.init``, in place; returns ``model``.
 
@@ -77,6 +79,7 @@ def transform(
         load_state_dict_from_rank0: only rank 0 has the weights, the others may be on the meta device. They are sent one
             after the other.
         verify: compare logits and every gradient of a small batch before and after; by default if ``rows`` are given.
+        allow_whole_layers: go on where the rows cut no matrix of the model's layers, all of which every rank then has.
 
     Raises:
         ConfigError: in one line with the module's name, before anything is changed, for a model that would not be equal
@@ -86,9 +89,19 @@ def transform(
     tp = Group.of(state.tp_mesh)
     verify = bool(rows) if verify is None else verify
     check = partial(
-        _decide, model, tp, rows or {}, loss, cp_comm_type, config, device, load_state_dict_from_rank0, verify
+        _decide,
+        model,
+        tp,
+        rows or {},
+        loss,
+        cp_comm_type,
+        config,
+        device,
+        load_state_dict_from_rank0,
+        verify,
+        allow_whole_layers,
     )
-    plan, layers = on_all_or_none(check, ConfigError, "smp.transform")
+    plan, streams, share = on_all_or_none(check, ConfigError, "smp.transform")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     weights.check_alike(model, compare=not load_state_dict_from_rank0 and not on_meta)
     expected = Expected.of(model) if verify else None
@@ -96,8 +109,8 @@ def transform(
     model.smp_from_rank0 = load_state_dict_from_rank0  # type: ignore[assignment]
     install(model, plan, tp, state.context.ep_group)
     experts.apply_config(adapters.base_of(model)[0], config)
-    for name in layers:
-        sequence.install(model, plan, name, tp)
+    for stream in streams:
+        sequence.install(model, plan, stream, tp)
     install_loss(model, loss, tp)
     weights.install(model)
     adapters.install(model)
@@ -108,6 +121,8 @@ def transform(
         exchanged = f", experts over {state.ep_size} data ranks" if state.ep_size > 1 else ""
         print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks{exchanged}", flush=True)
         print("\n".join(map(str, model.smp_report)), flush=True)  # type: ignore[arg-type]
+        if tp.size > 1:
+            print("\n".join(f"smp.transform: {line}" for line in share.lines(tp.size * state.ep_size)), flush=True)
     if expected is not None:
         expected.compare(model)
     if tp.size > 1:
@@ -128,9 +143,10 @@ def _decide(
     device: torch.device | str | None,
     from_rank0: bool,
     verify: bool,
-) -> tuple[Plan, list[str]]:
-    """What will be done to each module, and the name of the stack of layers that takes part of a sequence, if any. All
-    that can be refused is refused here, before anything is changed."""
+    allow_whole_layers: bool,
+) -> tuple[Plan, list[sequence.Stream], Share]:
+    """What will be done to each module, how the residual stream is cut, if it is, and how
+    much is cut. All that can be refused is refused here, before anything is changed."""
     if verify and (from_rank0 or any(parameter.is_meta for parameter in model.parameters())):
         raise ConfigError("verify needs the weights: not with load_state_dict_from_rank0, nor on the meta device")
     experts.check_config(adapters.base_of(model)[0], config)
@@ -143,8 +159,11 @@ def _decide(
         check_given(model, rows, rows)
     plan = _plan(model, rows, tp)
     check_loss(model, loss, tp.size, plan)
+    share = Share.of(model, plan)
+    if tp.size > 1:
+        share.check(model, allow_whole_layers)
     split = tp.size > 1 and state.settings.sequence_parallel
-    return plan, [sequence.check(model, plan)] if split else []
+    return plan, [sequence.check(model, plan)] if split else [], share
 
 
 def _plan(model: nn.Module, rows: Mapping[str, str], tp: Group) -> Plan:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from smp.config.schema import ConfigError
 from smp.hf.adapters import faces_of, in_adapter_file
 from smp.hf.fsdp1 import root_of
+from smp.hf.stored_names import written_by
 from smp.parallel.agree import gather, on_all_or_none, on_rank_zero
 from smp.parallel.boxes import local_box, placed_like
 
@@ -178,6 +179,7 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], **option
             raise ConfigError("save_pretrained: FullyShardedDataParallel has the weights: see FSDP.state_dict_type")
 
     on_all_or_none(check, ConfigError, "save_pretrained")
+    written_by(self)
     whole = whole_state_dict(self, in_adapter_file(self))
 
     def write() -> None:

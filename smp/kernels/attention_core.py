@@ -131,8 +131,9 @@ def unfold(x: torch.Tensor, batch: int, length: int) -> torch.Tensor:
 
 
 def unfold_keys(k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, heads: int) -> Pair:
-    """Each (keys, groups, head_dim) -> (batch, heads, keys, head_dim), heads repeated for their query heads."""
-    k, v = (unfold(x, layout.batch, layout.keys) for x in (k, v))
+    """Each (keys, groups, head_dim) -> (batch, heads, keys, head_dim), heads repeated for their query heads. Those of a
+    cache are (batch, groups, keys, head_dim) already: a copy of them for every token would cost more than attention."""
+    k, v = (x if x.ndim == 4 else unfold(x, layout.batch, layout.keys) for x in (k, v))
     if k.shape[1] == heads:
         return k, v
     repeats = heads // k.shape[1]

@@ -13,11 +13,11 @@ from smp.config import ConfigError
 from smp.kernels.attention_core import AttentionCore
 from smp.kernels.fused_attention import DEFAULT_ATTENTION
 
-Backend = Literal["torch", "triton", "cuda", "apex"]
+Backend = Literal["torch", "triton", "cuda", "apex", "fla"]
 Wish = Literal["auto", "torch", "triton", "cuda", "apex"]
 
 
-OPERATIONS = ("cross_entropy", "norm", "swiglu", "rope", "router", "permute")
+OPERATIONS = ("cross_entropy", "norm", "swiglu", "rope", "router", "permute", "delta_rule")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,10 @@ class Kernels:
         rope: rotation of queries and keys (:mod:`smp.kernels.rope`).
         router: choice of each token's experts and their weights (:mod:`smp.kernels.router`).
         permute: rows of tokens to their experts and back (:mod:`smp.kernels.permute`).
+        delta_rule: the gated delta rule (:mod:`smp.kernels.delta_rule`).
         attention: what computes attention (:mod:`smp.kernels.attention_core`).
+        recurrence_exchange: what context-parallel ranks exchange for layers with a recurrence: states, or heads for
+            tokens.
         rope_in_place: a fused one rotates where the projections' outputs are. Not for a compiler, nor for selective
             recompute, which keeps those.
 
@@ -45,14 +48,17 @@ class Kernels:
     rope: Backend = "torch"
     router: Backend = "torch"
     permute: Backend = "torch"
+    delta_rule: Backend = "torch"
     attention: AttentionCore = DEFAULT_ATTENTION
+    recurrence_exchange: Literal["states", "heads"] = "states"
     rope_in_place: bool = False
 
     def __post_init__(self) -> None:
-        special = {"cross_entropy": ("cuda",), "norm": ("apex",)}
-        for name in OPERATIONS:
+        known_of: dict[str, tuple[str, ...]] = dict.fromkeys(OPERATIONS, ("torch", "triton"))
+        known_of |= {"cross_entropy": ("torch", "triton", "cuda"), "norm": ("torch", "triton", "apex")}
+        known_of |= {"delta_rule": ("torch", "fla")}
+        for name, known in known_of.items():
             backend = getattr(self, name)
-            known = ("torch", "triton", *special.get(name, ()))
             if backend not in known:
                 raise ValueError(f"{name} runs on {', '.join(known)}; there is no {backend!r}")
 
@@ -94,6 +100,7 @@ def choose_kernels(
     elif wish == "triton":
         _require_triton(device, features)
         chosen = dict.fromkeys(OPERATIONS, ("triton", "--kernels triton"))
+        chosen["delta_rule"] = _delta_rule_in_triton(device, compile)
     elif wish == "cuda":
         _require_cuda(device)
         chosen["cross_entropy"] = ("cuda", "--kernels cuda")
@@ -128,11 +135,24 @@ def _automatic(name: str, device: torch.device, features: int, compile: bool) ->
         return "torch", "triton is not installed"
     if interpreted():
         return "torch", "TRITON_INTERPRET=1 is set, which is for tests"
+    if name == "delta_rule":
+        return "torch", "flash-linear-attention was not measured here; --kernels triton takes it where it is installed"
     if name in ("router", "permute"):
         return "torch", "its kernel was not measured on a GPU; --kernels triton takes it"
     if name == "norm" and features > LONGEST_ROW:
         return "torch", f"rows of {features} do not fit into a multiprocessor's registers"
     return "triton", "fused on CUDA"
+
+
+def _delta_rule_in_triton(device: torch.device, compile: bool) -> tuple[str, str]:
+    """Its Triton kernels are flash-linear-attention's."""
+    if device.type != "cuda":
+        return "torch", f"runs on {device.type}"
+    if compile:
+        return "torch", "torch.compile cannot trace flash-linear-attention"
+    if not _installed("fla"):
+        return "torch", "flash-linear-attention is not installed: pip install flash-linear-attention"
+    return "fla", "--kernels triton"
 
 
 def _installed(name: str) -> bool:

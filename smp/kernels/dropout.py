@@ -33,11 +33,15 @@ def keyed_bits(key: torch.Tensor, rows: torch.Tensor, columns: int, first_column
         columns: how many; column c is column first_column + c of every layout.
         first_column: of the columns that this rank holds.
     """
+    return keyed_bits_at(key, rows, torch.arange(first_column, first_column + columns, device=rows.device)[None])
+
+
+def keyed_bits_at(key: torch.Tensor | int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The same of numbered ``columns``, int64 (n or 1, count)."""
     # Both halves of the number take part: a long run has more than 2^32 tokens.
     hashed = _mix((rows & _MASK) ^ key)
     hashed = _mix(hashed ^ ((rows >> 32) & _MASK) ^ 0x5BF03635)
-    channels = _mix(torch.arange(first_column, first_column + columns, device=rows.device) + 0x9E3779B9)
-    return _mix(hashed[:, None] ^ channels[None, :])  # (n, columns)
+    return _mix(hashed[:, None] ^ _mix(columns + 0x9E3779B9))  # (n, count)
 
 
 def keyed_keep_mask(

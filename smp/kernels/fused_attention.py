@@ -68,7 +68,7 @@ class FusedAttention(Masked):
             return MathAttention().backward(dout, q, k, v, out, lse, layout, spec, dropout_key)
         operator, groups = operator_for(self.name, q.device), k.shape[1]
         *given, scores = self.arguments(q, k, v, layout, spec)
-        dout, out = (unfold(_widened(x, operator.multiple), layout.batch, layout.length) for x in (dout, out))
+        dout, out = (unfold(widened(x, operator.multiple), layout.batch, layout.length) for x in (dout, out))
         lse = lse.masked_fill(lse.isneginf(), 0.0)  # nobody is seen: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
         kept = out, unfold_lse(lse, layout)
         dq, dk, dv = operator.backward(dout, *given, *kept, scores=scores)
@@ -93,7 +93,7 @@ class FusedAttention(Masked):
         # Of the real width: the kernel would take the filled-up one.
         scale = q.shape[2] ** -0.5 if spec.scale is None and q.shape[2] % multiple else spec.scale
         heads = k.shape[1] if self.grouped else q.shape[1]
-        q, k, v = (_widened(x, multiple) for x in (q, k, v))
+        q, k, v = (widened(x, multiple) for x in (q, k, v))
         keys = unfold_keys(k, v, layout, heads)
         return unfold(q, layout.batch, layout.length), *keys, Scores(spec.causal and mask is None, mask, scale)
 
@@ -143,6 +143,6 @@ class DefaultAttention(Masked):
 DEFAULT_ATTENTION = DefaultAttention()
 
 
-def _widened(x: torch.Tensor, multiple: int) -> torch.Tensor:
+def widened(x: torch.Tensor, multiple: int) -> torch.Tensor:
     """With channels of zeros up to a ``multiple``: they add nothing to scores."""
     return x if x.shape[-1] % multiple == 0 else F.pad(x, (0, -x.shape[-1] % multiple))

@@ -124,13 +124,14 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def _alibi(scores: torch.Tensor, layout: TokenLayout, first_head: int, heads: int) -> torch.Tensor:
-    """What ALiBi adds to scores (batch, heads, length, keys): minus slope x distance, (1, heads, length, keys)."""
+    """What ALiBi adds to scores (batch, heads, length, keys): minus slope x distance, ([batch,] heads, length,
+    keys)."""
     # Slopes follow from all heads of the model, of which this rank has some.
     own = alibi_slopes(heads)[first_head : first_head + scores.shape[1]]
     slopes = torch.tensor(own, dtype=scores.dtype, device=scores.device)[:, None, None]
-    queries = torch.arange(layout.query_start, layout.query_start + layout.length, device=scores.device)
-    distance = torch.arange(layout.key_start, layout.key_start + layout.keys, device=scores.device) - queries[:, None]
-    return (slopes * distance)[None]
+    queries, keys = layout.places(scores.device)
+    distance = keys[..., None, :] - queries[..., :, None]  # ([batch,] length, keys)
+    return slopes * distance.unsqueeze(-3)
 
 
 def _drop(p: torch.Tensor, layout: TokenLayout, spec: AttentionSpec, key: torch.Tensor) -> torch.Tensor:

@@ -121,8 +121,10 @@ def _taken(*tensors: torch.Tensor) -> bool:
     layouts, and the transforms of torch.func and forward-mode derivatives."""
     if not SLOW_MKL or torch.is_autocast_enabled("cpu"):
         return False
-    fp32 = all(t.dtype == torch.float32 and t.device.type == "cpu" and type(t) in _PLAIN for t in tensors)
-    if not fp32 or torch._C._are_functorch_transforms_active():
+    for t in tensors:  # no generator: a batch of single tokens has dozens of products that take microseconds
+        if t.dtype != torch.float32 or t.device.type != "cpu" or type(t) not in _PLAIN:
+            return False
+    if torch._C._are_functorch_transforms_active():
         return False
     return torch.compiler.is_compiling() or _eager(*tensors)
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from smp.kernels.registry import accumulation_dtype, dispatched, register
+from smp.kernels.returned import returned
 
 
 def repeat_rows(
@@ -45,6 +46,11 @@ def combine_rows(
     return _Combine.apply(rows, weights, order, inverse, backend)
 
 
+def _of_operators(x: torch.Tensor) -> bool:
+    """Whether PyTorch's operators sum these rows, which a compiler fuses: without a kernel of ours, on a GPU."""
+    return x.is_cuda
+
+
 class _Repeat(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -61,7 +67,7 @@ class _Repeat(torch.autograd.Function):
             return _gathered(grad, inverse, 1, ctx.backend), None, None, None, None
         choices = inverse.view(-1, ctx.k)
         # One choice after the other, in a fixed order: a sum over a reshaped dimension may be made in any.
-        if ctx.backend != "torch" or (grad.dtype == accumulation_dtype(grad.dtype) and not grad.is_cuda):
+        if ctx.backend != "torch" or (grad.dtype == accumulation_dtype(grad.dtype) and not _of_operators(grad)):
             return _combine_op(grad.contiguous(), None, choices, ctx.backend), None, None, None, None
         total = grad.index_select(0, choices[:, 0]).to(accumulation_dtype(grad.dtype))  # (tokens, h)
         for i in range(1, ctx.k):
@@ -77,18 +83,18 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(rows, weights, order, inverse)
         ctx.backend = backend
         choices = inverse.view(weights.shape)
-        if backend != "torch" or not rows.is_cuda:
+        if backend != "torch" or not _of_operators(rows):
             return _combine_op(rows.contiguous(), weights.contiguous(), choices, backend)
         total = torch.zeros(len(weights), rows.shape[1], dtype=accumulation_dtype(rows.dtype), device=rows.device)
         for i in range(weights.shape[1]):
             # Likewise; the weights are fp32, so nothing rounds before the end.
             total += weights[:, i, None] * rows.index_select(0, choices[:, i])
-        return total.to(rows.dtype)
+        return returned(total, rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
-        if ctx.backend != "torch" or not grad.is_cuda:
+        if ctx.backend != "torch" or not _of_operators(grad):
             given = grad.contiguous(), rows.contiguous(), weights.contiguous(), order, inverse
             return *_combine_backward_op(*given, ctx.backend), None, None, None
         return *combine_backward(grad, rows, weights, order, inverse), None, None, None

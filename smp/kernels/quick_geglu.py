@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from smp.kernels.registry import accumulation_dtype
+from smp.kernels.returned import returned
 
 ALPHA = 1.702
 
@@ -40,7 +41,7 @@ class _QuickGeglu(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.clamp, ctx.offset = clamp, offset
         g, u = _clamped(gate, up, clamp)
-        return (g * (ALPHA * g).sigmoid() * (u + offset)).to(gate.dtype)
+        return returned(g * (ALPHA * g).sigmoid() * (u + offset), gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, da: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair
+from smp.kernels.returned import returned
 from smp.kernels.token_layout import TokenLayout
 
 
@@ -62,6 +63,7 @@ class _WithSinks(torch.autograd.Function):
         spec: AttentionSpec,
     ) -> Pair:
         out, lse = with_sinks(*core(q, k, v, layout, spec, dropout_key), sinks)
+        out = returned(out)
         ctx.save_for_backward(q, k, v, sinks, dropout_key, out, lse)
         ctx.core, ctx.layout, ctx.spec = core, layout, spec
         ctx.mark_non_differentiable(lse)

@@ -35,10 +35,12 @@ class TokenLayout:
         query_start, key_start: where in its sequence the first query and the first key stand.
         key_length: keys of each sequence; by default ``length``.
         key_document_ids: integers (batch, key_length); by default ``document_ids``.
-        rope: cos and sin tables, fp32 (tokens, 1, rotated channels), or None.
-        local_rope: the same for layers that have a base of their own, as those with a window may.
-        query_scale: fp32 (tokens, 1, 1), what some layers multiply queries by, or None.
-        chunked: the layout of layers whose tokens see their own chunk only, see :meth:`in_chunks`.
+        query_positions, key_positions: int64 (batch, length) and (batch or 1, key_length), where each token stands in
+            its sequence, when rows are at different places: they count instead of ``query_start`` and ``key_start``.
+        chunk: with them, tokens see only keys of their own chunk of so many positions.
+        cache: keys and values of earlier tokens, in a forward pass that generates (``smp.layers.kv_cache``).
+        prepared: what layers derive from the tokens, once for all that need the same, by the key of the need: rotary
+            tables, scales of queries, layouts of chunks (see :mod:`smp.layers.token_needs`).
         masks: by pattern, (batch or 1, 1, length, key_length), added to scores. A core makes them for all layers.
         cu_seqlens_q, cu_seqlens_k: int32 (documents + 1,), where documents begin in queries and keys. Likewise.
         max_seqlen_q, max_seqlen_k: at least the tokens of the longest document.
@@ -58,10 +60,11 @@ class TokenLayout:
     key_start: int = 0
     key_length: int | None = None
     key_document_ids: torch.Tensor | None = None
-    rope: tuple[torch.Tensor, torch.Tensor] | None = None
-    local_rope: tuple[torch.Tensor, torch.Tensor] | None = None
-    query_scale: torch.Tensor | None = None
-    chunked: TokenLayout | None = None
+    query_positions: torch.Tensor | None = None
+    key_positions: torch.Tensor | None = None
+    chunk: int | None = None
+    cache: Any = None
+    prepared: Mapping[str, Any] = field(default_factory=dict)
     masks: Mapping[Pattern, torch.Tensor] = field(default_factory=dict)
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
@@ -93,6 +96,8 @@ class TokenLayout:
     @property
     def sees_itself(self) -> bool:
         """Whether the keys of all queries are there, so that every query sees one."""
+        if self.key_positions is not None:
+            return self.cache.whole
         # Keys before the first query and behind the last one.
         before, after = self.query_start - self.key_start, self.key_start + self.keys - self.query_start - self.length
         return before >= 0 and after >= 0 and self.key_document_ids is None
@@ -100,6 +105,8 @@ class TokenLayout:
     def pattern(self, causal: bool, window: int | None) -> Pattern:
         """Layers with the same pattern share a mask: a window that reaches to the first key is none."""
         # Such a window hides nothing, and its mask would be made a second time.
+        if self.key_positions is not None:
+            return causal, window
         if window is not None and window > self.query_start + self.length - 1 - self.key_start:
             window = None
         return causal, window
@@ -107,6 +114,8 @@ class TokenLayout:
     def needs_mask(self, pattern: Pattern) -> bool:
         """Whether a kernel's own "causal" is not enough. Kernels differ in what it means beside a key more or less."""
         causal, window = pattern
+        if self.key_positions is not None:
+            return True
         shifted = self.query_start != self.key_start or self.length != self.keys
         return self.document_ids is not None or window is not None or (causal and shifted)
 
@@ -120,16 +129,27 @@ class TokenLayout:
     def make_mask(self, pattern: Pattern, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """(batch or 1, 1, length, key_length): 0 where a query sees a key, else -inf."""
         causal, window = pattern
-        queries = torch.arange(self.query_start, self.query_start + self.length, device=device)
-        distance = queries[:, None] - torch.arange(self.key_start, self.key_start + self.keys, device=device)
+        queries, keys = self.places(device)
+        distance = queries[..., :, None] - keys[..., None, :]
         seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
             seen = seen & (distance < window)
-        seen = seen[None]
+        if self.chunk is not None:
+            seen = seen & (queries[..., :, None] // self.chunk == keys[..., None, :] // self.chunk)
+        seen = seen if seen.ndim == 3 else seen[None]
         # Ids may lie on the host, where a variable-length kernel counts them.
         if self.document_ids is not None:
             seen = seen & self._same_document(self.document_ids, device)
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
+
+    def places(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 ([batch or 1,] length) and ([batch or 1,] key_length): where queries and keys stand in sequences."""
+        if self.query_positions is not None and self.key_positions is not None:
+            return self.query_positions, self.key_positions
+        return (
+            torch.arange(self.query_start, self.query_start + self.length, device=device),
+            torch.arange(self.key_start, self.key_start + self.keys, device=device),
+        )
 
     def _same_document(self, document_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Boolean (batch, length, key_length)."""
@@ -150,6 +170,8 @@ class TokenLayout:
         Raises:
             ValueError: there are documents, of which some tokens are missing.
         """
+        if self.key_positions is not None:
+            return replace(self, chunk=size, masks={})
         # The cut knows the documents; the layout of this rank's tokens has none.
         if self.cut is not None:
             return replace(self, cut=self.cut.in_chunks(size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from smp.config import ConfigError
 from smp.launch.compose import BACKENDS
 from smp.launch.job import Artifacts, Job
+from smp.launch.secrets import is_private
 
 Facts = dict[str, Any]
 """What job.json holds: the name of the back-end, what it needs to submit the folder again, and the id of the job."""
@@ -43,6 +45,8 @@ class Backend:
 
 NOT_SUBMITTED = "not submitted"
 """State of a job whose files alone were written."""
+PRIVATE = ("secrets.sh", "secrets.json", "secret.yaml")
+"""Files of secrets, which their owner alone can read."""
 ASKED = "asked to save and end"
 """Of a job that was cancelled and still runs."""
 
@@ -81,12 +85,20 @@ def _object(text: str) -> dict[str, Any]:
 def write_artifacts(folder: Path, artifacts: Artifacts) -> None:
     """Write all files of a job. Those of a job that went before are replaced, its checkpoints and logs stay."""
     folder.mkdir(parents=True, exist_ok=True)
+    if "recipe.yaml" in artifacts:  # a new job; secrets of the one before are not its own
+        for name in PRIVATE:
+            (folder / name).unlink(missing_ok=True)
     for name, text in artifacts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        if name.endswith((".sh", ".sbatch")):
-            path.chmod(0o755)
+        mode = 0o755 if name.endswith((".sh", ".sbatch")) else 0o644
+        if name in PRIVATE or (name != "supervise.py" and is_private(text)):
+            path.unlink(missing_ok=True)  # it may be open to others from the time before
+            mode &= 0o700
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode & 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
+        if mode & 0o100:
+            path.chmod(mode)
 
 
 def said(folder: Path) -> str:

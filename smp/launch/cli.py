@@ -6,21 +6,24 @@ import contextlib
 import fcntl
 import importlib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from smp.config import Config, ConfigError, Layout
 from smp.config.command import run_tool
 from smp.config.commands import as_called_here
-from smp.config.credentials import without_credentials
 from smp.config.fields import did_you_mean
 from smp.launch.backend import NOT_SUBMITTED, Backend, read_facts, write_artifacts
 from smp.launch.compose import BACKENDS, compose
-from smp.launch.job import SECRETS, Artifacts, Job, make_job
-from smp.launch.library import find_recipe, list_recipes
+from smp.launch.hyperpod import FeatureError
+from smp.launch.job import Artifacts, Job, make_job
+from smp.launch.library import list_recipes, read_recipe_text
 from smp.launch.recipe import read_recipe
+from smp.launch.secrets import REMOVED, hidden_words, is_secret
 
 USAGE = """\
 Runs a recipe on this machine, on Slurm, on Kubernetes or on SageMaker.
@@ -52,6 +55,7 @@ _smp_launch() {
 }
 complete -F _smp_launch SCRIPT
 """
+_LINE_BREAKS = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 _ACTIONS = ("status", "logs", "cancel", "resume")
 _KEYS = ("recipes=", "cluster=", "base_results_dir=", "instance_type=", "container=", "dry_run=true")
 
@@ -74,7 +78,7 @@ def _run(words: list[str]) -> int:
         print("\n".join(_complete(words[1] if len(words) > 1 else "")))
     elif first in _ACTIONS:
         return _act(first, words[1:])
-    elif first.startswith("-") or "=" not in first:
+    elif "=" not in first and not first.startswith(("~", "-m", "--multirun")):
         raise ConfigError(f"unexpected {first!r}{did_you_mean(first, [*_ACTIONS, '--list', '--help', '--completion'])}")
     else:
         return launch(words)
@@ -83,17 +87,22 @@ def _run(words: list[str]) -> int:
 
 def launch(words: list[str]) -> int:
     """Write a job's folder and, unless it is a dry run, submit it."""
-    job, artifacts = prepare(words)
+    try:
+        job, artifacts = prepare(words)
+    except ConfigError as error:
+        raise ConfigError(*hidden_words(words, [str(error)])) from None
     dry = job.tree.get("dry_run") is True
     if not dry and job.recipe.missing:
         raise ConfigError(f"{job.recipe.name}: {_still_to_give(job)}")
+    if not dry and job.recipe.unread:
+        raise ConfigError(_unread(job))
     job.folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(job.folder):
         if (job.folder / "job.json").is_file():
             _refuse_busy(job.folder)
             _refuse_other(job, dry)
         write_artifacts(job.folder, artifacts)
-        print(without_credentials("\n".join(describe(job, artifacts))), flush=True)
+        print(*hidden_words(words, ["\n".join(describe(job, artifacts))]), flush=True)
         return 0 if dry else _submit(job.folder)
 
 
@@ -132,24 +141,40 @@ def prepare(words: list[str]) -> tuple[Job, Artifacts]:
     Raises:
         ConfigError: one line that names the key and the file.
     """
+    try:
+        return _prepare(words)
+    except ConfigError as error:
+        # a value that was typed may have line breaks
+        raise _worded(error, _LINE_BREAKS.sub(lambda match: repr(match[0])[1:-1], str(error))) from None
+
+
+def _prepare(words: list[str]) -> tuple[Job, Artifacts]:
     composed = compose(words)
     try:
         recipe = read_recipe(composed.tree["recipes"], composed.source.stem)
+        recipe = replace(recipe, notes=(*composed.notes, *recipe.notes))
     except ConfigError as error:
-        raise ConfigError(f"{composed.source}: {error}") from None
+        raise _worded(error, f"{composed.source}: {error}") from None
     try:
         job = make_job(composed, recipe)
         artifacts = backend_of(job.backend).artifacts(job)
     except ConfigError as error:
         raise ConfigError(f"{composed.file_of(str(error))}: {error}") from None
-    command = shlex.join(["python", "main.py", *map(_without_secret, words)])
+    command = shlex.join(["python", "main.py", *_without_secrets(words)])
     return job, {**artifacts, "command.txt": command + "\n"}
 
 
-def _without_secret(word: str) -> str:
-    key, equals, _ = word.partition("=")
-    secret = equals and key.rpartition(".")[2] in SECRETS
-    return f"{key}=(removed)" if secret else str(without_credentials(word))
+def _worded(error: ConfigError, message: str) -> ConfigError:
+    """The same with other words."""
+    return FeatureError(message) if isinstance(error, FeatureError) else ConfigError(message)
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    keys = [word.partition("=")[0] for word in words]
+    return [
+        f"{key}={REMOVED}" if "=" in word and is_secret(key.rpartition(".")[2]) else text
+        for key, word, text in zip(keys, words, hidden_words(words, words), strict=True)
+    ]
 
 
 def backend_of(name: str) -> Backend:
@@ -167,13 +192,21 @@ def describe(job: Job, artifacts: Artifacts) -> list[str]:
     lines = [f"{recipe.name}: {recipe.task} with cluster={job.backend} on {nodes} processes"]
     lines += [_layout(recipe.config, recipe.world_size)] if recipe.config is not None else []
     lines += [f"environment: {_shown(job.environment)}"] if job.environment else []
+    lines += [f"environment, not shown: {' '.join(job.secrets)}"] if job.secrets else []
     lines += [f"environment, where a node does not have it: {_shown(job.defaults)}"] if job.defaults else []
+    if recipe.form is not None:
+        lines.append(f"translated from HyperPod's keys ({recipe.form}); settings.yaml is what they became")
     if recipe.notes:
         lines.append(f"{len(recipe.notes)} keys of the recipe change nothing here; notes.txt says why")
     if recipe.time_limit is not None and job.backend in ("local", "k8s"):
         lines.append(f"run.time_limit {recipe.time_limit} is not used: cluster={job.backend} has no time limit")
+    machines = [name.removeprefix("ml.") for name in recipe.instance_types]
+    if machines and job.instance is not None and job.instance.name not in machines:
+        lines.append(f"instance_type {job.instance.name} is none that HyperPod names for it: {', '.join(machines)}")
     if recipe.missing:
         lines.append(_still_to_give(job))
+    if recipe.unread:
+        lines.append(_unread(job))
     names = sorted(artifacts)
     branches = ["├── "] * (len(names) - 1) + ["└── "]
     return [*lines, f"{job.folder}/", *(branch + name for branch, name in zip(branches, names, strict=True))]
@@ -192,6 +225,13 @@ def _layout(config: Config, world_size: int) -> str:
     return (
         f"layout: tensor {layout.tp}, pipeline {layout.pp}, {context}sharded over {layout.dp_shard * layout.cp}, "
         f"{layout.dp_replicate} replicas; {tokens:,} tokens per step"
+    )
+
+
+def _unread(job: Job) -> str:
+    return (
+        f"recipes.load: {job.recipe.settings.get('load')} cannot be trained so: finetune.py does not have "
+        f"{job.recipe.unread} yet"
     )
 
 
@@ -251,8 +291,8 @@ def _act(action: str, words: list[str]) -> int:
 
 
 def _recipe_help(name: str) -> str:
-    path = find_recipe(name)
-    return f"# {path}; any of these: recipes.KEY=VALUE\n{path.read_text(encoding='utf-8')}"
+    text, path = read_recipe_text(name)
+    return f"# {path}; any of these: recipes.KEY=VALUE\n{text}"
 
 
 def _complete(word: str) -> list[str]:

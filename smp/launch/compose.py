@@ -1,25 +1,49 @@
 """From the words of a command line to one tree: config.yaml, cluster/NAME.yaml and a recipe, then the overrides.
 
-OmegaConf reads, merges and interpolates. Hydra, which HyperPod's launcher uses on top of it, needs a version of the
-ANTLR runtime that excludes others' and takes a second to import; what it would add here is this file.
+The grammar of a word is in ``smp.launch.overrides``, references between keys are in ``smp.launch.references``.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
 from smp.config.fields import did_you_mean
-from smp.launch.library import collection, find_cluster, find_recipe, load_yaml
-from smp.launch.yaml_text import load_text
+from smp.launch.hyperpod import KEYS, OWN_MODEL, flatten, form_of, has_its_sections
+from smp.launch.key_types import is_text, value_of
+from smp.launch.library import collection, find_cluster, load_recipe, load_yaml, own_config
+from smp.launch.overrides import Override, read_text, read_word
+from smp.launch.references import UnresolvedError, resolved
 
 BACKENDS = ("local", "slurm", "k8s", "sm_jobs")
 _ALIASES = {"bcm": "slurm"}  # NeMo's launcher, which HyperPod's is made from, calls it so
-_WORD = re.compile(r"(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w.\-/]*)=(?P<value>.*)", re.DOTALL)
 _CHOICES = ("recipes", "cluster", "cluster_type")
+_INSTEAD = {
+    "hydra": "Hydra's own settings are not taken; base_results_dir=... says where files are written",
+    "git.token": "it would be written into the job's files; give the nodes a credential helper of git's",
+    "git.entry_script": "a recipe's script is this project's; +recipes.training_cfg.entry_script=... runs another one",
+    "git.entry_module": "a recipe's module is this project's; +recipes.training_cfg.entry_module=... runs another one",
+    "launch_json": "there is no such file here; dry_run=true writes all files of a job and submits none",
+}
+_WITHOUT_EFFECT = {
+    "git.use_default": "the code is this project's unless git.repo_url_or_path says another one",
+    "git.update_adapter": "nothing is installed when a job starts",
+    "debug": "dry_run=true writes all files and submits none",
+    "hydra.job.chdir": "a job's files are in base_results_dir, wherever it runs",
+}
+"""Keys of HyperPod's config.yaml."""
+_MODULES_OF_HYPERPOD = ("amzn_awsllm_fine_tuning.",)
+"""What ``git.entry_module`` of HyperPod's own scripts begins with: the trainers whose recipes are translated."""
+_CLUSTER_WITHOUT_EFFECT = {
+    ("cpu_instance_type",): "it is for a node that submits to Ray, which nothing here needs",
+    ("sm_jobs_config", "pysdk_launch_executor"): "the request goes to SageMaker's API, through no SDK",
+}
+"""Keys of HyperPod's cluster/NAME.yaml."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +56,7 @@ class Composed:
         source: the recipe's file.
         cluster: the cluster's file.
         base: config.yaml.
+        notes: keys that change nothing here, and why.
     """
 
     tree: dict[str, Any]
@@ -39,6 +64,7 @@ class Composed:
     source: Path
     cluster: Path
     base: Path
+    notes: tuple[str, ...] = ()
 
     def file_of(self, message: str) -> Path:
         """The file that has, or would have, the key that the message of an error begins with."""
@@ -49,105 +75,253 @@ class Composed:
 
 
 def compose(words: list[str]) -> Composed:
-    """Compose what ``words`` ask for: ``recipes=NAME``, ``cluster=NAME``, ``key.path=value`` and ``+key.path=value``.
+    """Compose what ``words`` ask for: ``recipes=NAME``, ``cluster=NAME`` and overrides of keys.
 
     Raises:
         ConfigError: one line that names the key, and the file where it should have been.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    chosen, overrides = _split(words)
-    recipe = chosen.get("recipes")
-    if recipe is None:
+    own, chosen_there = own_config()
+    given, overrides = _split(words)
+    chosen = chosen_there | given
+    if (recipe := chosen.get("recipes")) is None:
         raise ConfigError("which recipe is missing: give recipes=NAME (--list names them all)")
-    source, cluster = find_recipe(recipe), find_cluster(chosen.get("cluster", "local"))
+    recipes, source = load_recipe(recipe, is_text)
+    asked = next(
+        filter(None, (some.get(key) for some in (given, chosen_there) for key in ("cluster", "cluster_type"))), None
+    )
+    cluster = find_cluster(_ALIASES.get(asked, asked) if asked else _default_cluster(recipes, overrides))
     base = collection() / "config.yaml"
-    files = {**load_yaml(base), "cluster": load_yaml(cluster), "recipes": load_yaml(source)}
-    try:
-        _register_resolvers()
-        tree = OmegaConf.create(files)
-        for word in overrides:
-            _override(tree, word, base, cluster)
-        resolved = OmegaConf.to_container(tree, resolve=True)
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "recipes"
-        file = {"recipes": source, "cluster": cluster}.get(re.split(r"[.[]", key, maxsplit=1)[0], base)
-        raise ConfigError(f"{file}: {key}: {str(error).splitlines()[0]}") from None
-    assert isinstance(resolved, dict)
-    values = {str(key): value for key, value in resolved.items()}
+    notes: list[str] = []
+    settings, backend = _cluster(cluster, given.get("cluster_type"))
+    tree: dict[str, Any] = {**_merged(load_yaml(base, is_text), own), "cluster": settings, "recipes": recipes}
+    for name in [name for name in tree if name in _WITHOUT_EFFECT]:
+        del tree[name]
+    for override in overrides:
+        _apply(tree, override, cluster if override.path[0] == "cluster" else base, notes)
+    _read_hyperpods_cluster(tree, notes)
+    files = {"recipes": source, "cluster": cluster}
+    values = _resolved(tree, files, base)
     for section in ("cluster", "recipes"):
         if not isinstance(values[section], dict):
             raise ConfigError(f"{section} has become {values[section]!r}; expected keys and values")
-    backend = _backend(values["cluster"], cluster.stem, chosen.get("cluster_type"))
-    return Composed(values, backend, source=source, cluster=cluster, base=base)
+    return Composed(values, backend, source=source, cluster=cluster, base=base, notes=tuple(notes))
 
 
-def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def _split(words: list[str]) -> tuple[dict[str, str], list[Override]]:
     """The choices of files, and the other words."""
     chosen: dict[str, str] = {}
     overrides = []
     for word in words:
-        match = _WORD.fullmatch(word)
-        if match is None:
-            raise ConfigError(
-                f"unexpected {word!r}: expected key=value, +key=value or one of --list, --help, --version"
-            )
-        key = match["key"]
-        if key not in _CHOICES:
-            overrides.append(word)
-        elif key in chosen and chosen[key] != match["value"]:
-            raise ConfigError(f"{key}= is given twice: {chosen[key]!r} and {match['value']!r}")
-        else:
-            chosen[key] = match["value"]
+        if word in ("-m", "--multirun"):
+            raise ConfigError(f"{word}: there are no sweeps; start a job for each value")
+        if word.startswith(("--config-path", "--config-name", "--config-dir")):
+            raise ConfigError(f"{word.partition('=')[0]}: give the file of a recipe, recipes=FILE.yaml")
+        override = read_word(word)
+        key = override.key
+        if key not in _CHOICES or override.operator == "~":
+            overrides.append(override)
+            continue
+        value = read_text(override.text or "")
+        if "," in value:
+            raise ConfigError(f"{key}={value}: that is a sweep; start a job for each")
+        if key in chosen and chosen[key] != value:
+            raise ConfigError(f"{key}= is given twice: {chosen[key]!r} and {value!r}")
+        chosen[key] = value
     return chosen, overrides
 
 
-def _override(tree: Any, word: str, base: Path, cluster: Path) -> None:
+def _default_cluster(recipes: Mapping[str, Any], overrides: list[Override]) -> str:
+    """This machine, or Slurm, HyperPod's default, for what this machine cannot do: several nodes, or an image."""
+    found: dict[str, Any] = {}
+    for section, key in (("trainer", "num_nodes"), ("training_cfg.run", "nodes")):
+        node: Any = recipes
+        for part in section.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        if isinstance(node, Mapping) and key in node:
+            found["nodes"] = str(node[key])
+        for override in overrides:
+            if override.key == f"recipes.{section}.{key}":
+                found["nodes"] = override.text
+            elif override.key == "container":
+                found["container"] = override.text
+    return "local" if found.get("nodes", "1") in ("1", "null", "", None) and not found.get("container") else "slurm"
+
+
+_NEVER_NULL = ("kind", "namespace", "pullPolicy", "shm_size")
+"""Keys of clusters that always have a value: a file that leaves it open gets the default."""
+
+
+def _cluster(path: Path, asked: str | None) -> tuple[dict[str, Any], str]:
+    """The settings of a cluster, those of its back-end's own file where it has none, and the back-end."""
+    given = load_yaml(path, is_text, "cluster")
+    backend = _backend(given, path.stem, asked)
+    own = collection() / "cluster" / f"{backend}.yaml"
+    defaults = {} if path == own else load_yaml(own, is_text, "cluster")
+    said = {key: value for key, value in given.items() if value is not None or key not in _NEVER_NULL}
+    return _merged(defaults, said), backend
+
+
+def _read_hyperpods_cluster(tree: dict[str, Any], notes: list[str]) -> None:
+    """Keys of HyperPod's cluster/NAME.yaml that are said otherwise here."""
+    cluster = tree.get("cluster")
+    if not isinstance(cluster, dict):
+        return
+    wanted = cluster.pop("use_hyperpod_pytorch_job", None)
+    if not isinstance(wanted, bool | None):
+        raise ConfigError(f"cluster.use_hyperpod_pytorch_job: expected true or false, got {wanted!r}")
+    if wanted:
+        cluster["kind"] = "HyperPodPyTorchJob"
+    elif wanted is False and cluster.get("kind") == "HyperPodPyTorchJob":
+        cluster["kind"] = "PyTorchJob"
+    for (*path, name), why in _CLUSTER_WITHOUT_EFFECT.items():
+        section: Any = cluster
+        for part in path:
+            section = section.get(part)
+            section = section if isinstance(section, dict) else {}
+        if section.pop(name, None) is not None:
+            notes.append(f"{'.'.join(('cluster', *path, name))}: {why}")
+    section = cluster.get("sm_jobs_config")
+    changes = section.pop("recipe_overrides", None) if isinstance(section, dict) else None
+    if not isinstance(changes, dict | None):
+        raise ConfigError(f"cluster.sm_jobs_config.recipe_overrides: expected keys and values, not {changes!r}")
+    for key, value in flatten(changes or {}).items():
+        place = ("recipes", *key.split("."))
+        _set(tree, _translated_path(tree, place, value), value)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of both, of sections as well; ``above`` wins."""
+    merged = {**below, **above}
+    for key in below.keys() & above.keys():
+        if isinstance(below[key], Mapping) and isinstance(above[key], Mapping):
+            merged[key] = _merged(below[key], above[key])
+    return merged
+
+
+def _apply(tree: dict[str, Any], override: Override, file: Path, notes: list[str]) -> None:
     """Apply one word. Keys of a recipe are checked when it is translated, where all are known."""
-    match = _WORD.fullmatch(word)
-    assert match is not None, "checked before"
-    key, section = match["key"], match["key"].partition(".")[0]
-    if ".." in key or key.endswith("."):
-        raise ConfigError(f"{key}: a part of the name is empty")
-    if not match["sign"] and section != "recipes":
-        file = cluster if section == "cluster" else base
-        _check_known(tree, key, file)
+    key, path = override.key, override.path
+    if (why := _without_effect(override)) is not None:
+        notes.append(f"{key}: {why}")
+        return
+    for name in (key, path[0]):
+        if name in _INSTEAD:
+            raise ConfigError(f"{key}: {_INSTEAD[name]}")
+    if path[0] == "run" and "run" not in tree:  # HyperPod's scripts name the run of its newer recipes so
+        path = ("recipes", *path)
     try:
-        value = load_text(match["value"])
+        if override.operator == "~":
+            _remove(tree, override)
+            return
+        value = value_of(override)
+        if not override.operator and path[0] != "recipes":
+            _check_known(tree, path, file)
+        _set(tree, _translated_path(tree, path, value), value)
     except ValueError as error:
-        raise ConfigError(f"{key}={match['value']}: {error}") from None
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    tree.merge_with(value)
+        raise ConfigError(f"{override.word}: {error}") from None
 
 
-def _check_known(tree: Any, key: str, file: Path) -> None:
-    from omegaconf import DictConfig
+def _without_effect(override: Override) -> str | None:
+    """Why a word changes nothing here; None: it does."""
+    if override.key == "git.entry_module" and (override.text or "").startswith(_MODULES_OF_HYPERPOD):
+        return "the recipe is this project's to train"
+    return _WITHOUT_EFFECT.get(override.key)
 
-    node, parts = tree, key.split(".")
-    for depth, part in enumerate(parts):
-        if node is None or (depth and not isinstance(node, DictConfig)):
+
+def _translated_path(tree: Mapping[str, Any], path: tuple[str, ...], value: Any) -> tuple[str, ...]:
+    """Where a key of the other vocabulary is kept: HyperPod's section ``model`` and the setting of that name do not
+    replace each other."""
+    recipes = tree["recipes"]
+    if path[0] != "recipes" or len(path) < 2 or not isinstance(recipes, Mapping):
+        return path
+    if has_its_sections(recipes):
+        return ("recipes", OWN_MODEL) if path[1:] == ("model",) and isinstance(value, str) else path
+    key = ".".join(path[1:])
+    if (path[1] in ("model", "exp_manager") and len(path) > 2) or key in KEYS:
+        return ("recipes", key)
+    return path
+
+
+def _set(tree: Any, path: tuple[str, ...], value: Any) -> None:
+    """Set what is at a path; keys and values are added to those that are there."""
+    node, name = _descend(tree, path)
+    if isinstance(node, list):
+        index = _index(node, path, len(node))
+        if index == len(node):
+            node.append(None)
+        both = isinstance(value, dict) and isinstance(node[index], dict)
+        node[index] = _merged(node[index], value) if both else value
+    elif isinstance(value, dict) and isinstance(node.get(name), dict):
+        node[name] = _merged(node[name], value)
+    else:
+        node[name] = value
+
+
+def _descend(tree: Any, path: tuple[str, ...]) -> tuple[Any, str]:
+    """The section or list that holds the last name of a path, made where it is missing."""
+    node = tree
+    for depth, (name, following) in enumerate(pairwise(path), 1):
+        if isinstance(node, list):
+            index: Any = _index(node, path[:depth], len(node))
+            if index == len(node):
+                node.append(None)
+        else:
+            index = name
+            node.setdefault(name, None)
+        if node[index] is None:
+            node[index] = [] if following.isdigit() else {}
+        if not isinstance(node[index], dict | list):
+            raise ValueError(f"{'.'.join(path[:depth])} is {node[index]!r} and has no keys")
+        node = node[index]
+    return node, path[-1]
+
+
+def _index(node: list[Any], path: tuple[str, ...], last: int) -> int:
+    if not path[-1].isdigit() or int(path[-1]) > last:
+        raise ValueError(
+            f"{'.'.join(path[:-1])} is a list of {len(node)}; {path[-1]} is no number of an item of it, from 0"
+        )
+    return int(path[-1])
+
+
+def _remove(tree: Any, override: Override) -> None:
+    node: Any = tree
+    for name in override.path[:-1]:
+        node = _item(node, name)
+    held, name = _item(node, override.path[-1]), override.path[-1]
+    if node is None or held is None:
+        raise ValueError("there is no such key to remove")
+    if override.text is not None and value_of(override) != held:
+        raise ValueError(f"it is {held!r} and is not removed")
+    del node[int(name) if isinstance(node, list) else name]
+
+
+def _item(node: Any, name: str) -> Any:
+    if isinstance(node, list):
+        return node[int(name)] if name.isdigit() and int(name) < len(node) else None
+    return node.get(name) if isinstance(node, Mapping) else None
+
+
+def _check_known(tree: Any, path: tuple[str, ...], file: Path) -> None:
+    node, key = tree, ".".join(path)
+    for depth, part in enumerate(path):
+        if node is None or (depth and not isinstance(node, dict)):
             return  # an unset or free section: its reader checks it
         if part not in node:
             near = did_you_mean(part, [str(name) for name in node])
             raise ConfigError(f"{key}: there is no such key in {file}{near}; +{key}=... adds one")
-        node = node._get_node(part)
-        if node is not None and node._is_none():
-            return
+        node = node[part]
 
 
-def _register_resolvers() -> None:
-    """The functions that HyperPod's recipes may call in ``${...}``."""
-    from omegaconf import OmegaConf
-
-    functions = {
-        "multiply": lambda x, y: x * y,
-        "divide_ceil": lambda x, y: -(-x // y),
-        "divide_floor": lambda x, y: x // y,
-    }
-    for name, function in functions.items():
-        OmegaConf.register_resolver(name, function, replace=True)
+def _resolved(tree: dict[str, Any], files: Mapping[str, Path], base: Path) -> dict[str, Any]:
+    """The tree with references replaced by what they refer to."""
+    try:
+        return resolved(tree)
+    except UnresolvedError as error:
+        if isinstance(tree["recipes"], Mapping):
+            form_of(tree["recipes"])  # a trainer that there is no counterpart of may have references of its own
+        file = files.get(re.split(r"[.[]", error.key, maxsplit=1)[0], base)
+        raise ConfigError(f"{file}: {error.key}: {error}") from None
 
 
 def _backend(cluster: dict[str, Any], name: str, asked: str | None) -> str:

@@ -111,6 +111,8 @@ def find_instance(name: Any, own: Mapping[str, Any]) -> Instance | None:
     known = known_instances()
     if name in known:
         return known[name]
+    if name.startswith(("trn", "inf")):
+        raise ConfigError(f"instance_type: {name} is a machine of Trainium, which smp does not run on")
     raise ConfigError(
         f"instance_type: how many GPUs has {name}{did_you_mean(name, known, '?')} To tell: "
         f"+instances='{{{name}: {{devices: 8, efa: 0}}}}'"

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ def hyper_parameters(environment: Mapping[str, str], ml: Path) -> dict[str, Any]
 
 def _value(value: Any) -> Any:
     """A text, without the quotes of JSON that the SDK puts around it. Settings read their numbers themselves."""
-    if isinstance(value, str) and value[:1] == '"' == value[-1:]:
-        return json.loads(value)
+    if isinstance(value, str) and len(value) > 1 and value[0] == '"' == value[-1]:
+        with suppress(ValueError):
+            return json.loads(value)
     return value
 
 

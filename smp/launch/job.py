@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.credentials import without_credentials
 from smp.launch.compose import Composed
+from smp.launch.elastic import VARIABLES, is_elastic, nodes_of
 from smp.launch.environment import Instance, find_instance, variables
 from smp.launch.library import CHECKOUT, HERE, PACKAGED
 from smp.launch.recipe import Recipe
+from smp.launch.secrets import is_secret, is_token, without_secrets
 
 MODULES = {"pretrain": "pretrain_gpt", "finetune": "finetune"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-SECRETS = ("hf_access_token", "token")
+_LIKE_A_NUMBER = re.compile(
+    r"[-+]?(\.?\d[\d_.]*([eEpP][-+]?[\d_]*)?|0[xXoObB][\da-fA-F_.pP+-]*|\.?(inf|nan))|[yn]", re.I
+)
 Artifacts = dict[str, str]
 """Name of a file in the job's folder -> its text."""
 
@@ -60,12 +63,24 @@ class Job:
     def defaults(self) -> dict[str, str]:
         """Variables that are set where neither ``env_vars`` nor a node's own environment sets them."""
         found = variables(self.instance, self.recipe.num_nodes, self.recipe.devices)
+        found |= VARIABLES if is_elastic(self.recipe) else {}
         return {name: value for name, value in found.items() if name not in self._given}
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of every process that ``env_vars`` sets."""
-        return {name: value for name, value in self._given.items() if value is not None}
+        """Variables of every process that ``env_vars`` sets, but for secrets."""
+        return {name: value for name, value in self._given.items() if value is not None and name not in self._private}
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """The others, and arguments of a script that are secrets, as variables."""
+        found = {name: value for name, value in self._given.items() if value is not None and name in self._private}
+        return found | {name: word for _, word, name in _secret_words(self.recipe.script)}
+
+    @property
+    def _private(self) -> set[str]:
+        """Names of variables that are for nobody else, by their name or by the form of their value."""
+        return {name for name, value in self._given.items() if is_secret(name) or is_token(value or "")}
 
     @property
     def _given(self) -> dict[str, str | None]:
@@ -83,6 +98,8 @@ def make_job(composed: Composed, recipe: Recipe) -> Job:
     results = tree.get("base_results_dir")
     if not isinstance(results, str) or not results:
         raise ConfigError("base_results_dir is missing: give the folder that jobs' folders are made in")
+    if "://" in results:
+        raise ConfigError(f"base_results_dir: {results} is no folder; recipes.save=URL is where checkpoints go")
     if not results.isprintable():
         raise ConfigError(f"base_results_dir: {results!r} has line breaks or other control characters")
     for key in ("setup", "stages"):
@@ -94,16 +111,29 @@ def make_job(composed: Composed, recipe: Recipe) -> Job:
     for name in tree.get("env_vars") or {}:
         if not _VARIABLE.fullmatch(str(name)):
             raise ConfigError(f"env_vars: {name!r} cannot be the name of a variable")
+    flag(tree, "dry_run")
     tries = tree.get("max_tries")
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
         raise ConfigError(f"max_tries: {tries!r} is not a number above 0")
     instance = find_instance(tree.get("instance_type"), tree.get("instances") or {})
-    if instance is not None and recipe.devices > instance.devices:
+    if instance is not None and 0 < instance.devices < recipe.devices:
         raise ConfigError(
             f"trainer.devices: {recipe.devices} on a machine with {instance.devices} (instance_type {instance.name})"
         )
     folder = Path(results).expanduser().absolute() / recipe.name
     return Job(recipe=recipe, backend=composed.backend, tree=tree, folder=folder, instance=instance)
+
+
+def flag(section: dict[str, Any], key: str, where: str = "") -> bool:
+    """What a key says that is true or false.
+
+    Raises:
+        ConfigError: it is something else, such as a text.
+    """
+    value = section.get(key)
+    if not isinstance(value, bool | None):
+        raise ConfigError(f"{where}{key}: expected true or false, got {value!r}")
+    return bool(value)
 
 
 def common_artifacts(job: Job, rendezvous: str, *, files: str | None = None, runner: str | None = None) -> Artifacts:
@@ -117,10 +147,13 @@ def common_artifacts(job: Job, rendezvous: str, *, files: str | None = None, run
     """
     recipe = job.recipe
     artifacts = {
-        "recipe.yaml": to_yaml(_without_secrets(job.tree)),
+        "recipe.yaml": to_yaml(without_secrets(job.tree)),
         "train.sh": _train_script(job, rendezvous, files or str(job.folder), runner),
         "supervise.py": (HERE / "supervise.py").read_text(encoding="utf-8"),
     }
+    if job.secrets and job.backend in ("local", "slurm"):
+        lines = [f"export {name}={shlex.quote(value)}\n" for name, value in job.secrets.items()]
+        artifacts["secrets.sh"] = "".join(lines)
     if recipe.task != "custom":
         artifacts["settings.yaml"] = to_yaml(recipe.settings)
     if recipe.notes:
@@ -130,7 +163,6 @@ def common_artifacts(job: Job, rendezvous: str, *, files: str | None = None, run
 
 def _train_script(job: Job, rendezvous: str, files: str, runner: str | None) -> str:
     recipe = job.recipe
-    start = recipe.settings.get("load") if recipe.task == "pretrain" else None
     git = job.tree.get("git") or {}
     clone = _clone(git)
     code = code_of(job, git) if clone is None else None
@@ -142,25 +174,31 @@ def _train_script(job: Job, rendezvous: str, files: str, runner: str | None) -> 
         setup=job.tree.get("setup") or [],
         defaults=job.defaults.items(),
         env=job.environment.items(),
+        secrets=job.secrets and job.backend in ("local", "slurm"),
         clone=clone,
         code=code,
         module=recipe.task != "custom" or recipe.script[0] == "-m",
         python=python_of(job),
         runner=runner or f"{shlex.quote(python_of(job))} -m torch.distributed.run",
-        checkpoints=job.checkpoints,
         status='"$run_dir/status.json"',
-        rendezvous="--standalone" if recipe.num_nodes == 1 else f"--nnodes {recipe.num_nodes} {rendezvous}",
+        rendezvous=_meeting(recipe, rendezvous),
         devices=recipe.devices,
-        resumes_by_itself=start not in (None, "auto"),
         words=_script_words(job),
     )
+
+
+def _meeting(recipe: Recipe, rendezvous: str) -> str:
+    """torchrun's words for its nodes."""
+    alone = recipe.num_nodes == 1 and not is_elastic(recipe)
+    return "--standalone" if alone else f"{nodes_of(recipe)} {rendezvous}"
 
 
 def _script_words(job: Job) -> list[str]:
     """What torchrun runs, as words of a shell."""
     recipe = job.recipe
     if recipe.task == "custom":
-        return [shlex.quote(word) for word in recipe.script]
+        names = {index: name for index, _, name in _secret_words(recipe.script)}
+        return [f'"${names[i]}"' if i in names else shlex.quote(word) for i, word in enumerate(recipe.script)]
     given = recipe.settings
     words = ["-m", MODULES[recipe.task], "--config", '"$files/settings.yaml"']
     if given.get("save") is None:
@@ -177,6 +215,17 @@ def _script_words(job: Job) -> list[str]:
     if job.cluster.get("array") is not None and job.backend == "slurm":
         words += ["--seed", f"$(({given.get('seed', 1234)} + SLURM_ARRAY_TASK_ID))"]
     return words
+
+
+def _secret_words(words: tuple[str, ...]) -> list[tuple[int, str, str]]:
+    """Words of a script that are secrets: their number, they themselves, and the variables that hold them."""
+    found = []
+    for index, (before, word) in enumerate(zip(("", *words), words, strict=False)):
+        flag, equals, _ = word.partition("=")
+        of_flag = before if before.startswith("-") else flag if equals and flag.startswith("-") else ""
+        if is_secret(of_flag) or is_token(word):
+            found.append((index, word, f"SMP_ARGUMENT_{index}"))
+    return found
 
 
 def code_of(job: Job, git: dict[str, Any]) -> str | None:
@@ -212,10 +261,18 @@ def python_of(job: Job) -> str:
 
 
 def to_yaml(tree: Any) -> str:
-    """YAML that reads back equal."""
+    """YAML that reads back equal, by readers of YAML 1.2 and by kubectl's too: 1e3, 0o17 and y are texts to PyYAML."""
     import yaml
 
-    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=False, width=1000))
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        """With a rule of its own."""
+
+    def text(dumper: Any, value: str) -> Any:
+        style = "'" if _LIKE_A_NUMBER.fullmatch(value) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return str(yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=False, width=1000))
 
 
 def render(template: str, **values: Any) -> str:
@@ -235,15 +292,6 @@ def _templates() -> Any:
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     return environment
-
-
-def _without_secrets(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {
-            key: "(removed)" if key in SECRETS and value is not None else _without_secrets(value)
-            for key, value in tree.items()
-        }
-    return without_credentials(tree)
 
 
 def _shown(value: Any) -> str:

@@ -4,15 +4,31 @@ but Kubernetes; PyTorchJob (Kubeflow's training operator v1) and HyperPodPyTorch
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
 from smp.config.fields import did_you_mean
 from smp.launch.backend import ASKED, NOT_SUBMITTED, Backend, Facts, facts_artifact, run, said
+from smp.launch.elastic import refuse
 from smp.launch.job import Artifacts, Job, common_artifacts, to_yaml
+from smp.launch.k8s_monitoring import NOT_WATCHED, log_monitoring
+from smp.launch.k8s_names import (
+    check_env_from,
+    check_label,
+    check_labels,
+    check_mounts,
+    check_name,
+    check_quantity,
+    check_seconds,
+    check_subdomain,
+    check_tolerations,
+    volume_name,
+)
 from smp.launch.library import collection, load_yaml
+from smp.launch.secrets import is_private
 from smp.launch.stages import only_training
 
 CONFIG, PORT = "/config", 29500
@@ -38,13 +54,19 @@ def artifacts(job: Job) -> Artifacts:
         raise ConfigError("container is missing: cluster=k8s runs an image")
     _check_folder(job)
     name = job.recipe.name
+    check_name(name, kind, job.recipe.num_nodes)
+    check_label("namespace", cluster.get("namespace"))
     host = f"{name}-0.{name}" if kind == "Job" else f"{name}-master-0"
     words = f"--rdzv-backend c10d --rdzv-endpoint {host}:{PORT} --rdzv-id {name}"
     # HyperPod's operator talks to its own agent, which takes torchrun's place and brings its rendezvous
     agent = kind == "HyperPodPyTorchJob"
+    if agent:
+        refuse(job.recipe, f"kind={kind}", "its agent counts nodes in its own way")
+        job = _with_note(job)
     common = common_artifacts(job, "" if agent else words, files=CONFIG, runner="hyperpodrun" if agent else None)
     files = {file: common[file] for file in _FILES if file in common}
-    manifest = [_config_map(job, files), *_workload(job, kind)]
+    manifest = [_config_map(job, files), *_workload(job, kind, _is_private(files))]
+    secret = {"secret.yaml": to_yaml(_secret(job))} if job.secrets else {}
     facts = facts_artifact(
         job,
         namespace=cluster["namespace"],
@@ -53,14 +75,14 @@ def artifacts(job: Job) -> Artifacts:
         pods=f"{_NAME}={_metadata(job)['labels'][_NAME]}",
         nodes=job.recipe.num_nodes,
     )
-    return {**common, "manifest.yaml": "---\n".join(map(to_yaml, manifest)), **facts}
+    return {**common, **secret, "manifest.yaml": "---\n".join(map(to_yaml, manifest)), **facts}
 
 
 def _check_folder(job: Job) -> None:
     """Checkpoints must outlive a pod."""
     save = job.recipe.settings.get("save")
     folder = str(save or job.folder)
-    mounts = [str(volume.get("mountPath", "")).rstrip("/") for volume in [*_volumes(job, "volumes"), *_claims(job)]]
+    mounts = [_mount_path(volume) for volume in [*_volumes(job, "volumes"), *_claims(job)]]
     held = any(folder == mount or folder.startswith(mount + "/") for mount in mounts if mount)
     if not held and "://" not in folder and job.recipe.task != "custom":
         raise ConfigError(
@@ -76,11 +98,18 @@ def _volumes(job: Job, key: str) -> list[Object]:
     for volume in found:
         if not isinstance(volume, Mapping) or set(volume) != set(needs[key]):
             raise ConfigError(f"cluster.{key}: {volume!r} must have {', '.join(needs[key])}")
+        if missing := [name for name in needs[key] if not isinstance(volume[name], str) or not volume[name]]:
+            raise ConfigError(f"cluster.{key}: {missing[0]} of {volume!r} is no text")
     return found
 
 
 def _claims(job: Job) -> list[Object]:
     return _volumes(job, "persistent_volume_claims")
+
+
+def _mount_path(volume: Object) -> str:
+    """HyperPod's own example is a path without its first slash."""
+    return "/" + str(volume["mountPath"]).strip("/")
 
 
 def _list(job: Job, key: str) -> list[Any]:
@@ -104,20 +133,31 @@ def _metadata(job: Job, name: str | None = None) -> Object:
     return _set(
         name=name or job.recipe.name,
         namespace=job.cluster["namespace"],
-        labels={key: str(value) for key, value in labels.items()},
-        annotations={key: str(value) for key, value in _mapping(job, "annotations").items()} or None,
+        labels=check_labels("custom_labels", labels),
+        annotations=check_labels("annotations", _mapping(job, "annotations"), values=False) or None,
     )
 
 
+def _secret(job: Job) -> Object:
+    metadata = _metadata(job, f"{job.recipe.name}-secrets")
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": job.secrets}
+
+
 def _config_map(job: Job, files: Mapping[str, str]) -> Object:
-    """The resolved recipe and what runs it, seen by every pod under /config."""
+    """The resolved recipe and what runs it, under /config of every pod; a Secret where URLs in it have passwords."""
+    if _is_private(files):
+        return {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(job), "stringData": dict(files)}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "data": dict(files)}
 
 
-def _workload(job: Job, kind: str) -> list[Object]:
+def _is_private(files: Mapping[str, str]) -> bool:
+    return any(is_private(text) for name, text in files.items() if name != "supervise.py")
+
+
+def _workload(job: Job, kind: str, private: bool) -> list[Object]:
     nodes, metadata = job.recipe.num_nodes, _metadata(job)
     tries = int(job.tree["max_tries"])
-    pod = {"metadata": {"labels": metadata["labels"]}, "spec": _pod(job, kind)}
+    pod = {"metadata": {"labels": metadata["labels"]}, "spec": _pod(job, kind, private)}
     clean = job.cluster.get("cleanPodPolicy")
     if kind == "Job":
         if clean is not None:
@@ -133,10 +173,24 @@ def _workload(job: Job, kind: str) -> list[Object]:
         return [{"apiVersion": "kubeflow.org/v1", "kind": kind, "metadata": metadata, "spec": spec}]
     spec = {
         "nprocPerNode": str(job.recipe.devices),
-        "runPolicy": {"jobMaxRetryCount": tries, **policy},
+        "runPolicy": {"jobMaxRetryCount": tries, **policy, **_monitoring(job)},
         "replicaSpecs": [{"name": "pods", "replicas": nodes, "template": pod}],
     }
     return [{"apiVersion": "sagemaker.amazonaws.com/v1", "kind": kind, "metadata": metadata, "spec": spec}]
+
+
+def _monitoring(job: Job) -> Object:
+    """Of lines that a run of this project prints; what scripts print is not known."""
+    rules = log_monitoring(job.cluster.get("log_monitoring")) if job.recipe.task != "custom" else None
+    return {} if rules is None or job.recipe.num_nodes > 1 else {"logMonitoringConfiguration": rules}
+
+
+def _with_note(job: Job) -> Job:
+    """With a note where rules for log lines are asked for, by default too, and left out."""
+    recipe = job.recipe
+    if recipe.num_nodes == 1 or recipe.task == "custom" or job.cluster.get("log_monitoring") is None:
+        return job
+    return replace(job, recipe=replace(recipe, notes=(*recipe.notes, NOT_WATCHED)))
 
 
 def _service(job: Job) -> Object:
@@ -171,34 +225,58 @@ def _job(job: Job, pod: Object, tries: int) -> Object:
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job), "spec": spec}
 
 
-def _pod(job: Job, kind: str) -> Object:
+def _pod(job: Job, kind: str, private: bool) -> Object:
     cluster = job.cluster
+    name = job.recipe.name
+    files: Object = {"secret": {"secretName": name}} if private else {"configMap": {"name": name}}
     volumes: list[Object] = [
-        {"name": "config", "configMap": {"name": job.recipe.name}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(cluster["shm_size"])}},
+        {"name": "config", **files},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": check_quantity("shm_size", cluster["shm_size"])}},
     ]
     mounts: list[Object] = [{"name": "config", "mountPath": CONFIG}, {"name": "shm", "mountPath": "/dev/shm"}]
     for volume in _volumes(job, "volumes"):
+        check_label("volumes.volumeName", volume["volumeName"])
+        if volume["volumeName"] in [other["name"] for other in volumes]:
+            raise ConfigError(f"cluster.volumes: the volumeName {volume['volumeName']} is taken; give another")
         volumes.append({"name": volume["volumeName"], "hostPath": {"path": volume["hostPath"]}})
-        mounts.append({"name": volume["volumeName"], "mountPath": volume["mountPath"]})
+        mounts.append({"name": volume["volumeName"], "mountPath": _mount_path(volume)})
+    claims: dict[str, str] = {}
     for claim in _claims(job):
-        volumes.append({"name": claim["claimName"], "persistentVolumeClaim": {"claimName": claim["claimName"]}})
-        mounts.append({"name": claim["claimName"], "mountPath": claim["mountPath"]})
+        wanted = check_subdomain("persistent_volume_claims.claimName", claim["claimName"])
+        if wanted not in claims:  # one volume, however many paths it is mounted at
+            claims[wanted] = volume_name(wanted, [other["name"] for other in volumes])
+            volumes.append({"name": claims[wanted], "persistentVolumeClaim": {"claimName": wanted}})
+        mounts.append({"name": claims[wanted], "mountPath": _mount_path(claim)})
+    check_mounts(mount["mountPath"] for mount in mounts)
     restart = cluster.get("restartPolicy") or "Never"
     if kind == "Job" and restart not in ("Never",):
         raise ConfigError(f"cluster.restartPolicy: {restart} goes with the kinds PyTorchJob and HyperPodPyTorchJob")
     return _set(
         restartPolicy="Never" if kind == "Job" else None,
-        terminationGracePeriodSeconds=cluster["termination_seconds"],
+        terminationGracePeriodSeconds=check_seconds("termination_seconds", cluster["termination_seconds"]),
         hostNetwork=cluster.get("hostNetwork") or None,
         dnsPolicy="ClusterFirstWithHostNet" if cluster.get("hostNetwork") else None,
-        serviceAccountName=cluster.get("service_account_name"),
-        priorityClassName=cluster.get("priority_class_name"),
-        nodeSelector={key: str(value) for key, value in _selector(job).items()} or None,
+        serviceAccountName=_named(job, "service_account_name"),
+        priorityClassName=_named(job, "priority_class_name"),
+        nodeSelector=check_labels("nodeSelector", _selector(job)) or None,
         affinity=_affinity(job),
+        tolerations=_checked(job, "tolerations", check_tolerations),
         containers=[_container(job, mounts)],
         volumes=volumes,
     )
+
+
+def _named(job: Job, key: str) -> str | None:
+    """The name of an object of the cluster; None: none is wanted."""
+    value = job.cluster.get(key)
+    return None if value is None else check_subdomain(key, value)
+
+
+def _checked(job: Job, key: str, check: Callable[[list[Any]], None]) -> list[Any] | None:
+    """A list of objects; None: there is none."""
+    found = _list(job, key)
+    check(found)
+    return found or None
 
 
 def _selector(job: Job) -> Object:
@@ -206,6 +284,8 @@ def _selector(job: Job) -> Object:
     instance = job.tree.get("instance_type")
     if instance is None:
         return own
+    if job.cluster.get("kind") == "HyperPodPyTorchJob":  # HyperPod's nodes are labelled so
+        instance = f"ml.{str(instance).removeprefix('ml.')}"
     return {"node.kubernetes.io/instance-type": instance, **own}
 
 
@@ -219,20 +299,56 @@ def _container(job: Job, mounts: list[Object]) -> Object:
     else:  # the pod's first process hears of its end
         script = script.replace(f"bash {CONFIG}", f"exec bash {CONFIG}")
     security: Object = {"privileged": True} if cluster.get("privileged") else {"capabilities": {"add": ["IPC_LOCK"]}}
-    devices = _devices(job)
+    resources = _resources(job)
+    secrets = [
+        {"name": key, "valueFrom": {"secretKeyRef": {"name": f"{job.recipe.name}-secrets", "key": key}}}
+        for key in job.secrets
+    ]
     return _set(
         name="pytorch",
-        image=str(job.tree["container"]),
+        image=_image(job),
         imagePullPolicy=cluster["pullPolicy"],
         command=["bash", "-c", script],
-        resources={"limits": devices, "requests": dict(devices)} if devices else None,
+        env=secrets or None,
+        envFrom=_checked(job, "envFrom", check_env_from),
+        resources=resources or None,
         securityContext=security,
         volumeMounts=mounts,
     )
 
 
+def _image(job: Job) -> str:
+    image = str(job.tree["container"])
+    if image.split() != [image]:
+        raise ConfigError(f"container: {image!r} has blanks, which no image's name has")
+    return image
+
+
+def _resources(job: Job) -> Object:
+    """What is asked for of a machine: the devices, and what cluster.resources says, which wins."""
+    given = _mapping(job, "resources")
+    if unknown := set(given) - {"limits", "requests"}:
+        raise ConfigError(f"cluster.resources.{sorted(unknown)[0]}: there are limits and requests")
+    own: dict[str, Object] = {}
+    for kind in ("limits", "requests"):
+        of_kind = given.get(kind) or {}
+        if not isinstance(of_kind, Mapping):
+            raise ConfigError(f"cluster.resources.{kind}: expected keys and values, not {of_kind!r}")
+        own[kind] = {
+            name: None if amount is None else check_quantity(f"resources.{kind}.{name}", amount)
+            for name, amount in of_kind.items()
+        }
+    # Of devices as much is asked for as is the limit, or the cluster refuses the pod: said of one, it is said of both.
+    both = {name: n for kind in ("requests", "limits") for name, n in own[kind].items() if "/" in name}
+    amounts = {kind: _devices(job) | own[kind] | both for kind in own}
+    found = {kind: {name: n for name, n in amount.items() if n is not None} for kind, amount in amounts.items()}
+    return {kind: amount for kind, amount in found.items() if amount}
+
+
 def _devices(job: Job) -> Object:
-    """What is asked for of a machine: GPUs, and EFA where it has that: without, NCCL would take TCP and say nothing."""
+    """GPUs, unless the run has none, and EFA where a machine has that: without, NCCL would take TCP in silence."""
+    if job.environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1") or (job.instance and not job.instance.devices):
+        return {}
     efa = job.instance.efa if job.instance is not None and job.recipe.num_nodes > 1 else 0
     return {"nvidia.com/gpu": str(job.recipe.devices)} | ({"vpc.amazonaws.com/efa": str(efa)} if efa else {})
 
@@ -307,7 +423,9 @@ def _conditions(facts: Facts) -> list[str]:
 def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
     """kubectl apply; what is left of a job of the same name goes first, because a finished Job cannot be changed."""
     _kubectl(facts, "delete", facts["resource"], "--ignore-not-found", "--cascade=foreground")
-    print(_kubectl(facts, "apply", "-f", str(folder / "manifest.yaml")))
+    for name in ("secret.yaml", "manifest.yaml"):
+        if (folder / name).is_file():
+            print(_kubectl(facts, "apply", "-f", str(folder / name)))
     return 0, {"id": facts["resource"]}
 
 

@@ -24,7 +24,8 @@ from smp.launch.backend import (
     start_afresh,
     with_request,
 )
-from smp.launch.job import Artifacts, Job, common_artifacts, python_of, render
+from smp.launch.elastic import refuse
+from smp.launch.job import Artifacts, Job, common_artifacts, flag, python_of, render
 from smp.launch.stages import TRAINING, stage_artifacts, stage_names
 
 LOG = "log.txt"
@@ -35,6 +36,7 @@ def artifacts(job: Job) -> Artifacts:
     for key in job.cluster:
         if key != "background":
             raise ConfigError(f"cluster.{key}: there is no such key{did_you_mean(key, ['background'])}")
+    refuse(job.recipe, "cluster=local", "it is one machine")
     if job.recipe.num_nodes != 1:
         raise ConfigError(
             f"trainer.num_nodes: {job.recipe.num_nodes} with cluster=local, which is one machine; "
@@ -54,7 +56,7 @@ def artifacts(job: Job) -> Artifacts:
         after=names[names.index(TRAINING) + 1 :],
     )
     stages = stage_artifacts(job, ".sh", lambda name: "#!/bin/bash")
-    facts = facts_artifact(job, background=bool(job.cluster.get("background")))
+    facts = facts_artifact(job, background=flag(job.cluster, "background", "cluster."))
     return {**common_artifacts(job, ""), "submit.sh": script, **stages, **facts}
 
 

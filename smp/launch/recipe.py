@@ -1,8 +1,8 @@
 """A composed recipe, in either dialect, as the settings of an entry point and where they run.
 
 Ours: keys at the top of the file are settings, under the flags' own names; ``run`` and ``trainer`` say where.
-HyperPod's v1: sections ``model`` and ``exp_manager`` are translated by :mod:`smp.launch.hyperpod`. Settings at the top
-work there too, and win. ``training_cfg`` makes it a job of a script of the user's own.
+HyperPod's: all else is translated by :mod:`smp.launch.hyperpod`. Settings at the top work there too, and win.
+``training_cfg`` makes it a job of a script of the user's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from smp.config.cli import build_tree
 from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint
 from smp.config.fields import Setting, as_text, did_you_mean, settings
 from smp.config.finetune import fill_in
-from smp.launch.hyperpod import KEYS, Translated, flatten, translate
+from smp.config.rollouts import ONLINE
+from smp.launch.hyperpod import KEYS, OWN_MODEL, Form, Translated, flatten, form_of, override, translate, unread
 from smp.models.presets import PRESETS
 
 Task = Literal["pretrain", "finetune", "custom"]
@@ -47,6 +48,9 @@ class Recipe:
         config: the settings resolved, as far as a head node can; None for a script.
         missing: settings that have to be given before the job can run.
         notes: keys that change nothing here, and why.
+        form: of HyperPod's that it was translated from; None: it is one of this project's.
+        unread: what finetune.py does not do yet with its model; None: nothing is known against it.
+        instance_types: machines that HyperPod names for it; empty: any.
     """
 
     name: str
@@ -59,6 +63,9 @@ class Recipe:
     config: Config | None = None
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    form: str | None = None
+    unread: str | None = None
+    instance_types: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -91,10 +98,15 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
     """
     if "training_cfg" in tree:
         return _read_script(_section(tree, "training_cfg"), stem)
+    form = form_of(tree)
     where = {name: _section(tree, name) for name in _WHERE}
-    own, leaves = _split(tree, where)
-    translated = translate(leaves) if leaves else Translated(finetune=False)
-    tuned = translated.finetune if leaves else not own.keys() <= settings(PRETRAIN).keys()
+    own, leaves = _split(tree, where, form)
+    beside = {f"{name}.{key}": value for name, section in where.items() for key, value in section.items()}
+    for name, key in (form.sizes if form is not None else {}).items():
+        if name not in where["trainer"] and leaves.get(key) is not None:
+            where["trainer"][name] = beside[f"trainer.{name}"] = leaves[key]
+    translated = Translated(finetune=False) if form is None else translate(leaves, form, beside)
+    tuned = translated.finetune if form is not None else not own.keys() <= settings(PRETRAIN).keys()
     task = where["run"].get("task") or ("finetune" if tuned else "pretrain")
     if task not in ("pretrain", "finetune"):
         raise ConfigError(f"run.task: {task} is neither pretrain nor finetune")
@@ -107,39 +119,60 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
         num_nodes=_count(where["trainer"], "num_nodes"),
         devices=_count(where["trainer"], "devices"),
         time_limit=_time(where["run"].get("time_limit")),
-        notes=tuple(translated.notes),
     )
-    values = _parsed(translated.values, recipe, translated=True) | _parsed(own, recipe)
+    values = _parsed(own, recipe)
+    if form is not None and "model" in own:  # its name says the architecture
+        without = {name: value for name, value in translated.values.items() if name not in translated.shape}
+        translated = replace(translated, values=without, shape={})
+    values = _parsed(translated.values, recipe, translated=True) | values
+    if leaves and form is None:
+        translated = _overridden(values, leaves, recipe)
+        values = {name: value for name, value in values.items() if name not in translated.gone}
+        values |= _parsed(translated.values, recipe, translated=True)
     shape = _parsed(translated.shape, replace(recipe, task="pretrain"), translated=True)
     missing = _missing(recipe, values)
     saved = {"save": "the job's folder", **values}
     config = _checked(recipe, saved, shape or _preset("run.base_model", base), bool(missing))
-    return replace(recipe, settings=values, config=config, missing=missing)
+    machines = tree.get("instance_types")
+    return replace(
+        recipe,
+        settings=values,
+        config=config,
+        missing=missing,
+        notes=tuple(translated.notes),
+        form=None if form is None else form.name,
+        unread=unread(values) if recipe.task == "finetune" else None,
+        instance_types=tuple(map(str, machines)) if isinstance(machines, list) else (),
+    )
 
 
-def _split(tree: Mapping[str, Any], where: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings under their own names, and leaves of the v1 dialect."""
+def _split(
+    tree: Mapping[str, Any], where: Mapping[str, Mapping[str, Any]], form: Form | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings under their own names, and keys of HyperPod's."""
     known = settings(PRETRAIN).keys() | settings(FINETUNE).keys()
+    if form is not None:
+        known -= form.keys.keys()
     own = {str(key): value for key, value in tree.items() if key in known and not isinstance(value, Mapping)}
     rest = {key: value for key, value in tree.items() if key not in own and key not in where}
     for name, section in where.items():
         rest[name] = {key: value for key, value in section.items() if key not in _WHERE[name]}
+    if OWN_MODEL in rest:
+        own["model"] = rest.pop(OWN_MODEL)
     leaves = flatten({key: value for key, value in rest.items() if value != {}})
-    sections = {name.partition(".")[0] for name in KEYS}
+    sections = {name.partition(".")[0] for name in (KEYS if form is None else form.keys)}
     for name in leaves:
         if name.partition(".")[0] not in sections:
             raise ConfigError(f"{name}: there is no such key{did_you_mean(name, [*known, *sections, 'training_cfg'])}")
-    if not any(name.startswith(("model.", "exp_manager.")) for name in leaves):
-        for name in leaves:
-            _refuse_v1(name)
     return own, leaves
 
 
-def _refuse_v1(name: str) -> None:
-    """In a recipe of our dialect a key of the other one has no place; say the setting that it stands for."""
-    section, _, key = name.partition(".")
-    hint = f": that is {KEYS[name].text} here" if name in KEYS else did_you_mean(key, _WHERE.get(section, ()))
-    raise ConfigError(f"{name}: there is no such key in this recipe{hint}")
+def _overridden(values: Mapping[str, Any], leaves: Mapping[str, Any], recipe: Recipe) -> Translated:
+    """What keys of HyperPod's change of a recipe of this project's."""
+    changed = override(values, leaves, recipe.task == "finetune")
+    if changed.finetune != (recipe.task == "finetune"):
+        raise ConfigError(f"model.do_finetune: {leaves['model.do_finetune']} in a recipe for {_script_of(recipe)}")
+    return changed
 
 
 def _section(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -261,6 +294,7 @@ def _missing(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, ...]:
     data = any(values.get(name) for name in ("data_path", "data_args_path", "train_data_path", "mock_data"))
     length = any(values.get(name) for name in ("train_iters", "train_samples", "train_epochs"))
     gone = [] if data else ["data_path"]
+    gone += ["reward_funcs"] if values.get("objective") in ONLINE and not values.get("reward_funcs") else []
     gone += [] if length else ["train_iters"]
     if recipe.task == "finetune":
         gone += [] if values.get("load") else ["load"]
@@ -285,6 +319,9 @@ def _checked(recipe: Recipe, values: Mapping[str, Any], shape: Mapping[str, Any]
         raise ConfigError("model: the architecture is that of the folder in load; leave it out")
     complete = {"load": "MODEL", "data_path": "DATA", "train_iters": 1}
     given = {name: value for name, value in values.items() if value is not None}
+    if values.get("objective") in ONLINE:  # files of functions are where the job runs
+        given = {name: value for name, value in given.items() if name != "reward_weights"}
+        given["reward_funcs"] = "exact_match"
     if any(name in given for name in ("train_epochs", "train_samples")):
         del complete["train_iters"]
     config = fill_in(build_tree(entry, {**complete, **given}))

@@ -22,7 +22,7 @@ from smp.launch.backend import (
     start_afresh,
     with_request,
 )
-from smp.launch.job import Artifacts, Job, code_of, common_artifacts, render
+from smp.launch.job import Artifacts, Job, code_of, common_artifacts, flag, render
 from smp.launch.stages import TRAINING, stage_artifacts, stage_names
 
 _OURS = (
@@ -51,12 +51,12 @@ def artifacts(job: Job) -> Artifacts:
         srun_args=srun_args,
         checkpoints=job.checkpoints,
         max_tries=job.tree["max_tries"],
-        requeue=bool(cluster.get("requeue")),
+        requeue=flag(cluster, "requeue", "cluster."),
         script="docker.sh" if docker else "train.sh",
     )
     names = stage_names(job)
     order = ["submit.sbatch" if name == TRAINING else f"{name}.sbatch" for name in names]
-    facts = facts_artifact(job, order=order, submit=not cluster.get("slurm_create_submission_file_only"))
+    facts = facts_artifact(job, order=order, submit=not flag(cluster, "slurm_create_submission_file_only", "cluster."))
     stages = stage_artifacts(job, ".sbatch", lambda name: _head(job, name))
     inside = {"docker.sh": _docker(job)} if docker else {}
     return {**common_artifacts(job, RENDEZVOUS), "submit.sbatch": script, **inside, **stages, **facts}
@@ -79,7 +79,7 @@ def _head(job: Job, stage: str) -> str:
         "ntasks-per-node": 1,
         "time": recipe.time_limit,
         "output": f"{log}.out",
-        "error": None if cluster.get("stderr_to_stdout", True) else f"{log}.err",
+        "error": None if flag(cluster, "stderr_to_stdout", "cluster.") else f"{log}.err",
         "open-mode": "append",
         "signal": f"B:USR1@{_seconds(job)}" if training and recipe.time_limit else None,
     }

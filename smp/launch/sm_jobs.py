@@ -16,7 +16,8 @@ from smp.config import ConfigError
 from smp.config.commands import pip_install
 from smp.config.fields import as_text, did_you_mean
 from smp.launch.backend import ASKED, NOT_SUBMITTED, Backend, Facts, facts_artifact
-from smp.launch.job import Artifacts, Job, common_artifacts
+from smp.launch.elastic import refuse
+from smp.launch.job import Artifacts, Job, common_artifacts, flag
 from smp.launch.library import collection, load_yaml
 from smp.launch.stages import only_training
 
@@ -40,12 +41,20 @@ def artifacts(job: Job) -> Artifacts:
             raise ConfigError(f"{key}: {job.tree[key]} with cluster=sm_jobs, where the image brings all of it")
     if any((job.tree.get("git") or {}).values()):
         raise ConfigError("git: cluster=sm_jobs runs the code that is in the image")
+    refuse(job.recipe, "cluster=sm_jobs", "a training job has as many machines as it asked for")
     request = _request(job, section)
-    facts = facts_artifact(job, region=section.get("region"), wait=bool(section.get("wait")))
+    facts = facts_artifact(
+        job, region=section.get("region"), wait=flag(dict(section), "wait", "cluster.sm_jobs_config.")
+    )
     common = common_artifacts(job, "")
+    if any(name.startswith("SMP_ARGUMENT") for name in job.secrets):
+        raise ConfigError(
+            "training_cfg.script_args: a secret among them would be a hyper-parameter; give +env_vars.NAME=..."
+        )
+    private = {"secrets.json": json.dumps(job.secrets) + "\n"} if job.secrets else {}
     names = ("recipe.yaml", "settings.yaml", "notes.txt")
     kept: dict[str, str] = {name: common[name] for name in names if name in common}
-    return {**kept, "request.json": json.dumps(request, indent=1) + "\n", **facts}
+    return {**kept, **private, "request.json": json.dumps(request, indent=1) + "\n", **facts}
 
 
 def _section(job: Job) -> dict[str, Any]:
@@ -92,7 +101,9 @@ def _request(job: Job, section: Mapping[str, Any]) -> dict[str, Any]:
         "OutputDataConfig": {"S3OutputPath": output},
         "CheckpointConfig": {"S3Uri": checkpoints, "LocalPath": CHECKPOINTS},
         "RetryStrategy": {"MaximumRetryAttempts": int(job.tree["max_tries"])},
-        "RemoteDebugConfig": {"EnableRemoteDebug": bool(section.get("enable_remote_debug"))},
+        "RemoteDebugConfig": {
+            "EnableRemoteDebug": flag(dict(section), "enable_remote_debug", "cluster.sm_jobs_config.")
+        },
         "Environment": {**job.defaults, **job.environment},
     }
     channels = _channels(section)
@@ -117,9 +128,14 @@ def _hyper_parameters(job: Job) -> dict[str, str]:
     recipe = job.recipe
     if recipe.task == "custom":
         return {"smp_task": "custom", "smp_devices": str(recipe.devices), "smp_script": json.dumps(recipe.script)}
-    values = {name: as_text(value) for name, value in recipe.settings.items()}
+    values = {name: _as_parameter(as_text(value)) for name, value in recipe.settings.items()}
     own = {"smp_task": recipe.task, "smp_devices": str(recipe.devices), "save": CHECKPOINTS, "log_dir": OUTPUT}
     return own | values
+
+
+def _as_parameter(text: str) -> str:
+    """Quotes around a value are taken for those of the SDK; a text's own get more of them."""
+    return json.dumps(text) if text[:1] == '"' else text
 
 
 def _s3(key: str, value: Any) -> str:
@@ -190,6 +206,8 @@ def busy(folder: Path, facts: Facts) -> str | None:
 def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
     """CreateTrainingJob under a new name; the checkpoints of the job before it are at the same place."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    if (secrets := folder / "secrets.json").is_file():
+        request["Environment"] |= json.loads(secrets.read_text(encoding="utf-8"))
     name = f"{facts['name'][:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
     _call(facts, "create_training_job", TrainingJobName=name, **request)
     print(f"training job {name}")

@@ -45,6 +45,7 @@ def stage_artifacts(job: Job, suffix: str, head: Any) -> Artifacts:
             folder=job.folder,
             setup=job.tree.get("setup") or [],
             env=job.environment.items(),
+            secrets=bool(job.secrets),
             code=code_of(job, job.tree.get("git") or {}),
             command=_command(job, name),
         )

@@ -111,6 +111,12 @@ def to_workers(process: Process) -> None:
         process.terminate()
 
 
+def to_itself(process: Process) -> None:
+    """SIGTERM to a torchrun, which hands it to its workers and waits for them."""
+    if process.poll() is None:
+        process.terminate()
+
+
 def children(pid: int) -> list[int]:
     """Process ids of the children of ``pid``."""
     try:
@@ -141,8 +147,10 @@ def to_nodes(process: Process) -> None:
 
 
 def node(status_file: str, command: list[str]) -> int:
-    """Run torchrun; the exit code says why the run ended, which torchrun's own does not."""
-    child = Child(command, to_workers, begin=ignore_usr1)
+    """Run torchrun; the exit code says why the run ended, which torchrun's own does not. One with a range of nodes is
+    asked to stop itself: it would start workers again that end without it, and hands on the signal."""
+    elastic = any(word == "--nnodes" and ":" in command[i + 1] for i, word in enumerate(command[:-1]))
+    child = Child(command, to_itself if elastic else to_workers, begin=ignore_usr1)
     code = child.wait()
     said = read_json(status_file, {}).get("status")
     if said is None and child.asked is not None:

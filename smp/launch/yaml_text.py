@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import yaml
 
+from smp.launch.overrides import Scalar, values
+
 _MOST_LEVELS, _MOST_VALUES = 32, 10_000
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -40,14 +42,35 @@ _Loader.add_implicit_resolver(
 )
 
 
+class _ScalarLoader(_Loader):
+    """Numbers, truth values and nothing keep their text."""
+
+
+def _scalar(loader: Any, node: Any) -> Scalar:
+    return Scalar(node.value, _Loader.yaml_constructors[node.tag](loader, node))
+
+
+for _tag in (_NUMBER, "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"):
+    _ScalarLoader.add_constructor(_tag, _scalar)
+
+
 def load_text(text: str) -> Any:
     """What a text of YAML says.
 
     Raises:
         ValueError: it is no YAML; one line with the place.
     """
+    return values(load_scalars(text))
+
+
+def load_scalars(text: str) -> Any:
+    """The same, with a :class:`Scalar` for what is written without quotes and is more than a text.
+
+    Raises:
+        ValueError: it is no YAML; one line with the place.
+    """
     try:
-        loaded = yaml.load(text, Loader=_Loader)
+        loaded = yaml.load(text, Loader=_ScalarLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
     _check_size(loaded)

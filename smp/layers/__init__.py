@@ -11,6 +11,7 @@ from smp.layers.attention import QueryKeyOptions, SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.context_parallel import context_parallel_attention
 from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+from smp.layers.delta_net import GatedDeltaNet
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import ModelOutput, VocabParallelHead
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
@@ -19,7 +20,15 @@ from smp.layers.mlp import MLP
 from smp.layers.moe import Experts, MoE, Router
 from smp.layers.norm import LayerNorm, RMSNorm
 from smp.layers.parameter import Constant, Normal, init_weights, local, tp_parameter
-from smp.layers.rope import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling, rope_frequencies, rope_table
+from smp.layers.rope import (
+    DynamicScaling,
+    LinearScaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+    rope_frequencies,
+    rope_table,
+)
 from smp.parallel.context import ParallelContext, build_context
 
 __all__ = [
@@ -29,7 +38,9 @@ __all__ = [
     "AttentionSpec",
     "ColumnParallelLinear",
     "Constant",
+    "DynamicScaling",
     "Experts",
+    "GatedDeltaNet",
     "LayerNorm",
     "LinearScaling",
     "LongRopeScaling",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,44 +17,8 @@ from smp.kernels.token_layout import TokenLayout
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import RMSNorm, SplitRMSNorm, l2_normed
 from smp.layers.parameter import SHARD_ROWS, Initializer, Normal, local, tp_parameter
+from smp.layers.token_needs import RotaryTable, TokenNeed, chunks_key, prepared
 from smp.parallel.context import ParallelContext
-
-
-class KeyValueCache:
-    """KV cache of one layer: keys and values of the tokens so far, for generating token by token.
-
-    Args:
-        length: most tokens of a sequence.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length, self.filled = length, 0
-        self._keys: torch.Tensor | None = None
-        self._values: torch.Tensor | None = None
-
-    def append(
-        self, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout
-    ) -> tuple[torch.Tensor, torch.Tensor, TokenLayout]:
-        """Keys and values of all tokens so far, these included, (keys, groups/p, head_dim), and their layout.
-
-        Raises:
-            ValueError: there is no room.
-        """
-        past, filled = self.filled, self.filled + layout.length
-        if filled > self.length:
-            raise ValueError(f"{past} + {layout.length} tokens do not fit into a cache for {self.length}")
-        if self._keys is None or self._values is None:
-            # Made at the first call, when dtype and heads of this rank are known.
-            self._keys = k.new_empty(layout.batch, self.length, *k.shape[1:])
-            self._values = v.new_empty(layout.batch, self.length, *v.shape[1:])
-        # Rows behind ``num_queries`` are padding of sequence parallelism, which has no place in the cache.
-        for known, new in ((self._keys, k), (self._values, v)):
-            known[:, past:filled] = new[: layout.num_queries].unflatten(0, (layout.batch, layout.length))
-        self.filled = filled
-        seen = replace(layout, query_start=past, key_length=filled)
-        if past:  # what was made for all layers was made for the new tokens alone
-            seen = replace(seen, masks={}, cu_seqlens_q=None, cu_seqlens_k=None)
-        return self._keys[:, :filled].flatten(0, 1), self._values[:, :filled].flatten(0, 1), seen
 
 
 @dataclass(frozen=True)
@@ -65,19 +29,19 @@ class QueryKeyOptions:
         norm_eps: when given, queries and keys are RMS-normalized per head with this epsilon, before RoPE.
         norm_across_heads: all heads together instead.
         norm_one_plus: these norms multiply by 1 + their weight.
-        rope: which of the layout's tables rotates them: "global", "local", or None.
+        rope: key of the rotary table in the layout's ``prepared`` that rotates them; None: nothing does.
         rope_interleaved: channels 0 and 1, 2 and 3, ... are rotated, not the two halves of a head.
         l2_norm_eps: when given, each head's are divided by sqrt(mean(x^2) + this), after RoPE.
-        query_scaled: queries are multiplied by the layout's ``query_scale``.
+        query_scale: key in ``prepared`` of what queries are multiplied by; None: they are not.
     """
 
     norm_eps: float | None = None
     norm_across_heads: bool = False
     norm_one_plus: bool = False
-    rope: Literal["global", "local"] | None = "global"
+    rope: str | None = None
     rope_interleaved: bool = False
     l2_norm_eps: float | None = None
-    query_scaled: bool = False
+    query_scale: str | None = None
 
     def norm(
         self, features: int, head_dim: int, context: ParallelContext, kernels: Kernels
@@ -93,7 +57,7 @@ class QueryKeyOptions:
         )
 
 
-ROTATED = QueryKeyOptions()
+PLAIN = QueryKeyOptions()
 CAUSAL = AttentionSpec()
 
 
@@ -111,7 +75,9 @@ class SelfAttention(nn.Module):
         query_key: norms and rotation of queries and keys.
         spec: what a token sees and how scores are made; with dropout, probabilities are materialised. Its
             ``first_head`` is set here.
-        chunk: a token sees only tokens of its own chunk of so many, those of the layout's ``chunked``.
+        chunk: a token sees only tokens of its own chunk of so many, see :func:`smp.layers.token_needs.chunks_key`.
+        needs: what has to be prepared of the tokens, where a model prepares it.
+        gate: the output of the heads is multiplied by the sigmoid of one more projection, of their width.
         sinks: each head has a learned score beside those of its keys, see :mod:`smp.kernels.sinks`.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what normalizes queries and keys, rotates them and computes attention.
@@ -133,9 +99,11 @@ class SelfAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         qkv_bias: bool = False,
-        query_key: QueryKeyOptions = ROTATED,
+        query_key: QueryKeyOptions = PLAIN,
         spec: AttentionSpec = CAUSAL,
         chunk: int | None = None,
+        needs: tuple[TokenNeed, ...] = (),
+        gate: bool = False,
         sinks: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
@@ -154,13 +122,16 @@ class SelfAttention(nn.Module):
         if spec.alibi_heads not in (None, num_heads):
             raise ValueError(f"ALiBi's slopes of {spec.alibi_heads} heads are not those of {num_heads} heads")
         self.sequence_parallel = context.sequence_parallel
-        self.kernels, self.query_key, self.chunk = kernels, query_key, chunk
+        self.kernels, self.query_key, self.chunk, self.needs = kernels, query_key, chunk, needs
         width, kv_width = num_heads * self.head_dim, groups * self.head_dim
         self.query = ColumnParallelLinear(hidden_size, width, context, bias=qkv_bias, init_std=init_std)
         self.key, self.value = (
             ColumnParallelLinear(hidden_size, kv_width, context, bias=qkv_bias, parts=groups, init_std=init_std)
             for _ in range(2)
         )
+        self.gate: ColumnParallelLinear | None = None
+        if gate:
+            self.gate = ColumnParallelLinear(hidden_size, width, context, bias=False, init_std=init_std)
         self.output = RowParallelLinear(width, hidden_size, context, bias=bias, init_std=output_std)
         self.query_norm = query_key.norm(width, self.head_dim, context, kernels)
         self.key_norm = query_key.norm(kv_width, self.head_dim, context, kernels)
@@ -169,18 +140,13 @@ class SelfAttention(nn.Module):
             self.sinks = tp_parameter((num_heads,), SHARD_ROWS, context.tp)
             self.initializers: dict[str, Initializer] = {"sinks": Normal(init_std)}
         self.spec = replace(spec, first_head=self.query.group.rank * (num_heads // ranks))
-        self.cache: KeyValueCache | None = None  # set while text is generated
-
-    @property
-    def rope(self) -> Literal["global", "local"] | None:
-        """Which of the layout's tables it needs."""
-        return self.query_key.rope
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
-        # One gather of the input for all three, and one reduction of its gradient.
-        outputs = column_parallel(x, [self.query, self.key, self.value], layout.local_token_index)
-        q, k, v = outputs  # (tokens, heads/p x head_dim)
+        # One gather of the input for all, and one reduction of its gradient.
+        gates = [] if self.gate is None else [self.gate]
+        q, k, v, *gates_of = column_parallel(x, [self.query, self.key, self.value, *gates], layout.local_token_index)
+        # Each (tokens, heads/p x head_dim).
         in_place = self.kernels.rope_in_place
         if self.query_norm is not None and self.key_norm is not None:
             if isinstance(self.query_norm, RMSNorm):
@@ -188,8 +154,8 @@ class SelfAttention(nn.Module):
                 q, k = self._heads(q), self._heads(k)
             q, k = self.query_norm(q), self.key_norm(k)
             in_place = False  # a norm's output may be a view, which cannot be written over
-        table = {"global": layout.rope, "local": layout.local_rope, None: None}[self.rope]
-        if table is not None:
+        if self.query_key.rope is not None:
+            table: RotaryTable = prepared(layout, self.query_key.rope)
             if self.query_key.rope_interleaved:
                 q, k = (deinterleaved(self._heads(y), table[0].shape[-1]) for y in (q, k))
                 in_place = False
@@ -197,22 +163,23 @@ class SelfAttention(nn.Module):
         q, k, v = (self._heads(y) for y in (q, k, v))
         if self.query_key.l2_norm_eps is not None:
             q, k = (l2_normed(y, self.query_key.l2_norm_eps) for y in (q, k))
-        if self.query_key.query_scaled:
-            assert layout.query_scale is not None, "the model gives it to such layers"
-            q = (q * layout.query_scale).to(q.dtype)
-        token_index = layout.token_index
-        if self.cache is not None:
-            k, v, layout = self.cache.append(k, v, layout)
-            layout = layout if self.chunk is None else layout.in_chunks(self.chunk)
-        elif self.chunk is not None:
-            assert layout.chunked is not None, "the model gives it to such layers"
-            layout = layout.chunked
+        if self.query_key.query_scale is not None:
+            q = (q * prepared(layout, self.query_key.query_scale)).to(q.dtype)
+        token_index, cache = layout.token_index, layout.cache
+        if self.chunk is not None:
+            layout = prepared(layout, chunks_key(self.chunk))
         # By the numbers of the queries: the mask of a pair does not change when keys are cut or cached.
         dropped = dropout_key_of(self, key, token_index)
         # Rounded as FSDP would round it, then wide again, because scores are.
         sinks = None if self.sinks is None else local(self.sinks, q.dtype).to(accumulation_dtype(q.dtype))
-        out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped, sinks)
-        return self.output(out.flatten(1), token_index=token_index)
+        if cache is not None:
+            out, _ = cache.attention(self.kernels.attention, q, k, v, layout, self.spec, sinks)
+        else:
+            out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped, sinks)
+        out = out.flatten(1)
+        for of_gate in gates_of:
+            out = out * of_gate.sigmoid()
+        return self.output(out, token_index=token_index)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0], -1, self.head_dim)  # (tokens, heads/p, head_dim)

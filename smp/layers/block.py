@@ -10,23 +10,24 @@ from torch import nn
 
 from smp.kernels.dropout import keyed_dropout
 from smp.kernels.token_layout import TokenLayout
-from smp.layers.attention import SelfAttention
-from smp.layers.latent_attention import LatentAttention
+from smp.layers.mixer import Mixer
 from smp.layers.mlp import MLP
 from smp.layers.moe.layer import MoE
 from smp.layers.moe.router import Balance, Counted
 from smp.layers.norm import Norm, Own, own_together
 
 _NORMS = "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"
+DROPOUT_SITES = 3
+"""Of a block: the mixer's own (attention probabilities), what the mixer adds, what the feed-forward network adds."""
 Run = Callable[..., Any]
 """What ``forward`` of a block gets, to what it returns."""
 
 
 class TransformerBlock(nn.Module):
-    """Attention and MLP with norms and residual connections, one after the other or side by side.
+    """A mixer and an MLP with norms and residual connections, one after the other or side by side.
 
     Args:
-        attention, mlp: the two parts.
+        attention, mlp: the mixer, which is attention or another one, and the MLP or mixture of experts.
         attention_norm, mlp_norm: the normalizations in front of them; None: there is none.
         attention_post_norm, mlp_post_norm: those of what they give; None: there is none.
         parallel_residual: both read the block's input and are added to it together (GPT-NeoX). Without ``mlp_norm`` the
@@ -43,7 +44,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(
         self,
-        attention: SelfAttention | LatentAttention,
+        attention: Mixer,
         mlp: MLP | MoE,
         attention_norm: Norm | None,
         mlp_norm: Norm | None,
@@ -55,7 +56,7 @@ class TransformerBlock(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        parts: dict[str, SelfAttention | LatentAttention | MLP | MoE | Norm | None] = {
+        parts: dict[str, Mixer | MLP | MoE | Norm | None] = {
             "attention": attention,
             "mlp": mlp,
             "attention_norm": attention_norm,
@@ -79,7 +80,11 @@ class TransformerBlock(nn.Module):
 
         Goes through ``self.run``: recompute and compile wrap that, inside of FSDP's hooks, which stay on ``forward``.
         """
-        return self.run(x, layout, keys)
+        return self._chosen(layout)(x, layout, keys)
+
+    def _chosen(self, layout: TokenLayout) -> Run:
+        """What runs. Not compiled code while text is generated: it would be made anew for every length."""
+        return self.run if layout.cache is None else self._run
 
     def _run(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None) -> torch.Tensor:
         return self._computed(x, layout, keys, self.mlp)
@@ -146,7 +151,7 @@ class MoEBlock(TransformerBlock):
         """As of :class:`TransformerBlock`, and what :class:`MoE` measures of ``counted``, which is known of the tokens
         in ``x``."""
         assert isinstance(self.mlp, MoE)
-        return self.mlp.experts(self.run, x, layout, keys, counted)
+        return self.mlp.experts(self._chosen(layout), x, layout, keys, counted)
 
     def _run(  # type: ignore[override]
         self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, counted: Counted | None

@@ -7,6 +7,7 @@ that exists (compare Liger's fused linear cross-entropy, arXiv 2410.10989).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ from smp.data.sample import IGNORE_INDEX
 from smp.kernels.cross_entropy import combine_stats, logits_to_gradient, softmax_stats
 from smp.kernels.matmul import linear, linear_by_onednn
 from smp.kernels.registry import accumulation_dtype
+from smp.kernels.returned import returned
 from smp.kernels.weight_gradient import accumulate_weight_gradient
-from smp.parallel.collectives import Group, first_derivative_only, start_all_gather, wait
+from smp.parallel.collectives import Group, first_derivative_only, reduce_from_group, start_all_gather, wait
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class VocabShard:
         group: holds the others of the vocabulary.
         vocab_size: number of token ids.
         softcap: logits z become softcap x tanh(z / softcap); None: they stay.
+        temperature: they are divided by it then, in losses of the output matrix's product only.
     """
 
     start: int
@@ -38,6 +41,7 @@ class VocabShard:
     group: Group
     vocab_size: int
     softcap: float | None = None
+    temperature: float = 1.0
 
     @staticmethod
     def of(group: Group, rows_per_rank: int, vocab_size: int, softcap: float | None = None) -> VocabShard:
@@ -68,16 +72,34 @@ class VocabShard:
             block.copy_(tanh.mul_(self.softcap))
         return slope
 
+    def tempered(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits / temperature, in fp32 at least, as sampling divides them; the same tensor where that is 1."""
+        if self.temperature == 1.0:
+            return logits
+        return logits.to(accumulation_dtype(logits.dtype)).div(self.temperature)
+
+
+def _stats(logits: torch.Tensor, columns: torch.Tensor, shard: VocabShard, backend: str) -> torch.Tensor:
+    """(M, L, target's logit) of the whole vocabulary, fp32 (3, n); see ``smp.kernels.cross_entropy``."""
+    # Of this rank's columns: the peak, the log of the sum of exponentials relative to it, and the label's logit.
+    stats = softmax_stats(logits, columns, shard.valid, backend)
+    # Gathered and not reduced: the peak of all is needed to add up sums that are relative to different peaks.
+    everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 3, -1)
+    return combine_stats(everyone)
+
+
+def softmax_normalizer(logits: torch.Tensor, shard: VocabShard, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M, L), fp32 (n,): the log-probability of a token id is its logit - M - L. Logits as they count."""
+    nowhere = torch.full(logits.shape[:1], -1, dtype=torch.int64, device=logits.device)
+    peak, log_sum, _ = _stats(logits, nowhere, shard, backend)
+    return peak, log_sum
+
 
 def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, backend: str) -> tuple[torch.Tensor, ...]:
     """Loss per token (n,), NaN where the label is outside the vocabulary, and (stats, columns) from which the gradient
     follows. One exchange of 3 floats a token."""
     columns = labels - shard.start
-    # Of this rank's columns: the peak, the log of the sum of exponentials relative to it, and the label's logit.
-    stats = softmax_stats(logits, columns, shard.valid, backend)
-    # Gathered and not reduced: the peak of all is needed to add up sums that are relative to different peaks.
-    everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 3, -1)
-    stats = combine_stats(everyone)
+    stats = _stats(logits, columns, shard, backend)
     peak, log_sum, target = stats
     # No rank has the logit of an unknown label. A loss without it would be wrong and look right.
     known = (labels >= 0) & (labels < shard.vocab_size)
@@ -128,7 +150,7 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(logits, labels, shard, overwrite, backend)
 
 
-def _chunk_loss(
+def weighted_losses(
     logits: torch.Tensor,
     labels: torch.Tensor,
     loss_weights: torch.Tensor,
@@ -143,27 +165,34 @@ def _chunk_loss(
     """
     # In place: from here on ``logits`` are what the loss sees, and ``slope`` leads back to what was computed.
     slope = shard.cap_(logits, with_slope=with_gradient)
-    losses, stats, columns = _losses(logits, labels, shard, backend)
+    seen = shard.tempered(logits)
+    losses, stats, columns = _losses(seen, labels, shard, backend)
     if with_gradient:
-        logits_to_gradient(logits, stats, columns, shard.valid, loss_weights, backend)
+        # Of the softmax's input; that of the logits is 1 / temperature times it.
+        weights = loss_weights if shard.temperature == 1.0 else loss_weights / shard.temperature
+        logits_to_gradient(seen, stats, columns, shard.valid, weights, backend)
+        if seen is not logits:
+            logits.copy_(seen)
         if slope is not None:
             # The chain rule, to the logits before the cap.
             logits.mul_(slope)
     return torch.where(loss_weights != 0, losses * loss_weights, 0.0).sum()
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+ChunkLoss = Callable[[torch.Tensor, slice, bool], torch.Tensor]
+"""(logits of a chunk of tokens, before a cap; which tokens; whether the logits are to become the gradient by them) -> a
+part of the loss, 0-dim fp32."""
+
+
+class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        labels: torch.Tensor,
-        loss_weights: torch.Tensor,
-        shard: VocabShard,
+        chunk_loss: ChunkLoss,
         chunk_tokens: int,
         with_gradient: bool,
-        backend: str,
     ) -> torch.Tensor:
         # fp32 in every run: thousands of chunks are added up.
         total = torch.zeros((), device=hidden.device)
@@ -182,7 +211,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 buffer = buffer if len(buffer) else hidden.new_empty(hidden[part].shape[0], weight.shape[0])
                 logits = torch.mm(hidden[part], weight.t(), out=buffer[: hidden[part].shape[0]])
-            total += _chunk_loss(logits, labels[part], loss_weights[part], shard, with_gradient, backend)
+            total += chunk_loss(logits, part, with_gradient)
             if dhidden is not None:
                 if linear_by_onednn(logits, weight.t()):
                     dhidden[part] = linear(logits, weight.t())
@@ -193,14 +222,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits
         # The gradients are ready: the backward pass has only to multiply them by the gradient of the loss.
         ctx.save_for_backward(dhidden, None if dweight is None else dweight.to(weight.dtype))
-        return total
+        return returned(total)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scales in place, to touch no new memory; autograd refuses a second backward pass through it."""
         dhidden, dweight = ctx.saved_tensors
-        return dhidden.mul_(grad), None if dweight is None else dweight.mul_(grad), *([None] * 6)
+        return dhidden.mul_(grad), None if dweight is None else dweight.mul_(grad), None, None, None
+
+
+def linear_loss(hidden: torch.Tensor, weight: torch.Tensor, chunk_loss: ChunkLoss, chunk_tokens: int) -> torch.Tensor:
+    """A loss of ``hidden @ weight^T`` that is a sum over tokens, a chunk of them at a time; 0-dim fp32.
+
+    Args:
+        hidden, weight, chunk_tokens: as in :func:`linear_cross_entropy`.
+        chunk_loss: of a chunk; equal on all ranks of the group.
+    """
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _LinearLoss.apply(hidden, weight, chunk_loss, chunk_tokens, with_gradient)
 
 
 @torch.no_grad()
@@ -212,18 +252,33 @@ def linear_token_losses(
     *,
     chunk_tokens: int,
     backend: str = "torch",
-) -> torch.Tensor:
-    """Cross-entropy of each token, fp32 (n,), without gradient; arguments as in :func:`linear_cross_entropy`.
+    with_entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(cross-entropy of each token; entropy of its distribution in nats, if asked for), fp32 (n,), without gradient;
+    arguments as in :func:`linear_cross_entropy`.
 
     Labels that do not count give any number.
     """
     losses = torch.empty(hidden.shape[0], device=hidden.device)
+    entropies = torch.empty_like(losses) if with_entropy else None
     for start in range(0, hidden.shape[0], chunk_tokens):
         part = slice(start, start + chunk_tokens)
         logits = linear(hidden[part], weight)
         shard.cap_(logits, with_slope=False)
-        losses[part] = _losses(logits, labels[part], shard, backend)[0]
-    return losses
+        logits = shard.tempered(logits)
+        losses[part], stats, _ = _losses(logits, labels[part], shard, backend)
+        if entropies is not None:
+            entropies[part] = _entropies(logits, stats, shard)
+    return losses, entropies
+
+
+def _entropies(logits: torch.Tensor, stats: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """(n,): log of the sum of exponentials minus the mean logit, both relative to the peak. One exchange of a float a
+    token; of the logits another copy in fp32 exists."""
+    peak, log_sum, _ = stats
+    relative = logits[:, : shard.valid].to(accumulation_dtype(logits.dtype)) - peak[:, None]
+    mean = ((relative - log_sum[:, None]).exp() * relative).sum(1)
+    return log_sum - reduce_from_group(mean, shard.group)
 
 
 def linear_cross_entropy(
@@ -250,5 +305,8 @@ def linear_cross_entropy(
         chunk_tokens: tokens per chunk; bounds the memory at chunk_tokens x rows per rank.
         backend: torch, triton or cuda.
     """
-    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, loss_weights, shard, chunk_tokens, with_gradient, backend)
+
+    def chunk_loss(logits: torch.Tensor, part: slice, with_gradient: bool) -> torch.Tensor:
+        return weighted_losses(logits, labels[part], loss_weights[part], shard, with_gradient, backend)
+
+    return linear_loss(hidden, weight, chunk_loss, chunk_tokens)

@@ -17,8 +17,6 @@ change neither scores nor the sum, and what that adds to the result is cut off.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,9 +26,10 @@ from smp.kernels import TORCH, Kernels
 from smp.kernels.attention_core import AttentionSpec
 from smp.kernels.rope import rope
 from smp.kernels.token_layout import TokenLayout
-from smp.layers.attention import KeyValueCache, deinterleaved, dropout_key_of
+from smp.layers.attention import deinterleaved, dropout_key_of
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import RMSNorm
+from smp.layers.token_needs import RotaryTable, TokenNeed, prepared
 from smp.parallel.collectives import copy_to_group, gather_tokens
 from smp.parallel.context import ParallelContext
 
@@ -51,6 +50,7 @@ class LatentAttention(nn.Module):
         scale: of scores; None: 1 / sqrt(qk_head_dim + rope_dim).
         window: a token sees itself and the window - 1 tokens before it; None: all before it.
         dropout: on attention probabilities; above 0 they are materialised.
+        rope, needs: as of :class:`SelfAttention` and its ``query_key``.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what normalizes latents, rotates and computes attention.
 
@@ -76,6 +76,8 @@ class LatentAttention(nn.Module):
         scale: float | None = None,
         window: int | None = None,
         dropout: float = 0.0,
+        rope: str = "rope",
+        needs: tuple[TokenNeed, ...] = (),
         init_std: float = 0.02,
         output_std: float = 0.02,
         kernels: Kernels = TORCH,
@@ -114,9 +116,8 @@ class LatentAttention(nn.Module):
         scale = (qk_head_dim + rope_dim) ** -0.5 if scale is None else scale  # not that of the filled-up width
         first_head = self.group.rank * (heads // ranks)
         self.spec = AttentionSpec(window=window, scale=scale, dropout=dropout, first_head=first_head)
-        self.rope: Literal["global"] = "global"  # the table that rotates, as of SelfAttention
-        self.chunk: int | None = None  # likewise
-        self.cache: KeyValueCache | None = None  # of latents and rotated keys, set while text is generated
+        self.rope, self.needs = rope, needs
+        self.chunk: int | None = None  # as of SelfAttention
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
@@ -126,21 +127,44 @@ class LatentAttention(nn.Module):
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         key_rope = gather(key_rope, self.group)[:, None]  # (tokens, 1, rope_dim), of all heads of all ranks
         plain, rotated = q.split((self.qk_head_dim, self.rope_dim), dim=-1)
-        assert layout.rope is not None, "positions enter by RoPE alone"
         # DeepSeek's files have pairs side by side. Kernels rotate halves; queries and keys are reordered alike.
         pairs = deinterleaved(rotated, self.rope_dim), deinterleaved(key_rope, self.rope_dim)
-        rotated, key_rope = rope(*pairs, *layout.rope, self.rope_dim, self.kernels.rope)
-        # The latents are cached, not keys and values: that is what this kind of attention is for.
-        if self.cache is not None:
-            latents, key_rope, layout = self.cache.append(latent[:, None], key_rope, layout)
-            # The cached tokens are not those of the micro-batch; adapters have no dropout while text is generated.
-            latent, local_index = latents.flatten(1), None
+        table: RotaryTable = prepared(layout, self.rope)
+        rotated, key_rope = rope(*pairs, *table, self.rope_dim, self.kernels.rope)
+        if layout.cache is not None:
+            # The latents are kept, not keys and values: that is what this kind of attention is for.
+            (kept,) = layout.cache.append(torch.cat((gather(latent, self.group)[:, None], key_rope), dim=-1))
+            if layout.cache.keys:
+                return self.output(self._to_latents(plain, rotated, kept, layout).flatten(1))
         k, v = self._keys(self.key_value_up(latent, local_index), key_rope)
         q = self._filled(torch.cat((plain, rotated), dim=-1))
         dropped = dropout_key_of(self, key, token_index)
         out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped)
         # Without the channels that were filled with zeros.
         return self.output(out[..., : self.v_head_dim].flatten(1), token_index=token_index)
+
+    def _to_latents(
+        self, plain: torch.Tensor, rotated: torch.Tensor, kept: torch.Tensor, layout: TokenLayout
+    ) -> torch.Tensor:
+        """(tokens, heads/p, v_head_dim): attention to latents and rotated keys that are kept, (batch, 1, keys,
+        kv_lora_rank + rope_dim), as if each were a key and a value that all heads share (DeepSeek-V2, 2.1.2):
+        q . (W latent) = (W^T q) . latent, and the sum over tokens of p (W' latent) = W' (the sum of p latent)."""
+        view, rank = layout.cache, self.kv_lora_rank
+        if view.layer not in view.cache.derived:
+            view.cache.derived[view.layer] = self._up_matrix(plain)
+        keys, values = view.cache.derived[view.layer].split((self.qk_head_dim, self.v_head_dim), dim=-1)
+        q = torch.cat((torch.einsum("thd,rhd->thr", plain, keys), rotated), dim=-1)
+        out, _ = view.attend(q, kept, kept, layout, self.spec)
+        return torch.einsum("thr,rhd->thd", out[..., :rank], values)
+
+    def _up_matrix(self, like: torch.Tensor) -> torch.Tensor:
+        """(kv_lora_rank, heads/p, qk_head_dim + v_head_dim): what the up projection makes of each unit latent, with
+        whatever adapter or precision it has."""
+        ranks = self.group.size if self.sequence_parallel else 1
+        rows = -(-self.kv_lora_rank // ranks)
+        units = torch.eye(rows * ranks, self.kv_lora_rank, dtype=like.dtype, device=like.device)
+        own = units[self.group.rank * rows :][:rows] if self.sequence_parallel else units
+        return self.key_value_up(own)[: self.kv_lora_rank].unflatten(1, (-1, self.qk_head_dim + self.v_head_dim))
 
     def _projected(
         self, x: torch.Tensor, token_index: torch.Tensor | None

@@ -12,13 +12,14 @@ The layers own parameters; ``smp.layers.linear_functions`` has the products and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels.swiglu import FusedSwiglu
+from smp.layers.fp8.layer_scaling import LayerScaling
 from smp.layers.linear_functions import Linear, Sink, column_parallel_function, row_parallel_function
 from smp.layers.parameter import (
     REPLICATE,
@@ -32,10 +33,6 @@ from smp.layers.parameter import (
 )
 from smp.parallel.collectives import Group
 from smp.parallel.context import ParallelContext
-
-if TYPE_CHECKING:
-    from smp.layers.fp8.apply import LayerScaling
-
 
 _ALONE = Group("alone", 1, 0)
 

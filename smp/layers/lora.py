@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -211,8 +211,15 @@ def add_adapters(
 
 def choose(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
     """Names of the linear layers that each pattern chooses; see :func:`add_adapters`."""
-    names, experts = list(linear_layers(model)), list(expert_layers(model))
+    names, experts = list(adaptable(model)), list(expert_layers(model))
     return {target: matching(names, experts, target) for target in targets}
+
+
+def adaptable(model: nn.Module) -> dict[str, Any]:
+    """Linear layers that take an adapter, by name: those of this package, and others with a method ``takes_adapter``,
+    (name, rank, alpha), which puts one on the layer as its attribute ``lora``."""
+    others = {name: module for name, module in model.named_modules() if "takes_adapter" in vars(module)}
+    return {**linear_layers(model), **others}
 
 
 def matching(names: Sequence[str], experts: Sequence[str], target: str) -> list[str]:
@@ -257,12 +264,16 @@ def attach(
             layer.__class__ = LoraColumnParallelLinear if column else LoraRowParallelLinear
             # By the layer's name, so that every layout drops the same.
             layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"), dora=dora)
+    for name, layer in adaptable(model).items():
+        if name in sizes and "takes_adapter" in vars(layer):
+            assert not dropout and not dora, "refused with the settings"
+            layer.takes_adapter(name, *sizes[name])
 
 
 def adapters_of(model: nn.Module) -> dict[str, Lora | ExpertLora]:
     """Adapters by the name of their layer, those of experts last."""
-    layers = {**linear_layers(model), **expert_layers(model)}
-    return {name: layer.lora for name, layer in layers.items() if isinstance(layer, Adapted)}
+    layers = {**adaptable(model), **expert_layers(model)}
+    return {name: layer.lora for name, layer in layers.items() if "lora" in layer._modules}
 
 
 @contextmanager

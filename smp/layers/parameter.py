@@ -35,7 +35,16 @@ class Constant:
     value: float
 
 
-Initializer = Normal | Constant
+@dataclass(frozen=True)
+class LogUniform:
+    """Logarithms of independent numbers that lie evenly between ``low`` and ``high``, keyed as those of
+    :class:`Normal`."""
+
+    low: float
+    high: float
+
+
+Initializer = Normal | Constant | LogUniform
 
 
 def tp_parameter(shape: tuple[int, ...], placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
@@ -175,7 +184,11 @@ def _fill(parameter: torch.Tensor, name: str, initializer: Initializer, seed: in
     # Uneven sharding leaves ranks without rows.
     if box.empty:
         return
-    data.copy_(keyed_normal(seed, name, tuple(parameter.shape), box, initializer.std))
+    drawn = keyed_normal(seed, name, tuple(parameter.shape), box, getattr(initializer, "std", 1.0))
+    if isinstance(initializer, LogUniform):
+        share = torch.special.ndtr(drawn.double())  # evenly between 0 and 1
+        drawn = (initializer.low + (initializer.high - initializer.low) * share).log()
+    data.copy_(drawn)
     real = min(max(logical_rows - box.offsets[0], 0), box.sizes[0])
     # Not drawn: how much padding there is depends on the layout, and a checkpoint must not.
     data[real:].zero_()

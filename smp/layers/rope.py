@@ -107,6 +107,37 @@ class LongRopeScaling:
         return freqs[(sequence_lengths > self.original_max_position).long()]
 
 
+@dataclass(frozen=True)
+class DynamicScaling:
+    """Dynamic NTK scaling (bloc97 and emozilla, 2023): a sequence longer than the original context has a larger base,
+    the larger the longer it is. All tokens of a sequence have the same; shorter ones are as without scaling.
+
+    Attributes:
+        factor: how fast the base grows.
+        original_max_position: context length before the scaling.
+    """
+
+    factor: float
+    original_max_position: int
+    amplitude: ClassVar[float] = 1.0
+
+    def frequencies(self, freqs: torch.Tensor, base: float, sequence_lengths: torch.Tensor) -> torch.Tensor:
+        """Those of each token, (tokens, dim / 2).
+
+        Args:
+            freqs: what :func:`rope_frequencies` gives, (dim / 2,).
+            base: theta.
+            sequence_lengths: (tokens,), tokens of the sequence that each belongs to.
+        """
+        dim, original = 2 * len(freqs), self.original_max_position
+        lengths = sequence_lengths.clamp(min=original)
+        # In the order of transformers, so that all bits are its.
+        growth = (self.factor * lengths / original - (self.factor - 1)) ** (dim / (dim - 2))
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=freqs.device) / dim
+        grown = 1.0 / (base * growth.to(torch.float32))[:, None] ** exponents
+        return torch.where((sequence_lengths > original)[:, None], grown, freqs)
+
+
 def longrope_amplitude(factor: float, original_max_position: int) -> float:
     """What LongRoPE multiplies queries and keys by where the context grows by ``factor``."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_max_position))
@@ -125,17 +156,17 @@ def yarn_growth(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-Scaling = RopeScaling | LinearScaling | YarnScaling | LongRopeScaling
+Scaling = RopeScaling | LinearScaling | YarnScaling | LongRopeScaling | DynamicScaling
 
 
 def rope_frequencies(dim: int, base: float, scaling: Scaling | None, device: torch.device) -> torch.Tensor:
-    """Angular frequencies, fp32 (dim / 2,); with LongRoPE (2, dim / 2), of short and of long sequences. Computed when
-    needed: a buffer would be lost by meta-device init."""
+    """Angular frequencies, fp32 (dim / 2,); with LongRoPE (2, dim / 2), of short and of long sequences; with dynamic
+    scaling those of short ones. Computed when needed: a buffer would be lost by meta-device init."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     if isinstance(scaling, LongRopeScaling):
         return 1.0 / (torch.tensor((scaling.short, scaling.long), device=device) * base**exponents)
     freqs = 1.0 / base**exponents
-    if scaling is None:
+    if scaling is None or isinstance(scaling, DynamicScaling):
         return freqs
     # A wavelength is kept, or slowed by the factor, or between the two.
     keep = scaling.kept(freqs, base)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from smp.config import ModelConfig, resolve_model
-from smp.config.layer_pattern import layer_attention, layer_attentions
+from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, LatentMixer
+from smp.config.layers import layer_specs
 from smp.config.mtp import further_layers
 from smp.models.inventory import inventory, of_each_block, prediction_parameters
 from smp.models.part import ModelPart
@@ -42,7 +46,10 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> ParameterCount:
     # The vocabulary may come from a tokenizer that the settings do not know yet.
     model = resolve_model(replace(model, vocab_size=vocab_size))
     parameters = list(inventory(model))
-    embedding = sum(p.numel for p in parameters if p.module in ("embedding", "positions", "head"))
+    if model.is_foreign:  # under names of its own: what is in no block
+        embedding = sum(p.numel for p in inventory(model, [ModelPart(0, 0, embedding=True, head=True)]))
+    else:
+        embedding = sum(p.numel for p in parameters if p.module in ("embedding", "positions", "head"))
     return ParameterCount(
         embedding=embedding,
         non_embedding=sum(p.numel for p in parameters) - embedding,
@@ -74,12 +81,12 @@ class ForwardFlops:
 
 def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     """Where a resolved model's FLOPs are; see :func:`training_flops_per_token` for what counts."""
-    seen = [(layer.window, layer.chunk) for layer in layer_attentions(model)]
-    # Layers that see alike are counted once.
-    attention = {of: _pair_flops(model) * int(visible_pairs(seq_length, *of)) / seq_length for of in set(seen)}
+    specs = layer_specs(model)[: model.num_layers]
+    # Mixers that are alike are counted once.
+    mixed = {mixer: _mixing_flops(mixer, seq_length) for mixer in {spec.mixer for spec in specs}}
     ends = inventory(replace(model, mtp_num_layers=None), [ModelPart(0, 0, embedding=True, head=True)])
     products = of_each_block(model, range(model.num_layers), lambda block: sum(p.flops for p in block))
-    blocks = [one + attention[of] for one, of in zip(products, seen, strict=True)]
+    blocks = [one + mixed[spec.mixer] for one, spec in zip(products, specs, strict=True)]
     head, number = sum(p.flops for p in ends), len(further_layers(model))
     around = sum(p.flops for p in prediction_parameters(model, 0))
     return ForwardFlops(
@@ -91,12 +98,33 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     )
 
 
-def _pair_flops(model: ModelConfig) -> int:
-    """Of a layer's attention, for each token that a token sees: a score, and its share of the weighted sum."""
-    assert model.kv_channels is not None, "resolved before"
-    if model.multi_latent_attention:
-        return 2 * model.num_attention_heads * (model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim)
-    return 4 * model.num_attention_heads * model.kv_channels
+PAIR_FLOPS: dict[type, Callable[[Any], int]] = {
+    AttentionMixer: lambda mixer: 4 * mixer.heads * mixer.head_dim,
+    LatentMixer: lambda mixer: 2 * mixer.heads * (mixer.plain_dim + mixer.rope_dim + mixer.value_dim),
+}
+"""Of a mixer's spec, for each token that a token sees: a score, and its share of the weighted sum. Mixers that are not
+here have products alone, which the inventory counts."""
+
+
+STATE_FLOPS: dict[type, Callable[[Any], int]] = {
+    DeltaNetMixer: lambda mixer: 7 * mixer.value_heads * mixer.key_dim * mixer.value_dim,
+}
+"""Of a mixer's spec, for each token: what a recurrence does with its states, a token after the other. The delta rule
+forgets (1), and reads twice and writes once (2 each)."""
+
+
+def _pair_flops(mixer: Any) -> int:
+    count = PAIR_FLOPS.get(type(mixer))
+    return 0 if count is None else count(mixer)
+
+
+def _mixing_flops(mixer: Any, seq_length: int) -> float:
+    """FLOPs per token of a mixer's pairs or states in sequences of this length, in a forward pass."""
+    if (of_states := STATE_FLOPS.get(type(mixer))) is not None:
+        return float(of_states(mixer))
+    if not (each := _pair_flops(mixer)):
+        return 0.0
+    return each * int(visible_pairs(seq_length, mixer.window, mixer.chunk)) / seq_length
 
 
 def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> float:
@@ -122,16 +150,14 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
 
 def pair_training_flops(model: ModelConfig) -> int:
     """Model FLOPs of a training step for each pair of a token and a token that it sees in one layer of a resolved
-    model."""
-    return 3 * _pair_flops(model)
+    model: all its layers with attention have heads of one width."""
+    return 3 * max((_pair_flops(spec.mixer) for spec in layer_specs(model)), default=0)
 
 
 def visible_pairs_of_layers(lengths: npt.ArrayLike, model: ModelConfig) -> int:
-    """:func:`visible_pairs` of all these documents in all layers of a resolved model."""
-    layers = (*range(model.num_layers), *further_layers(model))
-    attentions = [layer_attention(model, layer) for layer in layers]
-    seen = [(attention.window, attention.chunk) for attention in attentions]
-    return sum(seen.count(of) * int(visible_pairs(lengths, *of).sum()) for of in set(seen))
+    """:func:`visible_pairs` of all these documents in all layers of a resolved model that look at pairs."""
+    seen = Counter((s.mixer.window, s.mixer.chunk) for s in layer_specs(model) if _pair_flops(s.mixer))
+    return sum(count * int(visible_pairs(lengths, *of).sum()) for of, count in seen.items())
 
 
 def visible_pairs(lengths: npt.ArrayLike, window: int | None, chunk: int | None = None) -> npt.NDArray[np.int64]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from smp.config import ModelConfig
-from smp.config.moe import aux_losses, has_experts
+from smp.config.layer_pattern import with_experts
+from smp.config.moe import aux_losses
 from smp.config.mtp import MTP_LOSS, further_layers
 
 EXPERT_LOAD = "expert load max/mean"
@@ -34,12 +35,13 @@ def beside(config: ModelConfig, balance: list[torch.Tensor], further: torch.Tens
     ahead = {} if further is None else {MTP_LOSS: further}
     if not balance:
         return {"aux_losses": ahead} if ahead else {}
-    # Summed over layers before anything else: few numbers leave the model.
-    total, coefficients = torch.stack(balance).sum(0), aux_losses(config)
+    # Summed over layers before anything else: few numbers leave the model. In fp64: which layers share a sum is a
+    # matter of the layout, and what is logged, fp32 again, must not be.
+    total, coefficients = torch.stack(balance).double().sum(0), aux_losses(config)
     kinds = ("load balancing loss", "z loss")
     losses = {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
-    numbers = (*range(config.num_layers), *further_layers(config))
-    layers = sum(has_experts(config, i) for i in numbers)
+    experts = with_experts(config)
+    layers = sum(experts) + experts[-1] * len(further_layers(config))  # which are as the last one
     # Metrics keep no graph.
     means = total.detach() / layers
     metrics = {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}

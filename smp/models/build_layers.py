@@ -1,20 +1,24 @@
-"""The decoder's layers as a configuration asks for them."""
+"""The decoder's layers from their specs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from smp.config import ModelConfig
-from smp.config.layer_pattern import layer_attention
-from smp.config.moe import has_experts
+from smp.config import layer_specs as specs
+from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, ExpertsSpec, LatentMixer, LayerSpec, MLPSpec, NormSpec
 from smp.kernels import Kernels
 from smp.kernels.attention_core import AttentionSpec
 from smp.kernels.quick_geglu import QuickGeglu
 from smp.layers.attention import QueryKeyOptions, SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
+from smp.layers.delta_net import GatedDeltaNet
 from smp.layers.head import VocabParallelHead
 from smp.layers.latent_attention import LatentAttention
+from smp.layers.mixer import Mixer
 from smp.layers.mlp import MLP, Activation
 from smp.layers.moe import Experts, MoE, Router, SharedExpertGate
 from smp.layers.moe.capacity import Capacity
@@ -22,118 +26,224 @@ from smp.layers.moe.router import Balancing
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
 from smp.layers.prediction import Prediction
 from smp.layers.score import ScoreHead
-from smp.models.rope_scaling import latent_scale
+from smp.layers.token_needs import QueryScale, RopeTable
+from smp.models.rope_scaling import latent_scale, scaling_of
 from smp.parallel.context import ParallelContext
 
 
-def activation_of(config: ModelConfig) -> Activation | QuickGeglu:
-    """The MLP's activation that the switches name."""
-    if config.swiglu:
-        return "swiglu"
-    if config.quick_geglu:
-        return QuickGeglu(config.activation_func_clamp_value, config.glu_linear_offset)
-    if config.geglu:
-        return "tanh_geglu" if config.tanh_gelu else "geglu"
-    if config.relu or config.squared_relu:
-        return "relu" if config.relu else "squared_relu"
-    return "tanh_gelu" if config.tanh_gelu else "gelu"
+@dataclass(frozen=True)
+class Build:
+    """What all layers of a model are built with.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        init_std, output_std: of initial weights, inner ones and those that write to the residual stream.
+        context: meshes and groups.
+        kernels: what computes attention and the operations that have fused kernels.
+    """
+
+    hidden_size: int
+    init_std: float
+    output_std: float
+    context: ParallelContext
+    kernels: Kernels
+
+    @staticmethod
+    def of(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> Build:
+        """For a model of this configuration."""
+        std = config.init_method_std
+        return Build(config.hidden_size, std, std / (2 * config.num_layers) ** 0.5, context, kernels)
+
+    def norm(self, spec: NormSpec) -> Norm:
+        """Of the residual stream."""
+        options: dict[str, Any] = {"eps": spec.eps, "one_plus": spec.one_plus, "kernels": self.kernels}
+        if spec.kind == "RMSNorm":
+            return RMSNorm(self.hidden_size, self.context, **options)
+        return LayerNorm(self.hidden_size, self.context, bias=spec.bias, **options)
+
+    def block(self, spec: LayerSpec) -> TransformerBlock:
+        """One layer: the mixer and the feed-forward network with norms and residual connections around them."""
+        before, after = spec.norm_before, spec.norm_after
+        # In the order mixer, feed-forward network, after the mixer, after the feed-forward network.
+        wanted = before, before and not spec.shared_norm, after, after
+        norms = [self.norm(spec.norm) if there else None for there in wanted]
+        kind = MoEBlock if spec.has_experts else TransformerBlock
+        forward = spec.feed_forward
+        return kind(
+            MIXER_BUILDERS[type(spec.mixer)](spec.mixer, self),
+            self.experts(forward) if isinstance(forward, ExpertsSpec) else self.mlp(forward),
+            norms[0],
+            norms[1],
+            attention_post_norm=norms[2],
+            mlp_post_norm=norms[3],
+            parallel_residual=spec.parallel,
+            multiplier=spec.multiplier,
+            dropout=spec.dropout,
+        )
+
+    def mlp(self, spec: MLPSpec) -> MLP:
+        """A dense feed-forward network."""
+        return MLP(
+            self.hidden_size,
+            spec.width,
+            self.context,
+            activation=activation_of(spec.activation),
+            bias=spec.bias,
+            init_std=self.init_std,
+            output_std=self.output_std,
+            kernels=self.kernels,
+        )
+
+    def experts(self, spec: ExpertsSpec) -> MoE:
+        """A mixture of experts."""
+        experts = Experts(
+            spec.count,
+            self.hidden_size,
+            spec.expert.width,
+            self.context,
+            activation=activation_of(spec.expert.activation),
+            bias=spec.expert.bias,
+            init_std=self.init_std,
+            output_std=self.output_std,
+            kernels=self.kernels,
+        )
+        capacity = spec.capacity
+        return MoE(
+            self._router(spec),
+            experts,
+            self.context,
+            shared=None if spec.shared is None else self.mlp(spec.shared),
+            gate=SharedExpertGate(self.hidden_size, self.context, init_std=self.init_std) if spec.shared_gate else None,
+            capacity=None
+            if capacity is None
+            else Capacity(capacity.factor, capacity.policy, self.context.cp_group, capacity.pad),
+            weighs_input=spec.weighs_input,
+            kernels=self.kernels,
+        )
+
+    def _router(self, spec: ExpertsSpec) -> Router:
+        kind = spec.balancing
+        balancing: Balancing = (
+            "aux_loss" if kind == "none" or kind == "sinkhorn" else kind
+        )  # what the log says of loads
+        return Router(
+            self.hidden_size,
+            spec.count,
+            spec.topk,
+            self.context,
+            score_function=spec.score_function,
+            pre_softmax=spec.pre_softmax,
+            scaling_factor=spec.scaling_factor or 1.0,
+            bias_update_rate=spec.bias_update_rate,
+            num_groups=spec.num_groups,
+            group_topk=spec.group_topk,
+            group_score=spec.group_score,
+            balancing=balancing,
+            bias=spec.expert.bias,
+            sinkhorn=kind == "sinkhorn",
+            init_std=self.init_std,
+            kernels=self.kernels,
+        )
 
 
-def build_norm(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> Norm:
-    options: dict[str, Any] = {"eps": config.norm_epsilon, "one_plus": config.apply_layernorm_1p, "kernels": kernels}
-    if config.normalization == "RMSNorm":
-        return RMSNorm(config.hidden_size, context, **options)
-    return LayerNorm(config.hidden_size, context, bias=config.layernorm_bias, **options)
+def activation_of(spec: specs.Activation) -> Activation | QuickGeglu:
+    """What layers take for it."""
+    return QuickGeglu(spec.clamp, spec.linear_offset) if spec.kind == "quick_geglu" else spec.kind
 
 
-def build_block(config: ModelConfig, context: ParallelContext, kernels: Kernels, layer: int) -> TransformerBlock:
-    """Block number ``layer`` of the whole model."""
-    attention, experts = _attention(config, context, kernels, layer), has_experts(config, layer)
-    before, behind = (config.norm_placement in kinds for kinds in (("pre", "sandwich"), ("post", "sandwich")))
-    # In the order attention, MLP, behind attention, behind the MLP.
-    wanted = before, before and not config.parallel_residual_shared_norm, behind, behind
-    norms = [build_norm(config, context, kernels) if there else None for there in wanted]
-    kind = MoEBlock if experts else TransformerBlock
-    return kind(
-        attention,
-        _moe(config, context, kernels) if experts else _mlp(config, config.ffn_hidden_size, context, kernels),
-        norms[0],
-        norms[1],
-        attention_post_norm=norms[2],
-        mlp_post_norm=norms[3],
-        parallel_residual=config.parallel_residual,
-        multiplier=config.residual_multiplier,
-        dropout=config.hidden_dropout,
-    )
-
-
-def _attention(
-    config: ModelConfig, context: ParallelContext, kernels: Kernels, layer: int
-) -> SelfAttention | LatentAttention:
-    if config.multi_latent_attention:
-        return _latent_attention(config, context, kernels)
-    bias, own = not config.disable_bias_linear, layer_attention(config, layer)
-    std, output_std = _stds(config)
+def _attention(spec: AttentionMixer, build: Build) -> SelfAttention:
+    rope, temperature = spec.rope, spec.temperature
+    table = None if rope is None else RopeTable(rope.base, rope.channels, scaling_of(rope.scaling))
+    scaled = None if temperature is None else QueryScale(temperature.floor_scale, temperature.scale)
     return SelfAttention(
-        config.hidden_size,
-        config.num_attention_heads,
-        context,
-        num_groups=config.num_query_groups,
-        head_dim=config.kv_channels,
-        bias=bias,
-        qkv_bias=bias or config.add_qkv_bias,
+        build.hidden_size,
+        spec.heads,
+        build.context,
+        num_groups=spec.groups,
+        head_dim=spec.head_dim,
+        bias=spec.bias,
+        qkv_bias=spec.qkv_bias,
         query_key=QueryKeyOptions(
-            norm_eps=config.norm_epsilon if config.qk_layernorm else None,
-            norm_across_heads=config.qk_layernorm_across_heads,
-            norm_one_plus=config.apply_layernorm_1p,
-            rope=own.rope,
-            rope_interleaved=config.rotary_interleaved,
-            l2_norm_eps=config.norm_epsilon if config.qk_l2_norm and own.rope is not None else None,
-            query_scaled=config.attn_temperature_tuning and own.rope is None,
+            norm_eps=spec.norm_eps if spec.norm in ("per head", "all heads") else None,
+            norm_across_heads=spec.norm == "all heads",
+            norm_one_plus=spec.norm_one_plus,
+            rope=None if table is None else table.key,
+            rope_interleaved=rope is not None and rope.interleaved,
+            l2_norm_eps=spec.norm_eps if spec.norm == "l2" else None,
+            query_scale=None if scaled is None else scaled.key,
         ),
         spec=AttentionSpec(
-            window=own.window,
-            scale=config.softmax_scale,
-            dropout=config.attention_dropout,
-            softcap=config.attn_logit_softcapping,
-            alibi_heads=config.num_attention_heads if config.position_embedding_type == "alibi" else None,
+            window=spec.window,
+            scale=spec.scale,
+            dropout=spec.dropout,
+            softcap=spec.softcap,
+            alibi_heads=spec.heads if spec.alibi else None,
         ),
-        chunk=own.chunk,
-        sinks=config.softmax_type == "learnable",
-        init_std=std,
-        output_std=output_std,
-        kernels=kernels,
+        chunk=spec.chunk,
+        needs=tuple(need for need in (table, scaled) if need is not None),
+        gate=spec.gate,
+        sinks=spec.sinks,
+        init_std=build.init_std,
+        output_std=build.output_std,
+        kernels=build.kernels,
     )
 
 
-def _latent_attention(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> LatentAttention:
-    std, output_std = _stds(config)
+def _latent_attention(spec: LatentMixer, build: Build) -> LatentAttention:
+    table = RopeTable(spec.rope.base, spec.rope.channels, scaling_of(spec.rope.scaling))
     return LatentAttention(
-        config.hidden_size,
-        config.num_attention_heads,
-        context,
-        kv_lora_rank=config.kv_lora_rank,
-        q_lora_rank=config.q_lora_rank,
-        qk_head_dim=config.qk_head_dim,
-        rope_dim=config.qk_pos_emb_head_dim,
-        v_head_dim=config.v_head_dim,
-        norm_eps=config.norm_epsilon if config.qk_layernorm else None,
-        scale=latent_scale(config),
-        window=config.window_size,
-        dropout=config.attention_dropout,
-        init_std=std,
-        output_std=output_std,
-        kernels=kernels,
+        build.hidden_size,
+        spec.heads,
+        build.context,
+        kv_lora_rank=spec.kv_rank,
+        q_lora_rank=spec.q_rank,
+        qk_head_dim=spec.plain_dim,
+        rope_dim=spec.rope_dim,
+        v_head_dim=spec.value_dim,
+        norm_eps=spec.norm_eps if spec.norm else None,
+        scale=latent_scale(spec),
+        window=spec.window,
+        dropout=spec.dropout,
+        rope=table.key,
+        needs=(table,),
+        init_std=build.init_std,
+        output_std=build.output_std,
+        kernels=build.kernels,
     )
 
 
-def build_prediction(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> Prediction:
+def _delta_net(spec: DeltaNetMixer, build: Build) -> Mixer:
+    return GatedDeltaNet(
+        build.hidden_size,
+        spec.key_heads,
+        spec.value_heads,
+        build.context,
+        key_dim=spec.key_dim,
+        value_dim=spec.value_dim,
+        conv=spec.conv,
+        norm_eps=spec.norm_eps,
+        init_std=build.init_std,
+        output_std=build.output_std,
+        kernels=build.kernels,
+    )
+
+
+MixerBuilder = Callable[[Any, Build], Mixer]
+MIXER_BUILDERS: dict[type, MixerBuilder] = {
+    AttentionMixer: _attention,
+    LatentMixer: _latent_attention,
+    DeltaNetMixer: _delta_net,
+}
+"""By the type of a mixer's spec; :func:`smp.models.mixers.register_mixer` adds one."""
+
+
+def build_prediction(config: ModelConfig, build: Build, norm: NormSpec) -> Prediction:
     """What stands around the block of a layer of multi-token prediction."""
-    make_norm = partial(build_norm, config, context, kernels)
-    return Prediction(config.hidden_size, context, make_norm, init_std=config.init_method_std)
+    return Prediction(config.hidden_size, build.context, partial(build.norm, norm), init_std=config.init_method_std)
 
 
 def build_head(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> VocabParallelHead | ScoreHead:
+    """The output layer and the loss."""
     assert config.vocab_size is not None
     if config.scalar_head:
         return ScoreHead(config.hidden_size, context, init_std=config.init_method_std)
@@ -145,78 +255,5 @@ def build_head(config: ModelConfig, context: ParallelContext, kernels: Kernels) 
         divisible_by=config.make_vocab_size_divisible_by,
         init_std=config.init_method_std,
         softcap=config.final_logit_softcapping,
-        kernels=kernels,
-    )
-
-
-def _stds(config: ModelConfig) -> tuple[float, float]:
-    """Of initial weights, inner ones and those that write to the residual stream."""
-    return config.init_method_std, config.init_method_std / (2 * config.num_layers) ** 0.5
-
-
-def _mlp(config: ModelConfig, ffn_hidden_size: int | None, context: ParallelContext, kernels: Kernels) -> MLP:
-    assert ffn_hidden_size is not None, "resolved before"
-    std, output_std = _stds(config)
-    return MLP(
-        config.hidden_size,
-        ffn_hidden_size,
-        context,
-        activation=activation_of(config),
-        bias=not config.disable_bias_linear,
-        init_std=std,
-        output_std=output_std,
-        kernels=kernels,
-    )
-
-
-def _moe(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> MoE:
-    assert config.num_experts is not None and config.moe_ffn_hidden_size is not None, "resolved before"
-    std, output_std = _stds(config)
-    kind = config.moe_router_load_balancing_type
-    balancing: Balancing = "aux_loss" if kind == "none" or kind == "sinkhorn" else kind  # what the log says of loads
-    router = Router(
-        config.hidden_size,
-        config.num_experts,
-        config.moe_router_topk,
-        context,
-        score_function=config.moe_router_score_function,
-        pre_softmax=config.moe_router_pre_softmax,
-        scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
-        bias_update_rate=config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else None,
-        num_groups=config.moe_router_num_groups,
-        group_topk=config.moe_router_group_topk,
-        group_score=config.moe_router_group_score,
-        balancing=balancing,
-        bias=not config.disable_bias_linear,
-        sinkhorn=kind == "sinkhorn",
-        init_std=std,
-        kernels=kernels,
-    )
-    experts = Experts(
-        config.num_experts,
-        config.hidden_size,
-        config.moe_ffn_hidden_size,
-        context,
-        activation=activation_of(config),
-        bias=not config.disable_bias_linear,
-        init_std=std,
-        output_std=output_std,
-        kernels=kernels,
-    )
-    width = config.moe_shared_expert_intermediate_size
-    shared = None if width is None else _mlp(config, width, context, kernels)
-    gate = SharedExpertGate(config.hidden_size, context, init_std=std) if config.moe_shared_expert_gate else None
-    factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
-    capacity = (
-        None if factor is None else Capacity(factor, policy, context.cp_group, config.moe_pad_expert_input_to_capacity)
-    )
-    return MoE(
-        router,
-        experts,
-        context,
-        shared=shared,
-        gate=gate,
-        capacity=capacity,
-        weighs_input=config.moe_apply_probs_on_input,
         kernels=kernels,
     )

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+
 from smp.config import ModelConfig
-from smp.config.layer_pattern import layer_attentions
-from smp.config.moe import has_experts
+from smp.config.layer_pattern import linear, no_rope, windowed, with_experts
+from smp.config.layers import layer_specs
 from smp.models.arithmetic import count_parameters
 
 
 def in_words(model: ModelConfig) -> str:
     """One line about a resolved model: sizes, what its parts are, and the number of parameters."""
+    if model.is_foreign:
+        return _foreign(model)
     vocab, ffn, dropout = model.vocab_size, model.ffn_hidden_size, max(model.hidden_dropout, model.attention_dropout)
     assert vocab is not None and ffn is not None, "resolved before"
     parts = [
         f"{model.num_layers} {'parallel ' if model.parallel_residual else ''}blocks of width {model.hidden_size:,}",
-        _heads(model),
+        *([] if all(linear(model)) else [_heads(model)]),
+        *([_recurrence(model)] if any(linear(model)) else []),
         _norms(model),
         _positions(model),
         f"{_activation(model)} MLP of {ffn:,}" if _has_dense(model) else _experts(model),
         *([_experts(model)] if _has_dense(model) and model.num_experts is not None else []),
-        "no biases" if model.disable_bias_linear and not model.add_qkv_bias else _biases(model),
+        _biases(model),
         f"{_ends(model)} of {vocab:,} token ids",
         f"dropout {dropout}" if dropout else "no dropout",
     ]
     return f"model: {', '.join(parts)}: {count_parameters(model, vocab).total:,} parameters"
+
+
+def _foreign(model: ModelConfig) -> str:
+    content = json.loads(model.transformers_config or "{}")
+    assert model.vocab_size is not None, "resolved before"
+    return (
+        f"model: {content.get('model_type')} as transformers computes it, {model.num_layers} blocks of width "
+        f"{model.hidden_size:,}, {_ends(model)} of {model.vocab_size:,} token ids, no dropout: "
+        f"{count_parameters(model, model.vocab_size).total:,} parameters"
+    )
 
 
 def _ends(model: ModelConfig) -> str:
@@ -41,17 +57,24 @@ def _heads(model: ModelConfig) -> str:
     if model.qk_layernorm:
         text += ", with a norm over all" if model.qk_layernorm_across_heads else ", each with a norm"
     if model.window_size is not None:
-        windows = [layer.window for layer in layer_attentions(model)]
-        some = "" if all(windows) else f" in {len(windows) - windows.count(None)} of {len(windows)} layers"
+        windows = windowed(model)
+        some = "" if all(windows) else f" in {sum(windows)} of {len(windows)} layers"
         text += f" that see {model.window_size:,} tokens{some}"
     text += _of_rope_layers(model)
     text += ", with sinks" if model.softmax_type == "learnable" else ""
+    text += ", gated" if model.attention_output_gate else ""
     return text + (f", scores within +-{model.attn_logit_softcapping:g}" if model.attn_logit_softcapping else "")
+
+
+def _recurrence(model: ModelConfig) -> str:
+    """Of layers with a linear recurrence, each kind once."""
+    found = Counter(str(spec.mixer) for spec, recurs in zip(layer_specs(model), linear(model), strict=False) if recurs)
+    return " and ".join(f"in {count} of {model.num_layers} layers a {text}" for text, count in found.items())
 
 
 def _of_rope_layers(model: ModelConfig) -> str:
     """What heads of layers with RoPE, and those of layers without, have of their own."""
-    count = sum(layer.rope is not None for layer in layer_attentions(model))
+    count = no_rope(model).count(False)
     some = "" if count == model.num_layers else f" in {count} of {model.num_layers} layers"
     text = f", each divided by its L2 norm{some}" if model.qk_l2_norm else ""
     if model.attention_chunk_size is not None:
@@ -76,7 +99,7 @@ def _latent_heads(model: ModelConfig) -> str:
 
 
 def _has_dense(model: ModelConfig) -> bool:
-    return not all(has_experts(model, layer) for layer in range(model.num_layers))
+    return not all(with_experts(model))
 
 
 def _experts(model: ModelConfig) -> str:
@@ -98,9 +121,11 @@ def _positions(model: ModelConfig) -> str:
     if model.rope_scaling_type == "longrope":
         factor = model.max_position_embeddings / model.rope_original_max_position
     scaling = f", {model.rope_scaling_type} scaling by {factor:g}" if model.use_rope_scaling else ""
-    kinds = [layer.rope for layer in layer_attentions(model)]
-    local = f"; {model.rotary_base_local:g} in {kinds.count('local')} layers" if "local" in kinds else ""
-    without = f", none in {kinds.count(None)} layers" if None in kinds else ""
+    skipped, local = no_rope(model), ""
+    if model.rotary_base_local is not None:
+        own = sum(window and not skips for window, skips in zip(windowed(model), skipped, strict=True))
+        local = f"; {model.rotary_base_local:g} in {own} layers"
+    without = f", none in {sum(skipped)} layers" if any(skipped) else ""
     name = "interleaved RoPE" if model.rotary_interleaved else "RoPE"
     return f"{name}{part} (base {model.rotary_base:g}{scaling}{local}){without}"
 
@@ -118,4 +143,12 @@ def _activation(model: ModelConfig) -> str:
 
 
 def _biases(model: ModelConfig) -> str:
-    return "biases on queries, keys and values" if model.disable_bias_linear else "biases"
+    if not model.disable_bias_linear:
+        return "biases"
+    named = {
+        "queries, keys and values": model.add_qkv_bias,
+        "attention's output": model.add_attention_output_bias,
+        "MLPs": model.add_mlp_bias,
+    }
+    places = " and on ".join(name for name, has in named.items() if has)
+    return f"biases on {places}" if places else "no biases"

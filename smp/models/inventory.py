@@ -1,7 +1,7 @@
-"""The inventory: every parameter of a model, from its ``ModelConfig``. No torch, so that it runs on a login node.
+"""The inventory: every parameter of a model, from the specs of its layers. No torch, so that it runs on a login node.
 
-A new kind of layer is described here once: converters, adapters, parameter counts, FLOPs and memory read the inventory,
-and the model that ``smp.models.gpt`` builds is tested against it.
+A new kind of mixer has one row in ``MIXER_PARAMETERS``. Converters, adapters, parameter counts, FLOPs and memory read
+the inventory, and the model that ``smp.models.gpt`` builds is tested against it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from importlib import import_module
+from typing import Any, Literal, TypeVar
 
 from smp.config import Layout, ModelConfig
-from smp.config.moe import has_experts
+from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, ExpertsSpec, LatentMixer, LayerSpec, MLPSpec, NormSpec
+from smp.config.layers import layer_specs, norm_of
 from smp.config.mtp import further_layers
 from smp.models.part import ModelPart, whole
 
@@ -74,6 +76,9 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
     """Every parameter of a resolved model, or of some of its parts on one process. A tied matrix is there once: as the
     embedding's, also where only the head is. Layers of multi-token prediction are the head's, and use the embedding."""
     parts = (whole(model.num_layers),) if parts is None else parts
+    if model.is_foreign:
+        yield from _foreign(model).of(parts)
+        return
     first, last = any(p.embedding for p in parts), any(p.head for p in parts)
     tied = not model.untie_embeddings_and_output_weights
     # Both ends of a pipeline hold a matrix that both use, so both count it.
@@ -83,15 +88,16 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
         rows = model.position_embedding_offset + model.max_position_embeddings
         yield Parameter("positions.weight", (rows, model.hidden_size))
     if first and model.embedding_layernorm:
-        yield from _norm(model, "embedding_norm")
+        yield from _norm(norm_of(model), model.hidden_size, "embedding_norm")
+    specs = layer_specs(model)
     for part in parts:
         for layer in part.layers:
-            yield from block_parameters(model, layer)
+            yield from layer_parameters(specs[layer], model.hidden_size, layer)
     if last:
         for number, layer in enumerate(further_layers(model)):
             yield from prediction_parameters(model, number)
-            yield from block_parameters(model, layer)
-        yield from _norm(model, "final_norm")
+            yield from layer_parameters(specs[layer], model.hidden_size, layer)
+        yield from _norm(norm_of(model), model.hidden_size, "final_norm")
     if last and model.scalar_head:
         yield Parameter("head.weight", (1, model.hidden_size), flops=2 * model.hidden_size)
     elif last and not tied:
@@ -101,11 +107,19 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
 def weights_of(model: ModelConfig) -> Iterator[Parameter]:
     """Everything that a model computes with: its parameters, and the expert biases, which no gradient trains."""
     yield from inventory(model)
-    if model.moe_router_enable_expert_bias:
-        assert model.num_experts is not None, "checked before"
-        for layer in (*range(model.num_layers), *further_layers(model)):
-            if has_experts(model, layer):
-                yield Parameter(f"layers.{layer}.mlp.router.{EXPERT_BIAS}", (model.num_experts,))
+    if model.is_foreign:
+        yield from _foreign(model).buffers
+        return
+    for layer, spec in enumerate(layer_specs(model)):
+        experts = spec.feed_forward
+        if isinstance(experts, ExpertsSpec) and experts.bias_update_rate is not None:
+            yield Parameter(f"layers.{layer}.mlp.router.{EXPERT_BIAS}", (experts.count,))
+
+
+def _foreign(model: ModelConfig) -> Any:
+    """The :class:`smp.models.foreign.Parts` of a model that transformers computes."""
+    # By its name: it imports torch, which what is read on a login node must not need.
+    return import_module("smp.models.foreign").parts_of(model.transformers_config)
 
 
 def vocabulary_matrix(model: ModelConfig, module: str, has_product: bool) -> Parameter:
@@ -119,115 +133,139 @@ def prediction_parameters(model: ModelConfig, number: int) -> Iterator[Parameter
     """Of a layer of multi-token prediction what is not its block."""
     name, hidden = f"predictions.{number}", model.hidden_size
     for norm in ("embedding_norm", "hidden_norm", "norm"):
-        yield from _norm(model, f"{name}.{norm}")
-    yield from _linear(f"{name}.projection", 2 * hidden, hidden, None, False)
+        yield from _norm(norm_of(model), hidden, f"{name}.{norm}")
+    yield from linear(f"{name}.projection", 2 * hidden, hidden, None, False)
 
 
 def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     """The parameters of one block."""
-    hidden, ffn, mlp = model.hidden_size, model.ffn_hidden_size, f"layers.{layer}.mlp"
-    assert ffn is not None, "resolved before"
-    attention = f"layers.{layer}.attention"
-    before, behind = (model.norm_placement in kinds for kinds in (("pre", "sandwich"), ("post", "sandwich")))
-    if before:
-        yield from _norm(model, f"{attention}_norm")
-    yield from (_latent_attention if model.multi_latent_attention else _attention)(model, attention)
-    if before and not model.parallel_residual_shared_norm:
-        yield from _norm(model, f"{mlp}_norm")
-    if behind:
-        yield from _norm(model, f"{attention}_post_norm")
-        yield from _norm(model, f"{mlp}_post_norm")
-    if not has_experts(model, layer):
-        yield from _mlp(model, mlp, ffn)
-        return
-    yield from _experts(model, mlp)
-    if model.moe_shared_expert_intermediate_size is not None:
-        yield from _mlp(model, f"{mlp}.shared_experts", model.moe_shared_expert_intermediate_size)
-        if model.moe_shared_expert_gate:
-            yield Parameter(f"{mlp}.shared_expert_gate.weight", (1, hidden), flops=2 * hidden)
+    if model.is_foreign:
+        return iter(_foreign(model).blocks[layer])
+    return layer_parameters(layer_specs(model)[layer], model.hidden_size, layer)
+
+
+def layer_parameters(spec: LayerSpec, hidden: int, layer: int) -> Iterator[Parameter]:
+    """Of a layer by its spec, the width of the residual stream and its number."""
+    attention, mlp, forward = f"layers.{layer}.attention", f"layers.{layer}.mlp", spec.feed_forward
+    if spec.norm_before:
+        yield from _norm(spec.norm, hidden, f"{attention}_norm")
+    yield from MIXER_PARAMETERS[type(spec.mixer)](spec.mixer, hidden, attention)
+    if spec.norm_before and not spec.shared_norm:
+        yield from _norm(spec.norm, hidden, f"{mlp}_norm")
+    if spec.norm_after:
+        yield from _norm(spec.norm, hidden, f"{attention}_post_norm")
+        yield from _norm(spec.norm, hidden, f"{mlp}_post_norm")
+    yield from _experts(forward, hidden, mlp) if isinstance(forward, ExpertsSpec) else _mlp(forward, hidden, mlp)
 
 
 def of_each_block(model: ModelConfig, layers: Iterable[int], measure: Callable[[Iterator[Parameter]], T]) -> list[T]:
-    """``measure(parameters)`` of each of these layers. Blocks differ in whether they have experts, so that each kind is
-    measured once: a planner asks for hundreds of layouts."""
+    """``measure(parameters)`` of each of these layers. Each kind of layer is measured once: a planner asks for hundreds
+    of layouts."""
+    if model.is_foreign:
+        return [measure(iter(_foreign(model).blocks[layer])) for layer in layers]
+    specs = layer_specs(model)
     layers = list(layers)
-    kinds = {has_experts(model, layer): layer for layer in layers}
-    measured = {kind: measure(block_parameters(model, layer)) for kind, layer in kinds.items()}
-    return [measured[has_experts(model, layer)] for layer in layers]
+    kinds = {specs[layer]: layer for layer in layers}
+    measured = {kind: measure(layer_parameters(kind, model.hidden_size, layer)) for kind, layer in kinds.items()}
+    return [measured[specs[layer]] for layer in layers]
 
 
-def _attention(model: ModelConfig, attention: str) -> Iterator[Parameter]:
-    hidden, groups, head_dim = model.hidden_size, model.num_query_groups, model.kv_channels
-    assert groups is not None and head_dim is not None, "resolved before"
-    q, kv = model.num_attention_heads * head_dim, groups * head_dim
-    bias = not model.disable_bias_linear
-    qkv_bias = bias or model.add_qkv_bias
-    if model.qk_layernorm_across_heads:
-        yield Parameter(f"{attention}.query_norm.weight", (q,), 0)
-        yield Parameter(f"{attention}.key_norm.weight", (kv,), 0)
-    elif model.qk_layernorm:
-        yield Parameter(f"{attention}.query_norm.weight", (head_dim,))
-        yield Parameter(f"{attention}.key_norm.weight", (head_dim,))
-    yield from _linear(f"{attention}.query", hidden, q, 0, qkv_bias)
-    yield from _linear(f"{attention}.key", hidden, kv, 0, qkv_bias, groups)
-    yield from _linear(f"{attention}.value", hidden, kv, 0, qkv_bias, groups)
-    yield from _linear(f"{attention}.output", q, hidden, 1, bias)
-    if model.softmax_type == "learnable":
-        yield Parameter(f"{attention}.sinks", (model.num_attention_heads,), 0)
+def _attention(mixer: AttentionMixer, hidden: int, name: str) -> Iterator[Parameter]:
+    q, kv = mixer.heads * mixer.head_dim, mixer.groups * mixer.head_dim
+    if mixer.norm == "all heads":
+        yield Parameter(f"{name}.query_norm.weight", (q,), 0)
+        yield Parameter(f"{name}.key_norm.weight", (kv,), 0)
+    elif mixer.norm == "per head":
+        yield Parameter(f"{name}.query_norm.weight", (mixer.head_dim,))
+        yield Parameter(f"{name}.key_norm.weight", (mixer.head_dim,))
+    yield from linear(f"{name}.query", hidden, q, 0, mixer.qkv_bias)
+    yield from linear(f"{name}.key", hidden, kv, 0, mixer.qkv_bias, mixer.groups)
+    yield from linear(f"{name}.value", hidden, kv, 0, mixer.qkv_bias, mixer.groups)
+    if mixer.gate:
+        yield from linear(f"{name}.gate", hidden, q, 0, False)
+    yield from linear(f"{name}.output", q, hidden, 1, mixer.bias)
+    if mixer.sinks:
+        yield Parameter(f"{name}.sinks", (mixer.heads,), 0)
 
 
-def _latent_attention(model: ModelConfig, attention: str) -> Iterator[Parameter]:
+def _latent_attention(mixer: LatentMixer, hidden: int, name: str) -> Iterator[Parameter]:
     """Every rank has all of the down projections and of the norms behind them."""
-    hidden, heads, low, latent = model.hidden_size, model.num_attention_heads, model.q_lora_rank, model.kv_lora_rank
-    queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    heads, low, latent = mixer.heads, mixer.q_rank, mixer.kv_rank
+    queries = heads * (mixer.plain_dim + mixer.rope_dim)
     if low is None:
-        yield from _linear(f"{attention}.query", hidden, queries, 0, False)
+        yield from linear(f"{name}.query", hidden, queries, 0, False)
     else:
-        yield from _linear(f"{attention}.query_down", hidden, low, None, False)
-        yield from _linear(f"{attention}.query_up", low, queries, 0, False)
-    yield from _linear(f"{attention}.key_value_down", hidden, latent + model.qk_pos_emb_head_dim, None, False)
-    yield from _linear(f"{attention}.key_value_up", latent, heads * (model.qk_head_dim + model.v_head_dim), 0, False)
-    yield from _linear(f"{attention}.output", heads * model.v_head_dim, hidden, 1, False)
-    if model.qk_layernorm:
-        yield Parameter(f"{attention}.key_value_norm.weight", (latent,))
+        yield from linear(f"{name}.query_down", hidden, low, None, False)
+        yield from linear(f"{name}.query_up", low, queries, 0, False)
+    yield from linear(f"{name}.key_value_down", hidden, latent + mixer.rope_dim, None, False)
+    yield from linear(f"{name}.key_value_up", latent, heads * (mixer.plain_dim + mixer.value_dim), 0, False)
+    yield from linear(f"{name}.output", heads * mixer.value_dim, hidden, 1, False)
+    if mixer.norm:
+        yield Parameter(f"{name}.key_value_norm.weight", (latent,))
         if low is not None:
-            yield Parameter(f"{attention}.query_norm.weight", (low,))
+            yield Parameter(f"{name}.query_norm.weight", (low,))
 
 
-def _mlp(model: ModelConfig, name: str, ffn: int) -> Iterator[Parameter]:
-    bias = not model.disable_bias_linear
-    if model.gated:
-        yield from _linear(f"{name}.gate", model.hidden_size, ffn, 0, bias)
-    yield from _linear(f"{name}.up", model.hidden_size, ffn, 0, bias)
-    yield from _linear(f"{name}.down", ffn, model.hidden_size, 1, bias)
+def _delta_net(mixer: DeltaNetMixer, hidden: int, name: str) -> Iterator[Parameter]:
+    keys, values = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
+    widths = {"query": keys, "key": keys, "value": values}
+    beside = {"gate": values, "beta": mixer.value_heads, "decay": mixer.value_heads}
+    for part, width in (widths | beside).items():
+        yield from linear(f"{name}.{part}", hidden, width, 0, False)
+    for part, width in widths.items():
+        yield Parameter(f"{name}.{part}_conv", (width, mixer.conv), 0, flops=2 * mixer.conv * width)
+    yield Parameter(f"{name}.decay_log", (mixer.value_heads,), 0)
+    yield Parameter(f"{name}.decay_bias", (mixer.value_heads,), 0)
+    yield Parameter(f"{name}.norm.weight", (mixer.value_dim,))
+    yield from linear(f"{name}.output", values, hidden, 1, False)
 
 
-def _experts(model: ModelConfig, name: str) -> Iterator[Parameter]:
-    """The router, and each projection of all experts in one."""
-    count, k, hidden, ffn = model.num_experts, model.moe_router_topk, model.hidden_size, model.moe_ffn_hidden_size
-    assert count is not None and ffn is not None, "resolved before"
+MixerParameters = Callable[[Any, int, str], Iterator[Parameter]]
+MIXER_PARAMETERS: dict[type, MixerParameters] = {
+    AttentionMixer: _attention,
+    LatentMixer: _latent_attention,
+    DeltaNetMixer: _delta_net,
+}
+"""(spec of a mixer, width of the residual stream, name of the module) -> its parameters, by the spec's type;
+:func:`smp.models.mixers.register_mixer` adds one."""
+
+
+def _mlp(spec: MLPSpec, hidden: int, name: str) -> Iterator[Parameter]:
+    if spec.activation.gated:
+        yield from linear(f"{name}.gate", hidden, spec.width, 0, spec.bias)
+    yield from linear(f"{name}.up", hidden, spec.width, 0, spec.bias)
+    yield from linear(f"{name}.down", spec.width, hidden, 1, spec.bias)
+
+
+def _experts(spec: ExpertsSpec, hidden: int, name: str) -> Iterator[Parameter]:
+    """The router, each projection of all experts in one, and what every token uses."""
+    count, k, ffn, bias = spec.count, spec.topk, spec.expert.width, spec.expert.bias
     # Every rank scores all experts of its tokens, so the router is cut by nobody.
     yield Parameter(f"{name}.router.weight", (count, hidden), flops=2 * count * hidden)
-    bias, flops = not model.disable_bias_linear, 2 * k * hidden * ffn
+    flops = 2 * k * hidden * ffn
     if bias:
         yield Parameter(f"{name}.router.bias", (count,))
     for projection, shape, dim in (
-        *((("gate", (ffn, hidden), 1),) if model.gated else ()),
+        *((("gate", (ffn, hidden), 1),) if spec.expert.activation.gated else ()),
         ("up", (ffn, hidden), 1),
         ("down", (hidden, ffn), 2),
     ):
         yield Parameter(f"{name}.experts.{projection}.weight", (count, *shape), dim, flops=flops, chosen=k)
         if bias:
             yield Parameter(f"{name}.experts.{projection}.bias", (count, shape[0]), 1, chosen=k)
+    if spec.shared is not None:
+        yield from _mlp(spec.shared, hidden, f"{name}.shared_experts")
+        if spec.shared_gate:
+            yield Parameter(f"{name}.shared_expert_gate.weight", (1, hidden), flops=2 * hidden)
 
 
-def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:
-    yield Parameter(f"{name}.weight", (model.hidden_size,))
-    if model.normalization == "LayerNorm" and model.layernorm_bias:
-        yield Parameter(f"{name}.bias", (model.hidden_size,))
+def _norm(spec: NormSpec, hidden: int, name: str) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", (hidden,))
+    if spec.bias:
+        yield Parameter(f"{name}.bias", (hidden,))
 
 
-def _linear(
+def linear(
     name: str, in_features: int, out_features: int, shard_dim: int | None, bias: bool, heads: int | None = None
 ) -> Iterator[Parameter]:
     """Column-parallel when dimension 0 of the weight (out, in) is cut, row-parallel when dimension 1 is; with None

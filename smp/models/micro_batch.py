@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from smp.kernels.sequence_cut import SequenceCut
-from smp.layers.preference import Preference
+from smp.layers.answers import AnswerLoss
+from smp.layers.distillation import Distilled
+from smp.layers.kv_cache import CacheView
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class MicroBatch:
             then, and documents are those of the cut. None: whole sequences.
         sequence_lengths: int64 (batch, length), tokens of the whole sequence that each token belongs to, or of its
             document where positions begin anew with each: LongRoPE goes by it. None: rows are whole, or of the cut.
-        preference: rows are pairs of answers, whose loss this describes; tokens of weight 0 belong to the prompt.
+        answers: rows are answers, of which this is wanted; tokens of weight 0 belong to the prompt.
+        distilled: the loss of each token is by what a teacher says of it, and not its label's cross-entropy.
         further: of each layer of multi-token prediction.
+        cache: keys and values of the tokens before these, while text is generated; without labels.
     """
 
     input_ids: torch.Tensor
@@ -58,8 +62,10 @@ class MicroBatch:
     token_index: torch.Tensor | None = None
     cut: SequenceCut | None = None
     sequence_lengths: torch.Tensor | None = None
-    preference: Preference | None = None
+    answers: AnswerLoss | None = None
+    distilled: Distilled | None = None
     further: tuple[Further, ...] = ()
+    cache: CacheView | None = None
 
     def whole_lengths(self) -> torch.Tensor:
         """``sequence_lengths``, made where they are not given."""

@@ -145,6 +145,14 @@ _LLAMA4: Preset = {
 }
 
 
+_QWEN3_NEXT: Preset = {
+    **{"vocab_size": 151936, "max_position_embeddings": 262144, "norm_epsilon": 1e-6, "kv_channels": 256},
+    **{"rotary_base": 10000000.0, "rotary_percent": 0.25, "qk_layernorm": True, "apply_layernorm_1p": True},
+    **{"attention_output_gate": True, "linear_attention_type": "gated_delta_net", "linear_attention_freq": "4"},
+    "moe_shared_expert_gate": True,
+}
+
+
 def _embedded(hidden: int) -> Preset:
     """Gemma's factor of the embedding."""
     return {"embedding_multiplier": hidden**0.5}
@@ -295,6 +303,7 @@ PRESETS: dict[str, Preset] = {
     | {"max_position_embeddings": 8192},
     "qwen3-30b-a3b": _QWEN3 | _size(48, 2048, 32, 4, 6144) | _experts(128, 8, 768),
     "qwen3-235b-a22b": _QWEN3 | _size(94, 4096, 64, 4, 12288) | _experts(128, 8, 1536),
+    "qwen3-next-80b-a3b": _QWEN3_NEXT | _size(48, 2048, 16, 2, 5120) | _experts(512, 10, 512, **_shared(512)),
     "olmoe-1b-7b": _size(16, 2048, 16, 16, 1024)
     | _experts(64, 8, 1024, moe_router_pre_softmax=True)
     | {"vocab_size": 50304, "max_position_embeddings": 4096, "norm_epsilon": 1e-5}

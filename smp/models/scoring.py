@@ -7,9 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from smp.models.generation import PIECE, cached
-from smp.models.gpt import GPT
+from smp.layers.head import VocabParallelHead
+from smp.layers.kv_cache import CacheView, KVCache
 from smp.models.micro_batch import MicroBatch
+from smp.models.protocol import Model
+from smp.parallel.collectives import gather_features
+
+PIECE = 512
+"""Tokens of a window that go through the model at a time: the logits of all of them would be gigabytes."""
 
 
 class Window(NamedTuple):
@@ -40,7 +45,7 @@ def windows(count: int, length: int, stride: int) -> Iterator[Window]:
 
 @torch.no_grad()
 def token_scores(
-    model: GPT, ids: Sequence[int], length: int, stride: int, first: int = 1
+    model: Model, ids: Sequence[int], length: int, stride: int, first: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probabilities, fp64; whether each is the likeliest, bool) of the tokens from number ``first`` on.
 
@@ -55,7 +60,7 @@ def token_scores(
         ValueError: ids outside of the vocabulary, or logits that are no numbers.
     """
     vocab, longest = model.config.vocab_size, model.config.max_position_embeddings
-    assert vocab is not None and 0 < length <= longest and 0 < stride <= length and not model.sequence_parallel
+    assert vocab is not None and 0 < length <= longest and 0 < stride <= length
     if min(ids) < 0 or max(ids) >= vocab:
         raise ValueError(f"token ids {min(ids)}..{max(ids)} are outside of the model's vocabulary of {vocab}")
     found = [_window(model, ids[w.begin : w.end], w.scored - w.begin) for w in windows(len(ids), length, stride)]
@@ -63,22 +68,25 @@ def token_scores(
     return log_probs, likeliest
 
 
-def _window(model: GPT, ids: Sequence[int], scored: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _window(model: Model, ids: Sequence[int], scored: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one window, from its token ``scored`` on. The logits of ``PIECE`` tokens exist at a time."""
     device = next(model.parameters()).device
     inputs, targets = torch.tensor(ids[:-1], device=device), torch.tensor(ids[1:], device=device)
-    log_probs, likeliest = [], []
-    with cached(model, len(inputs)):
-        for at in range(0, len(inputs), PIECE):
-            new = inputs[at : at + PIECE]
-            position_ids = torch.arange(at, at + len(new), device=device)[None]
-            lengths = torch.full_like(position_ids, len(inputs))
-            piece = MicroBatch(new[None], position_ids=position_ids, sequence_lengths=lengths)
-            # fp64: log-probabilities of long texts are added up.
-            logits = model(piece).logits[0].double()
-            if not bool(logits.isfinite().all()):
-                raise ValueError("the model's logits are not finite: its weights are damaged, or too large")
-            wanted = targets[at : at + len(new)]
-            log_probs.append(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].cpu())
-            likeliest.append((logits.argmax(-1) == wanted).cpu())
+    log_probs, likeliest, cache, head = [], [], KVCache(1, device), model.head
+    assert isinstance(head, VocabParallelHead) and not head.sequence_parallel
+    for at in range(0, len(inputs), PIECE):
+        new = inputs[at : at + PIECE]
+        position_ids = torch.arange(at, at + len(new), device=device)[None]
+        cache.reserve(at + len(new))
+        every = torch.arange(len(new), device=device)
+        view = CacheView(cache, 0, position_ids, at + len(new) if at else 0, every)
+        lengths = torch.full_like(position_ids, len(inputs))
+        piece = MicroBatch(new[None], position_ids=position_ids, sequence_lengths=lengths, cache=view)
+        # fp64: log-probabilities of long texts are added up.
+        logits = gather_features(model(piece).logits, head.group)[:, : head.vocab_size].double()
+        if not bool(logits.isfinite().all()):
+            raise ValueError("the model's logits are not finite: its weights are damaged, or too large")
+        wanted = targets[at : at + len(new)]
+        log_probs.append(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].cpu())
+        likeliest.append((logits.argmax(-1) == wanted).cpu())
     return torch.cat(log_probs)[scored - 1 :], torch.cat(likeliest)[scored - 1 :]

@@ -75,10 +75,12 @@ def scale_of(mode: str, out_features: int, in_features: int) -> float:
 
 def matrices_of(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that Muon trains: matrices, and stacks of experts' matrices, but for those of the vocabulary and of
-    positions, and a reward model's head, a row in place of the output matrix."""
-    kinds = PositionEmbedding | nn.Embedding | ScoreHead
+    positions, a reward model's head, a row in place of the output matrix, and the kernels of convolutions, a few
+    numbers for each channel, which no product mixes."""
+    kinds = PositionEmbedding | nn.Embedding | ScoreHead | nn.Conv1d
     at_the_ends = vocabulary_of(model) | {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
-    return {p for p in model.parameters() if p.requires_grad} - at_the_ends - vectors_of(model)
+    of_channels = {p for name, p in model.named_parameters() if name.endswith("_conv")}
+    return {p for p in model.parameters() if p.requires_grad} - at_the_ends - of_channels - vectors_of(model)
 
 
 def vocabulary_of(model: nn.Module) -> set[nn.Parameter]:

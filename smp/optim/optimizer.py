@@ -269,18 +269,20 @@ def clip_gradients(
     with_grad = [p for p in parameters if p.grad is not None]
     grads = [local_part(p.grad) for p in with_grad if p.grad is not None]
     device = device or (grads[0].device if grads else None)
-    # fp32, on the device: nothing waits.
-    squares = torch.zeros((), device=device)
+    # On the device: nothing waits. In fp64, where the square of an fp32 number is exact: which tensors are summed first
+    # differs between layouts (full recompute, say, moves layers between pipeline stages), and in fp32 the last bit of
+    # the norm, and with clipping all weights, would tell.
+    squares = torch.zeros((), dtype=torch.float64, device=device)
     by_copies: dict[int, list[torch.Tensor]] = {}  # a tensor of these numbers would be a copy that the host waits for
     for p, grad in zip(with_grad, grads, strict=True):
         # By the number of copies, so that one division serves all gradients that are held alike.
         by_copies.setdefault(_copies(p.grad, group) * copies.get(p, 1), []).append(grad)
     for number, alike in by_copies.items():
         # Norms by one kernel for many tensors; squared again, because squares are what adds up over ranks.
-        squares += torch.stack(torch._foreach_norm(alike)).float().square().sum() / number
+        squares += torch.stack(torch._foreach_norm(alike)).double().square().sum() / number
     # Also on ranks without gradients, such as a stage that trains nothing: all of them have to come.
     dist.all_reduce(squares, group=group)
-    norm = squares.sqrt()
+    norm = squares.sqrt().float()
     if max_norm > 0 and grads:
         # torch's ``clip_grad_norm_`` has the same constant.
         scale(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -1,6 +1,6 @@
 """A backend of torch.distributed whose large collectives know nodes: ``init_process_group("smp")``.
 
-    import smp.parallel.backend
+    import smp
     torch.distributed.init_process_group("smp")          # or new_group(ranks, backend="smp")
 
 All-reduce, all-gather and reduce-scatter of CPU tensors (sums and averages, 64 KiB and more, where several ranks are on
@@ -13,6 +13,9 @@ Nodes are found by hostname when a group is made, or from the file that SMP_NETW
 
 torch cannot subclass a ``Backend`` in Python, and a ``ProcessGroup`` without registered backends
 lacks what is not overridden, so this is one that registers them. Methods have the names of torch 2.11 and of 2.13.
+
+Before any data is sent ranks compare what they call, in messages of fixed size (:mod:`smp.parallel.network.same_call`):
+where sizes, dtypes, operations or the order of calls differ, all of them raise an error that names two of the calls.
 
 What is not ours goes through a second, plain ``ProcessGroup`` with the same backends, not through ``super()``: torch
 calls the methods that a subclass in Python inherits with the interpreter lock held. There gloo waits for its queue's
@@ -30,6 +33,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,10 +44,11 @@ from smp.config import ConfigError
 from smp.parallel.network.choose import SMALLEST
 from smp.parallel.network.cost import Policy
 from smp.parallel.network.group import CollectiveWork, NetworkGroup
+from smp.parallel.network.same_call import Call
 from smp.parallel.network.topology import Topology, read_topology
 
 NAME = "smp"
-"""What init_process_group and new_group take, once this module is imported."""
+"""What init_process_group and new_group take, once smp is imported (:mod:`smp.backend_names`)."""
 TOPOLOGY = "SMP_NETWORK_TOPOLOGY"
 """Environment variable: a file as of --network-topology. Its ranks are those of the default group."""
 DIVIDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -51,6 +56,7 @@ _ADDED = (*DIVIDED, torch.complex64, torch.complex128, torch.int64, torch.int32,
 """What torch adds on a CPU. A rank that has nothing to add would else wait for one that failed."""
 
 
+_OP = dist.ReduceOp
 _ProcessGroup: Any = dist.ProcessGroup  # its methods have other names in torch 2.11 than in 2.13
 
 
@@ -59,6 +65,18 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
     def method(self: Any, *args: Any, **more: Any) -> Any:
         return getattr(self._plain_group, name)(*args, **more)
+
+    return method
+
+
+def _compared(name: str, kind: str, alike: int | None = 0) -> Callable[..., Any]:
+    """The same, once all ranks are at this call; ``alike``: the argument whose tensors are of one size on all."""
+
+    def method(self: Any, *args: Any, **more: Any) -> Any:
+        tensors = _tensors_in(args)
+        call = Call(kind, *_described(() if alike is None else _tensors_in(args[alike]), [*args, *more.values()]))
+        run = partial(getattr(self._plain_group, name), *args, **more)
+        return self._ask(call, run, tensors, args[0] if tensors else [], args[-1] if args else None)
 
     return method
 
@@ -110,31 +128,40 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         way = self.network.way("all-reduce", given[0])
         # What no schedule can do is left to gloo and counted there.
         flat = _in_memory_order(given[0]) if len(given) == 1 and _is_summed(given[0], opts.reduceOp) else None
+        call = Call("all-reduce", *_described(given, [opts]))
         if way.route is None or flat is None:
-            return self._inner("all-reduce", given[0]).allreduce(given, opts)
+            inner = self._inner("all-reduce", given[0])
+            return self._ask(call, lambda: inner.allreduce(given, opts), given, list(given), opts)
         self.counts["hierarchical all-reduce"] += 1
-        return self._run(self.network.all_reduce(flat, way), flat, opts, list(given))
+        return self._run(self.network.all_reduce(flat, way), flat, opts, list(given), call)
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n) of every rank -> (n x ranks)."""
         opts, given = options_of(AllgatherOptions, opts, more), _resolved(given)
         way = self.network.way("all-gather", output)
         fits = _alike_on_cpu(output, given) and output.numel() == self.size() * given.numel()
+        call = Call("all-gather", *_described([output], []))
         if way.route is None or not fits:
-            return self._inner("all-gather", given)._allgather_base(output, given, opts)
+            inner = self._inner("all-gather", given)
+            both = [output, given]
+            return self._ask(call, lambda: inner._allgather_base(output, given, opts), both, [output], opts)
         self.counts["hierarchical all-gather"] += 1
         running = self.network.all_gather(output.view(-1), given.view(-1), way)
-        return running.work([output], timeout=limit_of(opts))
+        return running.work([output], timeout=limit_of(opts), call=call)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
         """(n x ranks) of every rank -> (n) of the sum."""
         opts, given = options_of(dist.ReduceScatterOptions, opts, more), _resolved(given)
         way = self.network.way("reduce-scatter", given)
         fits = _alike_on_cpu(output, given) and given.numel() == self.size() * output.numel()
+        call = Call("reduce-scatter", *_described([given], [opts]))
         if way.route is None or not fits or not _is_summed(given, opts.reduceOp):
-            return self._inner("reduce-scatter", given)._reduce_scatter_base(output, given, opts)
+            inner = self._inner("reduce-scatter", given)
+            both = [output, given]
+            return self._ask(call, lambda: inner._reduce_scatter_base(output, given, opts), both, [output], opts)
         self.counts["hierarchical reduce-scatter"] += 1
-        return self._run(self.network.reduce_scatter(output.view(-1), given.view(-1), way), output, opts, [output])
+        running = self.network.reduce_scatter(output.view(-1), given.view(-1), way)
+        return self._run(running, output, opts, [output], call)
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -154,18 +181,58 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # what else torch looks for in a subclass, PyProcessGroup.hpp
-    allgather, allreduce_coalesced, reduce_scatter = map(
-        _forwarded, ("allgather", "allreduce_coalesced", "reduce_scatter")
-    )
-    all_to_all_single, alltoall_base = map(_forwarded, ("all_to_all_single", "alltoall_base"))
-    barrier, broadcast, recv, send = map(_forwarded, ("barrier", "broadcast", "recv", "send"))
+    # what else torch looks for in a subclass, PyProcessGroup.hpp, and what it calls in Python
+    allgather, gather = _compared("allgather", "all-gather", 1), _compared("gather", "gather", 1)
+    reduce_scatter, scatter = _compared("reduce_scatter", "reduce-scatter"), _compared("scatter", "scatter")
+    allreduce_coalesced = _compared("allreduce_coalesced", "all-reduce of several")
+    broadcast, reduce = _compared("broadcast", "broadcast"), _compared("reduce", "reduce")
+    alltoall, barrier = _compared("alltoall", "all-to-all of a list", None), _compared("barrier", "barrier", None)
+    recv, send = map(_forwarded, ("recv", "send"))
 
-    def _run(self, running: Any, result: torch.Tensor, opts: Any, tensors: list[torch.Tensor]) -> CollectiveWork:
+    def all_to_all_single(
+        self, output: torch.Tensor, given: torch.Tensor, received: Any, sent: Any, opts: Any = None, **more: Any
+    ) -> Any:
+        """Rows of ``given`` to each rank, and from each rank into ``output``; without numbers equal parts."""
+        opts = options_of(dist.AllToAllOptions, opts, more)
+
+        def run() -> Any:
+            self._compare_parts(_bytes_of(given, sent, self.size()), _bytes_of(output, received, self.size()), opts)
+            return self._plain_group.alltoall_base(output, given, received, sent, opts)
+
+        call = Call("all-to-all", 0, _words(given.dtype))
+        return self._ask(call, run, [output, given], [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def _compare_parts(self, sent: list[int], received: list[int], opts: Any) -> None:
+        """What each rank sends to this one is what it waits for; on all ranks."""
+        coming = torch.empty(self.size(), dtype=torch.int64)
+        self._plain_group.alltoall_base(coming, torch.tensor(sent), [], [], opts).wait()
+        wrong = next((rank for rank, size in enumerate(coming.tolist()) if size != received[rank]), None)
+        said = "all-to-all"
+        if wrong is not None:
+            there = f"rank {self.network.ranks[wrong]} sends {int(coming[wrong]):,} bytes and {received[wrong]:,}"
+            said = f"in an all-to-all where {there} are waited for"
+        self.network.compare(Call(said, 0), limit_of(opts))
+
+    def _ask(self, call: Call, run: Callable[[], Any], tensors: Sequence[Any], result: Any, opts: Any) -> Any:
+        """What gloo is to ``run``, once all ranks are at this call. NCCL runs in the order of the caller's stream."""
+        if self.size() == 1 or any(tensor.device.type != "cpu" for tensor in tensors):
+            return run()
+        timeout = limit_of(opts) if hasattr(opts, "timeout") else None
+        inference = any(tensor.is_inference() for tensor in tensors)
+
+        def job() -> None:
+            with torch.inference_mode() if inference else torch.no_grad():
+                run().wait()
+
+        return self.network.run(call, job, result, timeout)
+
+    def _run(self, running: Any, result: torch.Tensor, opts: Any, tensors: Any, call: Call) -> CollectiveWork:
         average = opts.reduceOp == dist.ReduceOp.AVG
         # An average is the sum, divided once at the end.
         divide = (lambda: result.div_(self.size())) if average else (lambda: None)
-        return running.work(tensors, divide, limit_of(opts))
+        return running.work(tensors, divide, limit_of(opts), call)
 
     def _inner(self, what: str, tensor: torch.Tensor) -> Any:
         """The backend of the tensor's device; of one without a backend (meta) what torch does there."""
@@ -228,6 +295,34 @@ def _check_alike(problems: Sequence[str], files: Sequence[Sequence[Any]]) -> Non
         raise ConfigError(
             f"{TOPOLOGY}: rank {other} of a group of {len(files)} {reads}, unlike rank 0; all need the same"
         )
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors_in(part)] if isinstance(value, list | tuple) else []
+
+
+def _described(tensors: Sequence[torch.Tensor], options: Sequence[Any]) -> tuple[int, str]:
+    """(bytes, the rest in words) of what has to be the same on all ranks."""
+    told = [_words(dtype) for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)]
+    for option in options:
+        if hasattr(option, "rootRank"):
+            told.append(f"rank {option.rootRank} of the group")
+        if hasattr(option, "reduceOp"):
+            told += [name for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") if option.reduceOp == getattr(_OP, name)]
+    return sum(tensor.nbytes for tensor in tensors), ", ".join(told)
+
+
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_of(x: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
+    """Bytes of each rank's part of ``x``, of which it has so many rows; without rows equal ones."""
+    count = max(x.shape[0] if x.ndim else 1, 1)
+    return [number * (x.nbytes // count) for number in list(rows) or [count // size] * size]
 
 
 def options_of(kind: Any, opts: Any, more: dict[str, Any]) -> Any:
@@ -308,17 +403,11 @@ class _WorkOfSeveral(dist.Work):
         return future
 
 
-def _create(options: Any, _: Any = None) -> NetworkProcessGroup:
+def create(options: Any, _: Any = None) -> NetworkProcessGroup:
     return NetworkProcessGroup(options)
 
 
-def _create_smddp(options: Any, _: Any = None) -> NetworkProcessGroup:
+def create_smddp(options: Any, _: Any = None) -> NetworkProcessGroup:
     if options.group_rank == 0:
         print("note: the backend smddp is smp's here; write smp", file=sys.stderr)
     return NetworkProcessGroup(options)
-
-
-for _name, _creator in ((NAME, _create), ("smddp", _create_smddp)):
-    # torch refuses to register a name twice, as a reload of this module would.
-    if _name not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_name, _creator, extended_api=True, devices=["cpu", "cuda"])

@@ -127,6 +127,11 @@ def _start_to_and_from(x: torch.Tensor, group: Group, to: int, source: int) -> t
     from torch._C._distributed_c10d import _register_work
 
     members, received = group.process_group, torch.empty_like(x)
+    # Through memory, where the group's ranks share it.
+    work = members.shift(received, x, source) if hasattr(members, "shift") else None
+    if work is not None:
+        _register_work(received, work)
+        return received
     works = members.recv([received], source, SHIFT_TAG), members.send([x], to, SHIFT_TAG)
     for work in works:
         _register_work(received, work)
@@ -226,6 +231,9 @@ reduce_scatter_tokens = _pair(_reduce_scatter, _all_gather)
 
 split_tokens = _pair(_own_part, _all_gather)
 """This rank's rows of a tensor that all ranks hold, (n, ...) -> (n / size, ...); gradients are gathered."""
+
+gather_rows = _pair(_all_gather, _own_part)
+"""All ranks' rows, (n, ...) -> (n * size, ...); the gradient as of gather_features."""
 
 gather_features = _pair(_all_gather_columns, _own_columns)
 """All ranks' columns, (..., n) -> (..., n * size). Every rank must compute the same with the result: its gradient is

@@ -21,8 +21,8 @@ Nothing above this file looks up a mesh dimension by its name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 
@@ -90,6 +90,21 @@ class ParallelContext:
         if mesh.ndim != 1:
             raise ValueError(f"a one-dimensional mesh is needed, got dimensions {mesh.mesh_dim_names}")
         return ParallelContext(tp=mesh, sequence_parallel=sequence_parallel)
+
+    def meshes(self) -> dict[str, DeviceMesh]:
+        """The 1-D meshes that there are, by their names."""
+        found = {name: getattr(self, name) for name in ("pp", "cp", "ep", "tp")}
+        if self.fsdp is not None:
+            names = ("dp_replicate", "dp_shard")[-self.fsdp.ndim :]
+            found |= {name: self.fsdp[name] if self.fsdp.ndim > 1 else self.fsdp for name in names}
+        return {name: mesh for name, mesh in found.items() if mesh is not None}
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of all dimensions of all meshes, and the default one, each once."""
+        meshes = [getattr(self, one.name) for one in fields(self)] + list(self.loss_meshes)
+        found = [mesh.get_group(dim) for mesh in meshes if isinstance(mesh, DeviceMesh) for dim in range(mesh.ndim)]
+        default = [dist.group.WORLD] if dist.group.WORLD is not None else []
+        return list(dict.fromkeys([*default, *found]))
 
     @property
     def tp_group(self) -> Group:
@@ -162,6 +177,11 @@ class ParallelContext:
         return 1 if self.pp is None else self.pp.size()
 
     @property
+    def world_size(self) -> int:
+        """All processes of the run."""
+        return self.data_size * self.cp_size * self.tp.size() * self.pp_size
+
+    @property
     def counts_tokens(self) -> bool:
         """Whether this rank is the one that counts its tokens: ranks of tp, cp and pp read the same samples."""
         return self.tp.get_local_rank() == 0 and self.cp_rank == 0 and self.pp_rank == 0
@@ -183,7 +203,7 @@ def build_context(
     sequence_parallel: bool = False,
     heads_group: int = 1,
     replica_backend: str | None = None,
-    tp_backend: str | None = None,
+    backend: Callable[[Sequence[int]], str | None] = lambda ranks: None,
     progress: Callable[[], None] = lambda: None,
 ) -> ParallelContext:
     """The context of this rank for ``layout`` over all ranks of the default process group.
@@ -195,18 +215,20 @@ def build_context(
         sequence_parallel: of the context.
         heads_group: neighbours of a ``cp`` group that exchange heads while keys travel between such groups; with 1, or
             all of them, there is one kind of exchange.
-        replica_backend: of the groups that sum gradients over replicas; None: the device's.
-        tp_backend: of the groups that share every matrix; None: the device's.
+        replica_backend: of the groups that sum gradients over replicas; None: as of all others.
+        backend: (ranks of a group) -> its backend; None: the default group's.
         progress: called when one more group has been made; thousands of ranks have thousands of groups.
     """
-    backends = {"dp_replicate": replica_backend, "tp": tp_backend}
+    backends = {"dp_replicate": replica_backend}
     sizes = [int(getattr(layout, name)) for name in MESH_DIMS]
     pp, replicas, shard, cp, tp = sizes
     # Numbers of processes in the order of the dimensions, tp fastest: views of this one tensor give all groups.
     ranks = torch.arange(math.prod(sizes))
     names: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "tp")
     # dp_shard and cp are one dimension here, because FSDP shards over both.
-    make = partial(_mesh, device_type=device_type, timeout=timeout, backends=backends, progress=progress)
+    make = partial(
+        _mesh, device_type=device_type, timeout=timeout, backends=backends, backend=backend, progress=progress
+    )
     dense = make(ranks.view(pp, replicas, shard * cp, tp), names)
     cp_mesh, exchange = _cp_meshes(ranks, cp, tp, heads_group, make)
     ep = ep_tp = expert_fsdp = None
@@ -265,24 +287,30 @@ def _mesh(
     device_type: str,
     timeout: timedelta | None,
     backends: Mapping[str, str | None],
+    backend: Callable[[Sequence[int]], str | None],
     progress: Callable[[], None],
 ) -> DeviceMesh:
     groups = []
     for dim, name in enumerate(names):
         # FSDP2 has no hook for its all-reduce over replicas, so that group gets a backend of its own.
-        backend = backends.get(name) if ranks.size(dim) > 1 else None
-        groups.append(_make_group(ranks, dim, timeout, backend, progress))
+        special = backends.get(name) if ranks.size(dim) > 1 else None
+        groups.append(_make_group(ranks, dim, timeout, special, backend, progress))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def _make_group(
-    ranks: torch.Tensor, dim: int, timeout: timedelta | None, backend: str | None, progress: Callable[[], None]
+    ranks: torch.Tensor,
+    dim: int,
+    timeout: timedelta | None,
+    special: str | None,
+    backend: Callable[[Sequence[int]], str | None],
+    progress: Callable[[], None],
 ) -> dist.ProcessGroup:
     """Make the groups of ranks that differ in ``dim`` only; returns this rank's."""
     # Every process makes all groups of a dimension, in one order, as torch demands.
     own = None
     for members in ranks.movedim(dim, -1).flatten(0, -2).tolist():
-        group = dist.new_group(members, timeout=timeout, backend=backend)
+        group = dist.new_group(members, timeout=timeout, backend=special or backend(members))
         progress()
         own = group if dist.get_rank() in members else own
     assert own is not None, "each rank is in one of them"

@@ -39,13 +39,20 @@ class Links:
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.size, self._progress = mesh.get_local_rank(), mesh.size(), progress
-        self._ranks = dist.get_process_group_ranks(mesh.get_group())
+        group = mesh.get_group()
+        self._ranks = dist.get_process_group_ranks(group)
         # Sorted, so that all ranks go along the channels in the same order.
         ordered = sorted(set(channels))
         self._groups: dict[tuple[int, bool], dist.ProcessGroup] = {}
         for lane in sorted({_lane(channel, self.size) for channel in ordered}):
             # torch names a group made by its members alone after how many groups they are in: the same on all, so far
-            self._groups[lane] = dist.new_group(self._ranks, timeout=timeout, use_local_synchronization=True)
+            # gloo where ranks share memory: it delivers while this rank computes.
+            self._groups[lane] = dist.new_group(
+                self._ranks,
+                timeout=timeout,
+                backend="gloo" if hasattr(group, "memory") else None,
+                use_local_synchronization=True,
+            )
             self._progress()
         # On the device: it is NCCL's communicator that has to be there.
         self._connect(ordered, torch.zeros(1, device=mesh.device_type))

@@ -1,17 +1,11 @@
-"""Sums and gathers of CPU tensors among ranks of one machine, through memory that they share: ``smp_node``.
+"""Memory that the ranks of one machine share, and collectives of CPU tensors through it.
 
-    import smp.parallel.shared_memory
-    torch.distributed.new_group(ranks, backend="smp_node")
+Each rank copies its tensor to its slot, publishes the next sequence number, waits until the other ranks have published
+it too, and reads their slots. Each rank has two slots and alternates between them: a rank that has published two
+numbers more has read the slot of the first. With its sequence number a rank publishes which collective it calls, of how
+many bytes and which dtype: ranks that call different ones all raise an error.
 
-gloo sends every byte through the system's sockets: a sum of 256 KiB over two ranks takes 1 to 1.5 ms, through memory
-0.1 ms. Each rank copies its tensor to its slot, publishes the next sequence number, waits until the other ranks have
-published it too, and reads their slots. Each rank has two slots and alternates between them: a rank that has published
-two numbers more has read the slot of the first. Beside its sequence number a rank writes which collective it calls, of
-how many bytes and which dtype: ranks that call different ones all raise an error.
-
-A group uses it if all of its ranks see the same memory and their processor keeps the order of stores (x86); else, and
-for everything but sums, averages and gathers of floating-point tensors, it is what the backend ``smp`` is
-(:mod:`smp.parallel.backend`). ``group.counts`` says what ran how.
+:mod:`smp.parallel.node_group` makes a process group of it.
 """
 
 from __future__ import annotations
@@ -27,18 +21,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 
-from smp.parallel.backend import DIVIDED, NetworkProcessGroup, limit_of, options_of
 from smp.parallel.network.group import CollectiveError
 
-NAME = "smp_node"
 SLOT_BYTES = 1 << 22
 """Larger tensors go in several chunks. Pages that nothing was written to take no memory."""
 _LINE, _GONE, _CALL = 16, 1, 2
@@ -56,11 +44,23 @@ _HEADER, _SECRET = 1 << 16, 32
 """Bytes before the slots, and of the secret at their end."""
 _MOST = (_HEADER - _SECRET) // (8 * _LINE)
 """Ranks that there is room for."""
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter")
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "shift", "barrier")
+OPERATIONS = ("SUM", "AVG", "MAX", "MIN")
+"""Names that torch has for what is reduced."""
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128),
+)
+"""What is moved; all before bool can be added up."""
 _Limit = Callable[[], float]
 """Seconds until a late rank is an error, asked for only while one is late."""
 _SPINS = 3000
 """Looks at a sequence number, about 0.1 ms, before the processor is offered to other threads."""
+
+
+class AbsentRankError(CollectiveError):
+    """A rank did not come to a collective in time, or will not come any more."""
 
 
 class Memory:
@@ -73,25 +73,30 @@ class Memory:
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, processes: dict[int, int]) -> None:
         self.rank, self.size = rank, size
+        # With more ranks than processors on this machine, whoever spins takes the time of one that is waited for.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", size)))
+        self._spins = _SPINS if ranks <= (os.cpu_count() or 1) else _SPINS // 100
         self._numbers = memoryview(memory).cast("q")
         with torch.inference_mode(False):  # in which mode a group is made says nothing of its later calls
             self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER).view(2, size, SLOT_BYTES)
         self._sequence, self._processes = 0, processes
         self._close = weakref.finalize(self, _close_all, tuple(processes.values()))
         self._call, self._failure = 0, ""
+        self.waited = 0.0
+        """Seconds so far in which this rank could not go on before another one came."""
         # One collective at a time, whichever thread calls it. A signal's handler that calls one inside of another gets
         # the error of :meth:`_begin`, not a lock that its own thread holds.
         self._lock = threading.RLock()
 
-    def all_reduce(self, x: torch.Tensor, limit: _Limit, average: bool = False) -> None:
-        """(n), the sum over all ranks in the order of ranks, in place; 16-bit numbers are rounded once."""
-        with self._lock, self._begin("all-reduce", x, average):
+    def all_reduce(self, x: torch.Tensor, limit: _Limit, operation: str = "SUM") -> None:
+        """(n), reduced over all ranks in their order, in place; 16-bit sums are rounded once."""
+        with self._lock, self._begin("all-reduce", x, OPERATIONS.index(operation)):
             for chunk in x.split(SLOT_BYTES // x.itemsize):
                 slots = self._next_slots(chunk)
                 slots[self.rank].copy_(chunk)
                 self._meet(limit)
-                _add(slots, chunk)
-            if average:
+                _reduce(slots, chunk, operation)
+            if operation == "AVG":
                 x.div_(self.size)
 
     def all_gather(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit) -> None:
@@ -105,18 +110,80 @@ class Memory:
                 self._meet(limit)
                 into.copy_(slots)
 
-    def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit, average: bool = False) -> None:
-        """(size x n) of every rank -> this rank's (n) of the sum."""
+    def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit, operation: str = "SUM") -> None:
+        """(size x n) of every rank -> this rank's (n) of what is reduced."""
         columns = SLOT_BYTES // x.itemsize // self.size
-        with self._lock, self._begin("reduce-scatter", x, average):
+        with self._lock, self._begin("reduce-scatter", x, OPERATIONS.index(operation)):
             chunks = _apart(x, output).view(self.size, -1).split(columns, 1)
             for chunk, into in zip(chunks, output.split(columns), strict=True):
                 slots = self._next_slots(chunk).view(self.size, *chunk.shape)
                 slots[self.rank].copy_(chunk)
                 self._meet(limit)
-                _add(slots[:, self.rank], into)
-            if average:
+                _reduce(slots[:, self.rank], into, operation)
+            if operation == "AVG":
                 output.div_(self.size)
+
+    def all_to_all(
+        self, output: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int], limit: _Limit
+    ) -> None:
+        """Parts of ``x`` (n) of ``sent`` elements to the ranks, in their order; parts of ``received`` elements from
+        them. A slot holds how many bytes each rank is sent, then a part of equal size for each; parts that are larger
+        take several turns."""
+        most = (SLOT_BYTES - 8 * self.size) // self.size // 16 * 16
+        nothing = x.new_empty(0)  # how much there is, ranks need not know of each other before
+        with self._lock, self._begin("all-to-all", nothing):
+            parts = [_bytes(part) for part in _apart(x, output, whole_rows=False).split(sent)]
+            into = [_bytes(part) for part in output.split(received)]
+            start = more = 0
+            while start <= more:
+                counts, areas = self._areas(most)
+                for rank, part in enumerate(parts):
+                    counts[self.rank, rank] = part.numel()
+                    chunk = part[start : start + most]
+                    areas[self.rank, rank, : chunk.numel()].copy_(chunk)
+                self._meet(limit)
+                for rank, part in enumerate(into):
+                    if (count := int(counts[rank, self.rank])) != part.numel():
+                        self._fail(
+                            f"ranks of a group on {socket.gethostname()} disagree: in an all-to-all rank {rank} sends "
+                            f"{count:,} bytes to rank {self.rank}, which expects {part.numel():,}"
+                        )
+                    chunk = part[start : start + most]
+                    chunk.copy_(areas[rank, self.rank, : chunk.numel()])
+                # The same on all ranks: by the largest part of any two of them.
+                more, start = int(counts.max()) - 1, start + most
+
+    def broadcast(self, x: torch.Tensor, root: int, limit: _Limit) -> None:
+        """(n) of the rank ``root``, in place."""
+        with self._lock, self._begin("broadcast", x, root):
+            for chunk in x.split(SLOT_BYTES // x.itemsize):
+                slots = self._next_slots(chunk)
+                if self.rank == root:
+                    slots[root].copy_(chunk)
+                self._meet(limit)
+                if self.rank != root:
+                    chunk.copy_(slots[root])
+
+    def shift(self, output: torch.Tensor, x: torch.Tensor, source: int, limit: _Limit) -> None:
+        """(n) of the rank ``source``; every rank is the source of one."""
+        with self._lock, self._begin("shift", x):
+            columns = SLOT_BYTES // x.itemsize
+            for chunk, into in zip(x.split(columns), output.split(columns), strict=True):
+                slots = self._next_slots(chunk)
+                slots[self.rank].copy_(chunk)
+                self._meet(limit)
+                into.copy_(slots[source])
+
+    def barrier(self, limit: _Limit) -> None:
+        """Wait until all ranks have come here."""
+        with self._lock, self._begin("barrier", torch.empty(0)):
+            self._next_slots(torch.empty(0))
+            self._meet(limit)
+
+    @property
+    def sound(self) -> bool:
+        """Whether a collective can follow."""
+        return not self._failure
 
     def leave(self) -> None:
         """The others need not wait for this rank any more."""
@@ -124,16 +191,17 @@ class Memory:
             self._numbers[self.rank * _LINE + _GONE] = _LEFT
         self._close()
 
-    def _begin(self, kind: str, x: torch.Tensor, average: bool = False) -> Memory:
-        """Of a collective, which then runs as ``with self._lock, self._begin(...)``. An exception inside, from wherever
-        it comes (Ctrl-C, a signal's handler), leaves ranks with different sequence numbers, which would take the data
-        of one collective for those of another: this rank calls no more, and the others, who would wait for it, are
-        told.
+    def _begin(self, kind: str, x: torch.Tensor, detail: int = 0) -> Memory:
+        """Of a collective, which then runs as ``with self._lock, self._begin(...)``; ``detail``: its operation or root.
+
+        An exception inside, from wherever it comes (Ctrl-C, a signal's handler), leaves ranks with different sequence
+        numbers, which would take the data of one collective for those of another: this rank calls no more, and the
+        others, who would wait for it, are told.
         """
         if self._failure:
             raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
         self._failure = "it was interrupted, or has not ended"
-        self._call = x.nbytes << 8 | DIVIDED.index(x.dtype) << 4 | _KINDS.index(kind) << 1 | average
+        self._call = x.nbytes << 24 | detail << 12 | DTYPES.index(x.dtype) << 4 | _KINDS.index(kind)
         return self
 
     def __enter__(self) -> None:
@@ -150,6 +218,16 @@ class Memory:
         self._sequence += 1
         return self._slots[self._sequence & 1][:, : chunk.nbytes].view(chunk.dtype)
 
+    def _areas(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of the next sequence number: bytes of each part, int64 (ranks, ranks), and room for ``most`` bytes of
+        each, uint8 (ranks, ranks, most)."""
+        self._sequence += 1
+        slots, header = self._slots[self._sequence & 1], 8 * self.size
+        return (
+            slots[:, :header].view(torch.int64),
+            slots[:, header : header + self.size * most].unflatten(1, (self.size, most)),
+        )
+
     def _meet(self, limit: _Limit) -> None:
         """Say that this rank's slot is filled, and wait for those of the others."""
         numbers, sequence = self._numbers, self._sequence
@@ -160,7 +238,7 @@ class Memory:
             spins = 0
             while numbers[other * _LINE] < sequence:
                 spins += 1
-                if spins > _SPINS:
+                if spins > self._spins:
                     self._wait(other, limit)
             if numbers[other * _LINE + call] != self._call:
                 self._fail(
@@ -171,22 +249,23 @@ class Memory:
     def _wait(self, other: int, limit: _Limit) -> None:
         """For a rank that is not there soon."""
         at, sequence = other * _LINE, self._sequence
-        started = time.monotonic()
+        started = time.perf_counter()
         ends = select.poll()
         ends.register(self._processes[other], select.POLLIN)
         while self._numbers[at] < sequence:
-            passed = time.monotonic() - started
+            passed = time.perf_counter() - started
             if passed < 1e-3:
                 os.sched_yield()
                 continue
             gone = self._numbers[at + _GONE] or (_LEFT if ends.poll(0) else 0)
             if (gone or passed > limit()) and self._numbers[at] < sequence:
-                why = _WHY[gone]
-                self._fail(
+                self._failure = (
                     f"{_in_words(self._call)} failed after {passed:.1f} s on rank {self.rank} of {self.size} on "
-                    f"{socket.gethostname()}: rank {other} of the group has not come: {why}"
+                    f"{socket.gethostname()}: rank {other} of the group has not come: {_WHY[gone]}"
                 )
+                raise AbsentRankError(self._failure)
             time.sleep(5e-5)
+        self.waited += time.perf_counter() - started
 
     def _fail(self, why: str) -> NoReturn:
         self._failure = why
@@ -195,9 +274,15 @@ class Memory:
 
 def _in_words(call: int) -> str:
     """What :meth:`Memory._begin` made one number of, so that ranks can compare it."""
-    kind = _KINDS[call >> 1 & 7]
-    operation = "" if kind == "all-gather" else ", AVG" if call & 1 else ", SUM"
-    return f"{kind} of {call >> 8:,} bytes ({str(DIVIDED[call >> 4 & 15]).removeprefix('torch.')}{operation})"
+    kind, dtype, detail = _KINDS[call & 15], DTYPES[call >> 4 & 255], call >> 12 & 4095
+    told = [str(dtype).removeprefix("torch.")]
+    if kind in ("all-reduce", "reduce-scatter"):
+        told.append(OPERATIONS[detail])
+    if kind == "broadcast":
+        told.append(f"from rank {detail}")
+    if kind in ("all-to-all", "barrier"):
+        return kind
+    return f"{kind} of {call >> 24:,} bytes ({', '.join(told)})"
 
 
 def _close_all(descriptors: tuple[int, ...]) -> None:
@@ -205,24 +290,31 @@ def _close_all(descriptors: tuple[int, ...]) -> None:
         os.close(descriptor)
 
 
-def _apart(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+def _apart(x: torch.Tensor, output: torch.Tensor, whole_rows: bool = True) -> torch.Tensor:
     """x, or a copy of it if a chunk of ``output`` would be written over a later chunk of x: they share memory, and the
     smaller one is not a whole row (one rank's part) of the other."""
     overlap = x.data_ptr() < output.data_ptr() + output.nbytes and output.data_ptr() < x.data_ptr() + x.nbytes
-    return x.clone() if overlap and (x.data_ptr() - output.data_ptr()) % min(x.nbytes, output.nbytes) else x
+    rows = whole_rows and not (x.data_ptr() - output.data_ptr()) % max(min(x.nbytes, output.nbytes), 1)
+    return x.clone() if overlap and not rows else x
 
 
-def _add(slots: torch.Tensor, into: torch.Tensor) -> None:
-    """(ranks, n) -> (n), in the order of ranks."""
-    if len(slots) > 2 and into.itemsize == 2:
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """(n) as uint8."""
+    return x.view(torch.uint8)
+
+
+def _reduce(slots: torch.Tensor, into: torch.Tensor, operation: str) -> None:
+    """(ranks, n) -> (n), in the order of ranks; an average is not yet divided."""
+    combine = {"MAX": torch.maximum, "MIN": torch.minimum}.get(operation, torch.add)
+    if len(slots) > 2 and into.itemsize == 2 and into.is_floating_point():
         total = slots[0].float()
         for slot in slots[1:]:
-            total.add_(slot)
+            combine(total, slot, out=total)
         into.copy_(total)
         return
-    torch.add(slots[0], slots[1], out=into)
+    combine(slots[0], slots[1], out=into)
     for slot in slots[2:]:
-        into.add_(slot)
+        combine(into, slot, out=into)
 
 
 def join(rank: int, size: int, store: Any) -> Memory | None:
@@ -260,7 +352,7 @@ def _create_memory(size: int, secret: str) -> int:
     """Its descriptor, -1 if the system refuses it."""
     descriptor = -1
     try:
-        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("smp_node", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _HEADER + 2 * size * SLOT_BYTES)
         os.pwrite(descriptor, secret.encode(), _HEADER - _SECRET)
     except OSError:
@@ -295,127 +387,3 @@ def _watch(processes: dict[int, int]) -> dict[int, int] | None:
         _close_all(tuple(opened.values()))
         return None
     return opened
-
-
-class NodeProcessGroup(NetworkProcessGroup):
-    """The group that ``new_group(backend="smp_node")`` makes; see this module."""
-
-    def __init__(self, options: Any) -> None:
-        super().__init__(options)
-        store = dist.PrefixStore("smp/memory", options.store)
-        self.memory = join(options.group_rank, options.group_size, store) if options.group_size > 1 else None
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """What torch asks for."""
-        return NAME
-
-    def name(self) -> str:
-        """The same in newer versions."""
-        return NAME
-
-    def shutdown(self) -> None:
-        """What ``destroy_process_group`` calls."""
-        if self.memory is not None:
-            self.memory.leave()
-            self.memory = None
-        super().shutdown()
-
-    def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Any:
-        """In place; a sum or an average of one tensor goes through memory."""
-        opts = options_of(dist.AllreduceOptions, opts, more)
-        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        if self.memory is None or len(given) > 1 or not _is_taken(opts.reduceOp, given[0]):
-            return super().allreduce(tensors, opts)
-        self.counts["memory all-reduce"] += 1
-        with torch.inference_mode(given[0].is_inference()):  # else nothing may write to it
-            x = _flat(given[0])
-            self.memory.all_reduce(x, partial(self._seconds, opts), opts.reduceOp == dist.ReduceOp.AVG)
-            _copy_into(x, given[0])
-        return _CompletedWork(list(given))
-
-    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
-        """(n) of every rank -> (n x ranks)."""
-        opts = options_of(AllgatherOptions, opts, more)
-        fits = output.numel() == self.size() * given.numel()
-        if self.memory is None or not fits or not _is_taken(dist.ReduceOp.SUM, output, given):
-            return super().all_gather_single(output, given, opts)
-        self.counts["memory all-gather"] += 1
-        with torch.inference_mode(output.is_inference()):
-            result = _flat(output)
-            self.memory.all_gather(result, _flat(given), partial(self._seconds, opts))
-            _copy_into(result, output)
-        return _CompletedWork([output])
-
-    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None, **more: Any) -> Any:
-        """(n x ranks) of every rank -> (n) of the sum."""
-        opts = options_of(dist.ReduceScatterOptions, opts, more)
-        fits = given.numel() == self.size() * output.numel()
-        if self.memory is None or not fits or not _is_taken(opts.reduceOp, output, given):
-            return super().reduce_scatter_single(output, given, opts)
-        self.counts["memory reduce-scatter"] += 1
-        with torch.inference_mode(output.is_inference()):
-            result, average = _flat(output), opts.reduceOp == dist.ReduceOp.AVG
-            self.memory.reduce_scatter(result, _flat(given), partial(self._seconds, opts), average)
-            _copy_into(result, output)
-        return _CompletedWork([output])
-
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-
-    def _seconds(self, opts: Any) -> float:
-        return (limit_of(opts) or self.network.timeout).total_seconds()
-
-
-def _is_taken(op: Any, *tensors: torch.Tensor) -> bool:
-    """Whether they are summed or gathered through memory. Only what is the same on all ranks decides, or what an error
-    names where they differ in it: not the strides of this rank's tensor."""
-    there = all(x.device.type == "cpu" and x.layout is torch.strided for x in tensors)
-    numbers = tensors[0].dtype in DIVIDED and all(x.dtype == tensors[0].dtype for x in tensors)
-    return there and numbers and bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """(elements), contiguous: a view of x, or a copy of a strided tensor or a negated view."""
-    return x.detach().resolve_neg().contiguous().view(-1)
-
-
-def _copy_into(result: torch.Tensor, x: torch.Tensor) -> None:
-    """What :func:`_flat` copied from x, back into x."""
-    if x.is_neg() or not x.is_contiguous():
-        x.detach().copy_(result.view(x.shape))
-
-
-class _CompletedWork(dist.Work):
-    """The handle of a collective that has finished."""
-
-    def __init__(self, result: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._result = result
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._result)
-        return future
-
-
-def _create(options: Any, _: Any = None) -> NodeProcessGroup:
-    return NodeProcessGroup(options)
-
-
-if NAME not in dist.Backend.backend_list:
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

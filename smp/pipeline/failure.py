@@ -16,6 +16,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from smp.parallel.shared_memory import AbsentRankError
+
 LOST = "lost is the rank that says nothing, or a link if every rank says this"
 
 
@@ -25,9 +27,12 @@ class PipelineError(RuntimeError):
 
 
 def lost_contact(error: RuntimeError) -> bool:
-    """Whether communication failed: torch's own types, or gloo's plain RuntimeError, which names a file of gloo."""
+    """Whether communication failed: torch's own types, a rank that does not come to memory that is shared, or gloo's
+    plain RuntimeError, which names a file of gloo."""
     # ``type(...) is``: torch's own errors are subclasses of RuntimeError, and each means something else.
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in reason(error))
+    return isinstance(error, (dist.DistError, AbsentRankError)) or (
+        type(error) is RuntimeError and "gloo/" in reason(error)
+    )
 
 
 def reason(error: RuntimeError) -> str:
@@ -52,15 +57,21 @@ def naming(where: str, *, function: bool = True, wrap: type[RuntimeError] = Pipe
 def _function(error: RuntimeError) -> str:
     """The innermost function of this package, such as clip_gradients."""
     # A traceback goes from the outermost to the innermost frame: the last one inside of this package is wanted.
-    return list(_of_this_package(traceback.walk_tb(error.__traceback__)))[-1]
+    return list(of_this_package(traceback.walk_tb(error.__traceback__)))[-1]
 
 
 def function_of_thread(ident: int) -> str:
     """The innermost function of this package that a thread is in just now."""
-    return next(_of_this_package(traceback.walk_stack(sys._current_frames()[ident])), "a function of another package")
+    return next(of_this_package(traceback.walk_stack(sys._current_frames()[ident])), "a function of another package")
 
 
-def _of_this_package(stack: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
-    package = str(Path(__file__).parents[1])
-    names = (frame.f_code.co_qualname for frame, _ in stack if frame.f_code.co_filename.startswith(package))
+def of_this_package(stack: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
+    """Not of its process groups: who called them is what says where a run stands."""
+    package = Path(__file__).parents[1]
+    groups = {str(package / "parallel" / f"{name}.py") for name in ("backend", "node_group", "shared_memory")}
+    names = (
+        frame.f_code.co_qualname
+        for frame, _ in stack
+        if (file := frame.f_code.co_filename).startswith(str(package)) and file not in groups
+    )
     return (name.partition(".<locals>")[0] for name in names)  # not a comprehension in it

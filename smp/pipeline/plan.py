@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from smp.config import Config, ConfigError, Layout, ModelConfig, ParallelConfig
-from smp.config.batch import BatchSizes
+from smp.config.batch import BatchSizes, count_micro_batches
 from smp.models.arithmetic import ForwardFlops, count_part, forward_flops
 from smp.models.part import ModelPart
 from smp.pipeline.actions import Op, Schedule
@@ -58,7 +58,7 @@ def plan_pipeline(config: Config, layout: Layout) -> Plan:
     parallel, data, model = config.parallel, config.data, config.model
     name, chunks = parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank
     assert name is not None and chunks is not None and data.global_batch_size is not None, "resolved before"
-    micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
+    micro_batches = count_micro_batches(data, layout.data_parallel)
     sizes = (name, layout.pp, micro_batches, chunks, parallel.pipeline_reshard)
     training, evaluation = _schedule(*sizes, evaluation=False), _schedule(*sizes, evaluation=True)
     flops, replays = forward_flops(model, data.seq_length or 1), _replays(parallel)
@@ -113,16 +113,15 @@ def _costs(part: ModelPart, flops: ForwardFlops, replays: int, tokens: int) -> S
 
 def plans_by_size(config: Config, layout: Layout) -> dict[int, Plan]:
     """The plan for each number of micro-batches that a step of the run has: one, or one for each size of its schedule.
-    Sizes that this layout cannot take are behind a run that was resumed, or refused where they are not.
 
     Raises:
         ConfigError: the schedule cannot take one of these sizes.
     """
-    data, each = config.data, config.data.micro_batch_size * layout.data_parallel
-    sizes = [size for size in BatchSizes.of(data).ahead() if size % each == 0]
+    data = config.data
+    counts = {count_micro_batches(data, layout.data_parallel, size): size for size in BatchSizes.of(data).ahead()}
     return {
-        size // each: plan_pipeline(replace(config, data=replace(data, global_batch_size=size)), layout)
-        for size in sizes
+        count: plan_pipeline(replace(config, data=replace(data, global_batch_size=size)), layout)
+        for count, size in counts.items()
     }
 
 

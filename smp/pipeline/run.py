@@ -7,6 +7,7 @@ that reads a message waits for it.
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from functools import partial
 from typing import Protocol
@@ -56,6 +57,8 @@ class Runner:
 
     def __init__(self, links: Links, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.links = links
+        self.waited = 0.0
+        """Seconds so far in which the host waited for messages."""
         self.new_message = partial(torch.empty, shape, dtype=dtype, device=device)  # a buffer to receive into
 
     def run(self, schedule: Schedule, stages: Stages, recorder: Watcher | None = None) -> None:
@@ -160,8 +163,10 @@ class _Step:
         assert not self.received and not self.results, "a valid schedule uses every result once"
 
     def _wait(self, action: Action, work: dist.Work) -> None:
+        began = time.perf_counter()
         try:
             work.wait()
+            self.runner.waited += time.perf_counter() - began
         except RuntimeError as error:
             raise self._failure(action, error) from error
 

@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 from smp.config import Config, Layout
 from smp.models.presets import PRESETS
+from smp.parallel.node_group import NAME
 from smp.planner.record import Calls, Collective, Items, NotANumber, Operator, TensorLike, recorded_step
 from smp.training.host_memory import keep_freed_memory
 from smp.training.meter import FREE
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
@@ -169,7 +170,8 @@ def _work(
     os.chdir(folder)
     # In a folder of its own: no port that somebody else may have taken.
     store = dist.FileStore(f"{folder}/store", processes)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    # As a run on this machine: its groups inherit the backend.
+    dist.init_process_group(NAME if processes > 1 else "gloo", store=store, rank=rank, world_size=processes)
     answer.send(fn(rank, processes, *rest))
     dist.barrier()
     dist.destroy_process_group()
@@ -189,12 +191,12 @@ class TrainingRun:
 
     def __init__(self, config: Config, rank: int, processes: int, name: str) -> None:
         config.logging.log_dir = name
-        self._run = Run(pretraining(config), Process(rank, processes, rank), torch.device("cpu"), StopSignal())
+        self._run = Run(Pretraining(config), Process(rank, processes, rank), torch.device("cpu"), StopSignal())
         self.step()
 
     def step(self) -> float:
         """Seconds of one more step, without the wait for its data."""
-        batch = next(self._run.batches)
+        batch = self._run.batches.next_or_reason()
         dist.barrier()
         started = time.perf_counter()
         self._run.trainer.train_step(batch)

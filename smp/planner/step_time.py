@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from smp.config import Config, Layout
+from smp.config.batch import count_micro_batches
 from smp.config.fp8 import layers_in_bf16
-from smp.config.moe import has_experts
+from smp.config.layers import layer_specs
 from smp.config.mtp import further_layers
 from smp.models.arithmetic import forward_flops
 from smp.models.inventory import (
@@ -63,7 +64,7 @@ class StepModel:
         assert data.seq_length is not None and data.global_batch_size is not None, "resolved before"
         self.config, self.layout, self.device, self.plan = config, layout, device, plan
         self.tokens = data.micro_batch_size * data.seq_length // layout.cp
-        self.micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
+        self.micro_batches = count_micro_batches(data, layout.data_parallel)
         self.width = 2 if parallel.bf16 else 4
         self.peak = device.peak if parallel.bf16 else device.peak / 2  # TF32
         self.fp8 = Fp8Costs.of(parallel)
@@ -83,7 +84,8 @@ class StepModel:
         model, forward, backward = self.config.model, Pass(), Pass()
         layers = range(model.num_layers)
         in_bf16 = layers_in_bf16(self.config.parallel, model.num_layers)
-        kinds = [(has_experts(model, layer), self.fp8 is not None and layer not in in_bf16) for layer in layers]
+        specs = layer_specs(model)
+        kinds = [(specs[layer].has_experts, self.fp8 is not None and layer not in in_bf16) for layer in layers]
         for kind, number in Counter(kinds).items():
             experts, fp8 = kind
             ahead, back = self._block_passes(self.blocks[kinds.index(kind)], experts=experts, fp8=fp8)
@@ -137,7 +139,7 @@ class StepModel:
         block, and before it a projection between norms, which a rank computes of its own tokens."""
         model, last = self.config.model, self.config.model.num_layers - 1
         fp8 = self.fp8 is not None and last not in layers_in_bf16(self.config.parallel, model.num_layers)
-        ahead, back = self._block_passes(self.blocks[last], experts=has_experts(model, last), fp8=fp8)
+        ahead, back = self._block_passes(self.blocks[last], experts=layer_specs(model)[last].has_experts, fp8=fp8)
         split = self._slices()
         products = sum(self._product(p) for p in prediction_parameters(model, 0)) / split
         numbers = self.tokens * 10 * model.hidden_size / split  # three norms, and both results side by side

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from smp.kernels.fp8 import E4M3, Quantised, dequantise, quantise
-from smp.layers.fp8.apply import LayerScaling, scales_of_parts
+from smp.layers.fp8.layer_scaling import LayerScaling, scales_of_parts
 from smp.parallel.collectives import all_gather_flat
 
 _ALIGNED = 8

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.head import VocabParallelHead
 from smp.layers.moe import Experts, MoE
 from smp.layers.moe.experts import ExpertLinear
+from smp.models.protocol import Model
 from smp.parallel.context import ParallelContext
 from smp.parallel.network.choose import NetworkCollectives
 from smp.sharding.fp8_gather import gather_in_fp8
@@ -48,18 +50,24 @@ _KEPT = {
     torch.ops.smp.scaled_product.default,
     torch.ops.smp.grouped_product.default,
     torch.ops.smp.exchange_rows.default,
+    torch.ops.smp.gated_delta_rule.default,
 }
 _VARLEN = "torch_attn._varlen_attn.default"
 """Also kept. By its name: it is not there until torch.nn.attention.varlen is imported."""
 
 
 Strategy = Literal["optim_grads_params", "optim_grads", "optim"]
-Model = TypeVar("Model", bound=nn.Module)
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def parallelize(
-    model: Model, context: ParallelContext, config: ParallelConfig, offload: Offload | None = None
-) -> Model:
+    model: AnyModule,
+    context: ParallelContext,
+    config: ParallelConfig,
+    offload: Offload | None = None,
+    *,
+    compile_experts: bool = True,
+) -> AnyModule:
     """Apply recompute, offload, compile and hybrid FSDP to ``model`` (built on the meta device or not), in place.
 
     Build the optimizer afterwards: FSDP replaces the parameters.
@@ -69,38 +77,43 @@ def parallelize(
     pipeline keep FSDP: with several micro-batches in flight each would hold its own cast weights.)
 
     Args:
-        model: with ``TransformerBlock`` modules. It may say in a method ``fsdp_units()`` which modules, or lists of
-            them, FSDP gathers and frees together; by default each block is a unit, and the rest is one.
+        model: with ``TransformerBlock`` modules. A ``smp.models.protocol.Model`` says in ``fsdp_units()`` what FSDP
+            gathers and frees together; of any other module each block is a unit, and the rest is one.
         context: of the run.
         config: recompute, compile and precision.
         offload: what :func:`smp.sharding.offload.offload_of` made, where ``config`` asks for it.
+        compile_experts: with ``config.compile``, also blocks with experts.
 
     Raises:
         ValueError: ``config`` asks for offload, and it is not given.
     """
     if config.offload_activations and offload is None:
         raise ValueError("offload_activations: give what offload_of(config, device) makes")
-    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    known = model if isinstance(model, Model) else None
+    blocks = [m for m in model.modules() if isinstance(m, TransformerBlock)] if known is None else known.blocks()
     for block in blocks:
         # Offload lies around recompute: what it sends to the host is then the block's input alone.
-        block.run = _wrapped(block.run, config)
+        left_out = isinstance(block, MoEBlock) and not compile_experts
+        block.run = _wrapped(block.run, replace(config, compile=False) if left_out else config)
         if offload is not None:
             block.run = offload.around(block, block.run)
     # Also where there is no FSDP: a norm would count copies there too.
     _check_parameters(model)
-    if context.fsdp is None or not context.has_fsdp:
+    # One rank has FSDP, too, where nothing else casts weights.
+    casts = known is None or known.casts_weights or not config.bf16
+    if context.fsdp is None or (casts and not context.has_fsdp):
         if config.bf16:
             _check_compute_dtype(model)
         return model
-    fsdp_units: Any = getattr(model, "fsdp_units", lambda: blocks)
+    units: list[Any] = [*blocks] if known is None else known.fsdp_units()
     # Experts first: ``fully_shard`` leaves parameters alone that a unit inside has taken.
     if context.expert_fsdp is not None:
         _shard_experts(model, context.expert_fsdp, context.collectives, bf16=config.bf16)
-    shard(model, fsdp_units(), context.fsdp, bf16=config.bf16, collectives=context.collectives)
+    shard(model, units, context.fsdp, bf16=config.bf16, collectives=context.collectives)
     if config.fp8_param_gather:
         gather_in_fp8(model)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
-        only_trained: Sequence[nn.Module] = getattr(model, "further_blocks", ())  # validation would leave them gathered
+        only_trained = () if known is None else known.further_blocks  # validation would leave them gathered
         prefetch([block for block in blocks if block not in only_trained])
         _gather_once(model)
         if config.data_parallel_sharding_strategy != "optim_grads_params":

@@ -15,19 +15,20 @@ is the only file of the project that calls private functions of FSDP2.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from smp.config.mtp import further_layers
 from smp.layers.linear import linear_layers
 from smp.layers.linear_functions import WeightGradients
 from smp.layers.moe.experts import expert_layers
-from smp.models.gpt import GPT
 from smp.models.part import ModelPart
+from smp.models.protocol import StagedModel
 from smp.parallel.boxes import placed_like
 from smp.sharding.parallelize import with_experts
 
@@ -42,7 +43,7 @@ class ShardedStages:
             :meth:`backward_weight`.
     """
 
-    def __init__(self, model: GPT, stages: Mapping[int, ModelPart], *, split_backward: bool = False) -> None:
+    def __init__(self, model: StagedModel, stages: Mapping[int, ModelPart], *, split_backward: bool = False) -> None:
         assert isinstance(model, FSDPModule)
         self.model: Any = model
         self._units = {stage: _units(model, part) for stage, part in stages.items()}
@@ -128,17 +129,37 @@ class ShardedStages:
         self.model.set_is_last_backward(False)
 
 
-def _units(model: GPT, part: ModelPart) -> list[Any]:
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Within, the parameters of ``model`` are whole, or those of its tensor-parallel shards: for many forward passes
+    without gradients, each of which would gather all of them. Every rank that shares parameters enters, and leaves it.
+    Without FSDP nothing is done."""
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        yield
+        return
+    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]  # as the first forward pass would
+    groups = [group for unit in units for group in _groups(unit)]
+    policies = [group.post_forward_mesh_info for group in groups]
+    try:
+        for unit in units:
+            unit.unshard()
+        for group in groups:
+            group.post_forward_mesh_info = None  # freed after no forward pass
+        yield
+    finally:
+        for group, policy in zip(groups, policies, strict=True):
+            group.post_forward_mesh_info = policy
+            # What a backward pass would prefetch by: the order of forward passes, of which there were thousands.
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
+        for unit in units:
+            unit.reshard()
+
+
+def _units(model: StagedModel, part: ModelPart) -> list[Any]:
     """FSDP2 units that hold parameters of ``part``, as ``parallelize`` made them, in the order of their use."""
-    first = [model.embedding, model.positions, model.embedding_norm] if part.embedding else []
-    last: list[Any] = []
-    if part.head:
-        last = [*model.predictions.values(), model.final_norm]  # the norm's is the head's, but with predictions
-        last += [model.embedding if model.embeds_at_the_end else None]
-        last += [model.head if len(model.predictions) and not model.tied else None]
-    layers = (*part.layers, *(further_layers(model.config) if part.head else ()))
-    blocks = [module for i in layers for module in with_experts(model.layers[str(i)])]
-    return list(dict.fromkeys(module for module in (*first, *blocks, *last) if module is not None))
+    return [module for unit in model.stage_units(part) for module in with_experts(unit)]
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

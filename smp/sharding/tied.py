@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from smp.models.gpt import GPT
+from smp.models.protocol import StagedModel
 from smp.parallel.links import Links
 
 
@@ -21,12 +21,11 @@ class TiedMatrix:
         ends: pipeline ranks of the first and the last stage, which differ.
     """
 
-    def __init__(self, model: GPT, links: Links, ends: tuple[int, int]) -> None:
+    def __init__(self, model: StagedModel, links: Links, ends: tuple[int, int]) -> None:
         self._links, self._weight, self._other = links, None, -1
         if links.rank in ends:
-            assert model.embedding is not None
             # Whichever of the two ends this rank is, the other one is their sum minus it.
-            self._weight, self._other = model.embedding.weight, ends[0] + ends[1] - links.rank
+            self._weight, self._other = model.embedding_matrix(), ends[0] + ends[1] - links.rank
 
     @property
     def copies(self) -> dict[torch.Tensor, int]:

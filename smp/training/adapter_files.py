@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,21 @@ from smp.checkpoint.box import read_box_into
 from smp.checkpoint.folder import Folder, open_folder
 from smp.checkpoint.latest import iteration_name
 from smp.config import Config, ConfigError, ModelConfig
+from smp.config.commands import tool
 from smp.config.fields import flag_of
 from smp.convert.adapters import HEAD, Adapter, Adapters, family_for, is_adapter_folder
+from smp.convert.changes import changes_of_files, misfit
 from smp.convert.describe import read_architecture
 from smp.convert.formats import Opened
 from smp.convert.hf import BESIDE, carried, copy_companions
-from smp.convert.hf_config import CONFIG, architecture, is_hf_folder, read_hf_config
+from smp.convert.hf_config import CONFIG, is_hf_folder, read_hf_config
 from smp.convert.peft_read import read_adapters
-from smp.convert.peft_write import write_adapters
+from smp.convert.peft_write import write_adapters, write_own_names
 from smp.data.tokenizer_files import HuggingFaceTokenizer
 from smp.training.saved_run import SavedRun
 
-_OF_HEADS = ("scalar_head", "untie_embeddings_and_output_weights")
+OF_HEADS = ("scalar_head", "untie_embeddings_and_output_weights")
+"""Settings that a reward model has otherwise than the language model that it was made of."""
 ADAPTER = "adapter"
 """Folder beside the checkpoints of a run with the adapters of its end."""
 
@@ -56,22 +60,31 @@ def open_adapters(path: Path, model: Opened) -> Adapters:
         content = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
         return read_adapters(path, config, family_for(config, content))[0]
     folder = open_folder(find(path))
-    _require_same_model(folder, config)
-    return read_saved_adapters(folder, read_manifest(folder))
+    trained = _require_same_model(folder, config)
+    adapters = read_saved_adapters(folder, read_manifest(folder))
+    adapters.model = trained
+    return adapters
 
 
-def _require_same_model(folder: Folder, config: ModelConfig) -> None:
-    """Raise CheckpointError when a run's adapters are of another architecture: fewer layers of the same shapes would
-    fit as well."""
-    trained, model = read_architecture(str(folder)) or {}, architecture(config)
-    if trained.get("scalar_head"):  # the head, which takes the place of any other, comes with them
-        trained = {name: value for name, value in trained.items() if name not in _OF_HEADS}
-    for name, value in trained.items():
-        if name != "mtp_num_layers" and model[name] != value:  # fine-tuning leaves those layers out
-            raise CheckpointError(
-                f"{folder} holds adapters of another model: one with {flag_of(name)} {value}, this one has "
-                f"{model[name]}"
-            )
+def _require_same_model(folder: Folder, base: ModelConfig) -> ModelConfig | None:
+    """The settings that a run trained its adapters with, if they say so, in a model with the tensors of ``base``.
+
+    Raises:
+        CheckpointError: it was of another architecture: fewer layers of the same shapes would fit as well.
+    """
+    said = read_architecture(str(folder))
+    if said is None:
+        return None
+    # A head of scores, which takes the place of any other, comes with the adapters; and fine-tuning leaves layers of
+    # multi-token prediction out.
+    own = {name: getattr(base, name) for name in (*OF_HEADS, "mtp_num_layers")}
+    trained = replace(base, **said | own)
+    if (name := misfit(trained, base)) is not None:
+        raise CheckpointError(
+            f"{folder} holds adapters of another model: one with {flag_of(name)} {getattr(trained, name)}, this one "
+            f"has {getattr(base, name)}"
+        )
+    return trained
 
 
 def read_saved_adapters(folder: Folder, manifest: Manifest) -> Adapters:
@@ -100,8 +113,9 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> torch.Tensor:
     return out
 
 
-def publish_adapter(config: Config, iteration: int) -> str:
-    """Write the adapters of the checkpoint of ``iteration`` to ``<save>/adapter``; returns where that is. On one rank.
+def publish_adapter(config: Config, iteration: int) -> list[str]:
+    """Write the adapters of the checkpoint of ``iteration`` to ``<save>/adapter``; returns what the user should hear.
+    On one rank.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the folder not be written.
@@ -111,13 +125,29 @@ def publish_adapter(config: Config, iteration: int) -> str:
     saved, folder = root.child(iteration_name(iteration)), root.child(ADAPTER)
     # Read from the checkpoint and not from the model: it has whole matrices, whatever the layout.
     adapters = read_saved_adapters(saved, read_manifest(saved))
-    family = family_for(config.model, reference_config(config))
     dropout, base = config.lora.lora_dropout or 0.0, str(config.checkpoint.load)
     try:
+        if config.model.is_foreign:
+            write_own_names(folder, adapters, base=base)
+            return [f"adapter in peft's format: {folder}"]
+        family = family_for(config.model, reference_config(config))
         write_adapters(folder, adapters, config.model, family, dropout=dropout, base=base)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from None
-    return str(folder)
+    return [f"adapter in peft's format: {folder}", *_unsaid(config, base)]
+
+
+def _unsaid(config: Config, load: str) -> list[str]:
+    """A line where the base model has other settings: peft's format says nothing of the model."""
+    said = read_architecture(load, config.checkpoint.ckpt_step)
+    leave = (*OF_HEADS, "mtp_num_layers")
+    changed = "" if said is None else changes_of_files(ModelConfig(**said), config.model, leave)
+    if not changed:
+        return []
+    return [
+        f"WARNING: that format says nothing of the model, and the one in --load {load} differs from what the adapter "
+        f"was trained with: {changed}; checkpoints know it: {tool('merge-lora')} --adapter {config.checkpoint.save}"
+    ]
 
 
 def leave_companions(config: Config) -> None:

@@ -9,24 +9,25 @@ from typing import Any
 
 import torch
 
-from smp.config import Config, Layout
+from smp.config import Config, ConfigError, Layout
 from smp.config.batch import BatchSizes
-from smp.config.layer_pattern import hides_tokens, scores_flag
+from smp.config.layers import hides_tokens, scores_flag
 from smp.data.loader import BatchLoader, ReadBatch
+from smp.generation import Generator
 from smp.kernels.attention import AttentionShape, choose_attention
 from smp.kernels.attention_core import AttentionCore, BlockCore
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.kernels.grouped import describe_products
-from smp.layers import init_weights
 from smp.layers.context_parallel import context_parallel_attention
 from smp.layers.fp8.apply import use_fp8
-from smp.models.gpt import GPT
+from smp.models.build import new_model
+from smp.models.protocol import Model, require_capability, require_stages
 from smp.parallel.context import ParallelContext
-from smp.pipeline.plan import Plan, plans_by_size
+from smp.pipeline.plan import Plan, plan_pipeline, plans_by_size
 from smp.sharding.offload import Offload
 from smp.sharding.parallelize import parallelize
 from smp.training.eight_bit import choose_fp8, fp8_of, layers_without_fp8
-from smp.training.exchange import exchange_of
+from smp.training.exchange import exchange_of, recurrence_exchange
 from smp.training.forward_backward import Accumulation, ForwardBackward
 from smp.training.pipelined import Pipelined
 
@@ -62,20 +63,34 @@ def choose_backends(
         compile=parallel.compile,
         selective=parallel.recompute_granularity == "selective",
     )
+    if model.is_foreign:
+        shown = {name: reason for name, reason in reasons.items() if name == "cross_entropy"}
+        return kernels, [*describe_kernels(kernels, shown), "attention: transformers' sdpa"]
     shape = _attention_shape(config, documents=documents, other_lengths=other_lengths)
     attention = choose_attention(
         parallel.attention_backend, device, shape, deterministic=config.training.deterministic_mode
     )
     core, exchanged = _over_context_ranks(attention.core, config, context, device)
+    of_recurrences, told = recurrence_exchange(config)
+    if kernels.delta_rule == "fla" and (why := _not_by_fla(config, of_recurrences)):
+        kernels, reasons = replace(kernels, delta_rule="torch"), {**reasons, "delta_rule": why}
     used = {"swiglu": model.swiglu, "rope": model.position_embedding_type == "rope"}
     used |= dict.fromkeys(("router", "permute"), model.num_experts is not None)
+    used |= {"delta_rule": model.linear_attention_type == "gated_delta_net"}
     # Of an operation that this model does not have the user need not hear.
     shown = {name: reason for name, reason in reasons.items() if used.get(name, True)}
-    lines = [*describe_kernels(kernels, shown), str(attention), *exchanged]
+    lines = [*describe_kernels(kernels, shown), str(attention), *exchanged, *told]
     if model.attention_dropout > 0.0:
         lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
     lines += [*_products_of_experts(config, device, shape.dtype), *choose_fp8(config, device)]
-    return replace(kernels, attention=core), lines
+    return replace(kernels, attention=core, recurrence_exchange=of_recurrences), lines
+
+
+def _not_by_fla(config: Config, exchange: str) -> str:
+    """Why the kernels of flash-linear-attention do not compute this run's recurrences; "": they do."""
+    if config.parallel.context_parallel_size > 1 and exchange == "states":
+        return "context parallelism by states multiplies them in fp32, which flash-linear-attention does not"
+    return "" if config.parallel.bf16 else "flash-linear-attention does not take fp32"
 
 
 def _attention_shape(config: Config, *, documents: bool, other_lengths: tuple[int, ...]) -> AttentionShape:
@@ -115,7 +130,28 @@ def _products_of_experts(config: Config, device: torch.device, dtype: torch.dtyp
         return []
     assert model.moe_ffn_hidden_size is not None, "resolved before"
     ranks = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    return describe_products(device, dtype, (model.hidden_size, model.moe_ffn_hidden_size // ranks))
+    lines = describe_products(device, dtype, (model.hidden_size, model.moe_ffn_hidden_size // ranks))
+    if parallel.compile and (why := _why_uncompiled(device)):
+        lines.append(f"--compile: blocks with experts are not compiled: {why}")
+    return lines
+
+
+def compiles_experts(device: torch.device) -> bool:
+    """Whether --compile takes blocks with experts there."""
+    return not _why_uncompiled(device)
+
+
+def _why_uncompiled(device: torch.device) -> str:
+    """On an H100 with torch 2.11 compiled experts in fp32 had gradients of zero (:func:`smp.kernels.returned.returned`
+    says why; an eager run on a CPU in which these are zero has that card's losses, 5.3016, 4.9659, 4.8730). They have
+    the right ones since, in what torch 2.11 makes for CUDA, run by Triton's interpreter; on a GPU
+    ``tests/gpu/test_features.py`` has yet to show it. What torch 2.11 makes for a CPU gives routers of sigmoids another
+    gradient, by half of it; that of 2.13 is compared in every layout. 2.12 was not tried."""
+    if device.type == "cuda":
+        return "on CUDA torch 2.11 made wrong gradients of them, and what repairs that has not run on a GPU yet"
+    if torch.__version__ < "2.13":  # a version, not a text
+        return f"torch {torch.__version__} is before 2.13: that of 2.11 made wrong gradients of their routers"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -141,21 +177,39 @@ class RunSetup:
     progress: Callable[[], None] = lambda: None
 
 
-def build_model(config: Config, setup: RunSetup) -> GPT:
+def setup_beside(config: Config, setup: RunSetup, *, documents: bool, trim: bool) -> RunSetup:
+    """For a second model in the layout of a run, of the architecture in ``config``; arguments as of
+    :func:`choose_backends`, ``trim``: sequences of any length come."""
+    context, length = setup.context, config.data.seq_length
+    assert length is not None, "resolved before"
+    shorter = (1, max(length - 1, 1)) if trim else ()
+    kernels, _ = choose_backends(config, context, setup.device, documents=documents, other_lengths=shorter)
+    if setup.plan is None:
+        return replace(setup, kernels=kernels)
+    layout = Layout.from_config(config.parallel, context.world_size)
+    return replace(setup, kernels=kernels, plan=plan_pipeline(config, layout))
+
+
+def build_model(config: Config, setup: RunSetup) -> Model:
     """A model with initial weights. Built without memory, sharded, and only then filled: no rank ever holds more than
     its part."""
     model = assemble(config, setup)
-    parallelize(model, setup.context, config.parallel, setup.offload)
-    # ``to_empty`` loses buffers too, so ``init_weights`` fills all that has an initializer.
-    model.to_empty(device=setup.device)
-    init_weights(model, config.training.seed)
+    experts = compiles_experts(setup.device)
+    parallelize(model, setup.context, config.parallel, setup.offload, compile_experts=experts)
+    model.draw(setup.device, config.training.seed)
     return model
 
 
-def assemble(config: Config, setup: RunSetup) -> GPT:
-    """This rank's parts of the model, without memory and not yet sharded."""
+def assemble(config: Config, setup: RunSetup) -> Model:
+    """This rank's parts of the model, without memory and not yet sharded.
+
+    Raises:
+        ConfigError: the model cannot do what the layout asks of it.
+    """
     context, plan = setup.context, setup.plan
-    model = GPT(
+    if config.model.is_foreign:
+        return foreign_model(config, context, setup.kernels)
+    model = new_model(
         config.model,
         context,
         seed=config.training.seed,
@@ -163,23 +217,55 @@ def assemble(config: Config, setup: RunSetup) -> GPT:
         parts=None if plan is None else list(plan.stages_of(context.pp_rank).values()),
         kernels=setup.kernels,
     )
+    if plan is not None:
+        require_stages(model, "--pipeline-model-parallel-size")
+    if context.cp_group is not None:
+        require_capability(model, "context parallelism", "--context-parallel-size")
     if (fp8 := fp8_of(config)) is not None:
         use_fp8(model, fp8, context, setup.device, leave=layers_without_fp8(config, model))
     return model
 
 
-def build_forward_backward(config: Config, setup: RunSetup, model: GPT) -> ForwardBackward:
+def foreign_model(config: Config, context: ParallelContext, kernels: Kernels) -> Model:
+    """A model that transformers computes.
+
+    Raises:
+        ConfigError: it cannot be cut, or cannot be trained on these sequences.
+    """
+    # Here, because a model of this project's own needs none of that room.
+    from smp.hf.run_model import TransformersModel
+
+    model = TransformersModel(config.model, context, kernels)
+    packed = config.data.packing == "best-fit" if config.objective is not None else config.data.reset_attention_mask
+    if packed and model.no_documents:
+        raise ConfigError(model.no_documents)
+    return model
+
+
+def build_forward_backward(config: Config, setup: RunSetup, model: Model) -> ForwardBackward:
     """Through the pipeline, or without one by accumulation."""
     if setup.plan is None:
         return Accumulation(model, config.parallel.data_parallel_sharding_strategy)
-    context = setup.context
+    context, staged = setup.context, require_stages(model, "--pipeline-model-parallel-size")
     assert context.pp is not None, "a pipeline has ranks"
-    world_size = context.data_size * context.cp_size * context.tp.size() * context.pp.size()
     # A ramp-up of the batch size changes the number of micro-batches, so there is a schedule for each. Before the
     # groups: many schedules take a while, in which no rank waits for another.
-    plans = plans_by_size(config, Layout.from_config(config.parallel, world_size))
+    plans = plans_by_size(config, Layout.from_config(config.parallel, context.world_size))
     with setup.making_groups():
-        return Pipelined(config, setup.plan, plans, model, context, setup.device, setup.offload, setup.progress)
+        return Pipelined(config, setup.plan, plans, staged, context, setup.device, setup.offload, setup.progress)
+
+
+def build_generator(config: Config, setup: RunSetup, model: Model, *, batch_size: int = 32) -> Generator:
+    """What writes texts with the model of a run, where it is; see :class:`smp.generation.Generator`. Under pipeline
+    parallelism it makes process groups: one serves for the whole run."""
+    plan, stages = setup.plan, None
+    if plan is not None:
+        stages = [(part, plan.training.rank_of(stage)) for stage, part in enumerate(plan.parts)]
+    dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
+    with setup.making_groups():
+        return Generator(
+            model, setup.context, batch_size=batch_size, stages=stages, dtype=dtype, progress=setup.progress
+        )
 
 
 def batch_loader(
@@ -204,11 +290,10 @@ def batch_loader(
     return BatchLoader(
         dataset,
         micro_batch_size=data.micro_batch_size,
-        num_microbatches=data.global_batch_size // (data.micro_batch_size * context.data_size),
         dp_rank=context.data_rank,
         dp_size=context.data_size,
         start_sample=start,
-        batch_size=sizes,
+        batch_size=sizes or data.global_batch_size,
         num_workers=data.num_workers if read is None else 1,  # ``read`` keeps the order of one epoch at a time
         with_documents=data.reset_attention_mask,
         with_positions=data.reset_position_ids,

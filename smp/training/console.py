@@ -14,6 +14,7 @@ from smp.config.credentials import without_credentials
 from smp.config.mtp import further_layers
 from smp.models.arithmetic import pair_training_flops, training_flops_per_token
 from smp.training.device_peak import peak_flops
+from smp.training.goodput import Goodput
 from smp.training.run_record import start_record
 from smp.training.sinks import earlier_records, open_sinks
 from smp.training.trainer import Progress, StepResult
@@ -42,6 +43,8 @@ class Console:
         self._speaks, self._epoch = rank == 0, epoch
         self.failed = False
         """Whether the run ended with an error, for :meth:`close`."""
+        self.goodput: Goodput | None = None
+        """The run's, which is told with each line."""
         self._window: list[StepResult] = []
         self._progress = Progress()
         if not self._speaks:
@@ -84,11 +87,14 @@ class Console:
         self._progress = progress
         self._bar.update(1)
         self._window.append(result)
-        if result.skipped:
+        if not result.finite:
             self.say(
                 f"iteration {result.iteration}: loss {result.loss} or grad norm {result.grad_norm} is not finite; "
                 "step skipped"
             )
+        if result.table:
+            for sink in self._sinks:
+                sink.table(result.iteration, result.table)
         if result.iteration % self.config.logging.log_interval == 0:
             self._report(progress)
 
@@ -116,6 +122,7 @@ class Console:
             "tokens/s": tokens / seconds,
             "TFLOP/s per process": tflop / seconds,
             **self._device_record(tflop / seconds),
+            **({} if self.goodput is None else {"goodput": self.goodput.share}),
             **last_step.metrics,
         }
         self._window.clear()
@@ -126,6 +133,12 @@ class Console:
         else:
             epochs = None if self._epoch is None else last_step.consumed_samples / self._epoch
             self.say(short_line(self.config, last_step.iteration, record, epochs, last_step.metrics))
+
+    def note(self, iteration: int, record: Mapping[str, float], line: str) -> None:
+        """What else is measured every so many steps."""
+        if self._speaks:
+            self._log(iteration, record)
+            self.say(line)
 
     def _log(self, iteration: int, record: Mapping[str, float]) -> None:
         for sink in self._sinks:
@@ -140,11 +153,16 @@ class Console:
         return record | ({"MFU": rate * 1e12 / peak} if peak else {})
 
     def evaluation(self, iteration: int, loss: float, part: str = "validation") -> None:
-        """Report a loss in nats per token on a part of the data that is not trained on."""
+        """Report a loss in nats per token on a part of the data that is not trained on; of objectives that evaluate by
+        rewards it is minus the mean reward."""
         if not self._speaks:
             return
+        if self.config.objective_facts.evaluates == "reward":
+            self._log(iteration, {f"{part} reward": -loss})
+            self.say(f" {part} reward at iteration {iteration}: {-loss:.4f} |")
+            return
         record, line = {f"{part} loss": loss}, f" {part} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
-        if not self.config.judges_answers:  # the loss of answers is no entropy
+        if self.config.objective_facts.entropy:
             # Beyond its range this is infinite, where math.exp raises.
             perplexity = float(torch.tensor(loss).exp())
             record[f"{part} perplexity"] = perplexity
@@ -188,7 +206,7 @@ def log_line(config: Config, iteration: int, record: Mapping[str, float]) -> str
         f"tokens/s: {record['tokens/s']:.0f}",
         f"peak memory (GB): {record['peak memory (GB)']:.2f}",
     ]
-    parts += [f"MFU: {record['MFU']:.3f}"] if "MFU" in record else []
+    parts += [f"{name}: {record[name]:.3f}" for name in ("MFU", "goodput") if name in record]
     return " | ".join(parts) + " |"
 
 
@@ -225,7 +243,7 @@ def short_line(
         f"tokens/s: {record['tokens/s']:.0f}",
         *(f"{name}: {value:.4f}" for name, value in metrics.items()),
         f"peak memory (GB): {record['peak memory (GB)']:.2f}",
-        *([f"MFU: {record['MFU']:.3f}"] if "MFU" in record else []),
+        *(f"{name}: {record[name]:.3f}" for name in ("MFU", "goodput") if name in record),
     ]
     line = parts[0]
     for part in parts[1:]:

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp.config import Config, Layout, to_yaml
-from smp.config.batch import BatchSizes
+from smp.config import Config, Layout, ModelConfig, to_yaml
+from smp.config.batch import BatchSizes, count_micro_batches, uneven_in_words
 from smp.config.checks import notes_on_effects
-from smp.config.layer_pattern import hides_tokens, scores_flag
-from smp.config.moe import has_experts
+from smp.config.finetune import targets_of
+from smp.config.layer_pattern import with_experts
+from smp.config.layers import hides_tokens, in_runs, layer_specs, scores_flag
 from smp.config.mtp import further_layers
 from smp.convert.adapters import TENSORS
 from smp.layers.context_parallel.cost import bytes_sent
@@ -27,6 +28,7 @@ from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
 from smp.pipeline.validate import peak_activations
 from smp.training.eight_bit import describe_fp8
 from smp.training.exchange import exchange_of, exchanged
+from smp.training.members import describe_layouts
 from smp.training.memory import MemoryEstimate, largest_memory
 from smp.training.model_share import Tuned
 from smp.training.offload import describe_savings, trained_parameters
@@ -56,22 +58,30 @@ def describe(config: Config, world_size: int) -> str:
     memory, steps = largest_memory(config, layout, CHUNK_BYTES["cuda"], plan, tuned), _tried_steps(config, layout, plan)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
     # What --config is to read back trains: without the flags that only ask.
-    recipe = to_yaml(replace(config, training=replace(config.training, dry_run=False, suggest=None)))
+    training = replace(config.training, dry_run=False, suggest=None)
+    if training.train_samples is not None:  # from which the iterations follow
+        training = replace(training, train_iters=None)
+    if training.train_epochs is not None:
+        training = replace(training, train_iters=None, train_samples=None)
+    recipe = to_yaml(replace(config, training=training))
     lines = [
         in_words(config.model),
         f"mesh: {_mesh(layout)}",
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
         f"{config.model.num_layers} blocks of {count.per_layer:,})",
+        *([] if config.model.is_foreign else in_runs(layer_specs(config.model)[: config.model.num_layers])),
         *_experts(config, layout, count.active),
         *([] if plan is None else describe_plan(plan, config)),
         *_exchanges(config, layout),
         *describe_fp8(config),
         *notes_on_effects(config, layout),
+        *describe_layouts(config, world_size),
         *([] if config.objective is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
         f"model FLOPs, which MFU is measured in, without what is computed again: {tflop:.6f} TFLOP per token",
         f"tokens per step: {(config.data.global_batch_size or 0) * length:,}",
-        *BatchSizes.of(config.data).in_words(),
-        *(_estimated(memory, plan) if steps is None else [*_measured(steps), *_left_out(config)]),
+        *(sizes := BatchSizes.of(config.data)).in_words(),
+        *uneven_in_words(config.data, layout.data_parallel, sizes.ahead()),
+        *(_estimated(memory, plan, config.model) if steps is None else [*_measured(steps), *_left_out(config)]),
         *_offload(config, layout, plan, tuned, memory),
     ]
     if config.training.suggest is not None:
@@ -93,7 +103,7 @@ def _experts(config: Config, layout: Layout, active: int) -> list[str]:
     model = config.model
     if model.num_experts is None:
         return []
-    layers = [i for i in range(model.num_layers) if has_experts(model, i)]
+    layers = [i for i, experts in enumerate(with_experts(model)) if experts]
     some = "" if len(layers) == model.num_layers else f" in {len(layers)} of {model.num_layers} blocks"
     return [
         f"active parameters: {active:,} of a token, which gets {model.moe_router_topk} of {model.num_experts} experts"
@@ -126,11 +136,11 @@ def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[Step
 
     data = config.data
     assert data.global_batch_size is not None, "resolved before"
-    micro_batches = data.global_batch_size // (data.micro_batch_size * layout.data_parallel)
+    micro_batches = count_micro_batches(data, layout.data_parallel)
     passes = (config.model.num_layers + len(further_layers(config.model))) * (
         min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches
     )
-    passes *= 1 + config.has_pairs
+    passes *= config.objective_facts.rows
     model = config.model
     # which of a sequence's tokens are on a process is not known without data
     placed = model.moe_expert_capacity_factor is not None or model.moe_router_load_balancing_type == "sinkhorn"
@@ -138,7 +148,12 @@ def _tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[Step
     if across or not can_be_tried(config) or passes > MOST_PASSES:
         # The formula of ``memory`` answers then.
         return None
-    return [fake_gpu_step(config, layout, plan, rank) for rank in range(layout.pp)]
+    try:
+        return [fake_gpu_step(config, layout, plan, rank) for rank in range(layout.pp)]
+    except Exception:
+        if not config.model.is_foreign:
+            raise
+        return None  # a module of transformers' may read numbers, as some experts do
 
 
 def _measured(steps: list[StepMeasures]) -> list[str]:
@@ -176,14 +191,15 @@ def _left_out(config: Config) -> list[str]:
     return lines + ([f"the {hidden} left out of it: its attention is over all tokens before"] if masked else [])
 
 
-def _estimated(memory: MemoryEstimate, plan: Plan | None) -> list[str]:
+def _estimated(memory: MemoryEstimate, plan: Plan | None, model: ModelConfig) -> list[str]:
     """The formula's parts as lines."""
+    of = " as if its layers were plain ones, and whole on each process," if model.is_foreign else ""
     sizes = {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "most"}
     if not memory.secondary:
         del sizes["secondary"]
     sizes["total"] = memory.total  # less than the sum: they do not all peak at once
     return [
-        "memory per rank, estimated:" if plan is None else "memory of the rank that needs most, estimated:",
+        f"memory per rank,{of} estimated:" if plan is None else "memory of the rank that needs most, estimated:",
         *(f"  {name:18s}{size / 2**30:10.3f} GiB" for name, size in sizes.items()),
     ]
 
@@ -225,7 +241,7 @@ def _tuned(config: Config, layout: Layout) -> Tuned:
     if config.lora is not None and config.lora.load_in_4bit:
         in_4_bits = config.lora.bnb_4bit_use_double_quant
     adapters = adapter_elements(config, replace(layout, ep=1, etp=None))  # ep takes from FSDP what it cuts
-    return Tuned(adapters, in_4_bits, rows=1 + config.has_pairs, copies=int(copies))
+    return Tuned(adapters, in_4_bits, rows=config.objective_facts.rows, copies=int(copies))
 
 
 def adapter_elements(config: Config, layout: Layout) -> int:
@@ -238,11 +254,10 @@ def adapter_elements(config: Config, layout: Layout) -> int:
         return path.stat().st_size // 4 if path.is_file() else 0
     if lora.lora_rank is None:
         return 0
-    assert lora.lora_target_modules is not None, "filled in before"
     weights = {p.module: p for p in inventory(config.model) if p.linear or p.chosen is not None}
     plain = [name for name, weight in weights.items() if weight.linear]
     experts = [name for name, weight in weights.items() if not weight.linear]
-    targets = [target.strip() for target in lora.lora_target_modules.split(",")]
+    targets = targets_of(config)
     chosen = {name for target in targets for name in matching(plain, experts, target)}
     # A (rank, in) and B (out, rank) are cut as the weight (out, in) is; each expert has its own
     shapes = [weights[name].local_shape(layout) for name in chosen]

@@ -7,6 +7,7 @@ from torch import nn
 
 from smp.config import Config, ConfigError
 from smp.config.fp8 import layers_in_bf16
+from smp.config.layers import ranges_of
 from smp.kernels.fp8 import has_kernels
 from smp.layers.fp8.apply import Fp8, fp8_layers
 from smp.layers.fp8.scaling import Precision
@@ -63,7 +64,7 @@ def describe_fp8(config: Config) -> list[str]:
     left = layers_in_bf16(parallel, config.model.num_layers)
     routers = ", routers" if config.model.num_experts else ""
     kept = [f"embedding, norms, attention{routers}, output layer and loss"]
-    kept += [f"layers {_ranges(left)}"] if left else []
+    kept += [f"layers {ranges_of(left)}"] if left else []
     kept += ["gradients of weights"] if parallel.fp8_recipe in ("rowwise", "nvfp4") else []
     kept += ["adapters"] if config.has_adapters else []
     formats = "e4m3, gradients e5m2" if parallel.fp8_format == "hybrid" else parallel.fp8_format
@@ -91,14 +92,3 @@ def _check_device(config: Config, device: torch.device) -> None:
         f"--fp8-format {parallel.fp8_format}: {name} has no FP8 products with {parallel.fp8_recipe} scales; "
         "--fp8-emulate computes the same numbers without them"
     )
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Of ascending numbers: 0-1, 30-31."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

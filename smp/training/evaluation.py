@@ -14,8 +14,8 @@ from typing import Any
 from smp.config.commands import pip_install
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.tokenizer import PieceTokenizer, TuningTokenizer
-from smp.models.generation import Sampling, generate
-from smp.models.gpt import GPT
+from smp.generation import Generator, Request, Sampling, Stops
+from smp.models.protocol import Model
 from smp.models.scoring import token_scores
 
 
@@ -29,13 +29,15 @@ class TextScorer:
         ends: ids that end a text that the model writes.
         length: longest window of tokens.
         stride: tokens by which windows of long texts move, see ``smp.models.scoring``.
+        batch_size: texts that are written at once.
     """
 
-    model: GPT
+    model: Model
     tokenizer: TuningTokenizer
     ends: tuple[int, ...]
     length: int
     stride: int
+    batch_size: int = 32
 
     @property
     def prefix(self) -> list[int]:
@@ -79,18 +81,23 @@ class TextScorer:
         log_probs, likeliest = token_scores(self.model, ids, self.length, self.length, len(ids) - count)
         return float(log_probs.sum()), bool(likeliest.all())
 
-    def write(self, context: str, until: Sequence[str], count: int, sampling: Sampling) -> str:
-        """What the model writes after ``context``: ``count`` tokens at most, and what comes before any of ``until``."""
+    def write(self, contexts: Sequence[str], until: Sequence[str], count: int, sampling: Sampling) -> list[str]:
+        """What the model writes after each of ``contexts``: ``count`` tokens at most, and what comes before any of
+        ``until``."""
         longest = max(1, self.model.config.max_position_embeddings - count)
-        prompt = ([*self.tokenizer.before, *self.tokenizer.encode(context)] or self.prefix)[-longest:]
-        written, text = list[int](), ""
-        for token in generate(self.model, prompt, count, sampling, self.ends):
-            written.append(token)
-            # All tokens anew each time: single tokens may be parts of a character.
-            text = self.tokenizer.decode([i for i in written if i not in self.tokenizer.special])
-            if cuts := [at for mark in until if mark and (at := text.find(mark)) >= 0]:
-                return text[: min(cuts)]
-        return text
+        requests = []
+        for index, context in enumerate(contexts):
+            prompt = [*self.tokenizer.before, *self.tokenizer.encode(context)] or self.prefix
+            requests.append(Request(prompt[-longest:], count, index))
+        marks = tuple(mark for mark in until if mark)
+        stops = Stops(frozenset(self.ends), marks, self._decode)
+        written = Generator(self.model, batch_size=self.batch_size).write(requests, sampling, stops)
+        texts = {c.request.index: self._decode([i for i in c.ids if i not in self.ends]) for c in written}
+        cuts = {index: [at for mark in marks if (at := text.find(mark)) >= 0] for index, text in texts.items()}
+        return [texts[index][: min(cuts[index], default=None)] for index in range(len(contexts))]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode([i for i in ids if i not in self.tokenizer.special])
 
 
 @dataclass
@@ -153,7 +160,7 @@ def harness_model(scorer: TextScorer, name: str, seed: int = 0) -> Any:
         raise ValueError(f"--tasks needs lm-evaluation-harness: {pip_install('lm-eval')}") from None
 
     class Model(LM):  # type: ignore[misc]
-        """Requests are answered one by one, in their order."""
+        """Texts are scored one by one and written in batches."""
 
         tokenizer_name = name.replace("/", "__")
 
@@ -164,7 +171,7 @@ def harness_model(scorer: TextScorer, name: str, seed: int = 0) -> Any:
             return [scorer.text(request.args[0])[0] for request in requests]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            return [_written(scorer, *request.args, seed=seed) for request in requests]
+            return _written(scorer, [request.args for request in requests], seed)
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             source, tokenizer = scorer.tokenizer.template, scorer.tokenizer
@@ -180,8 +187,20 @@ def harness_model(scorer: TextScorer, name: str, seed: int = 0) -> Any:
     return Model()
 
 
-def _written(scorer: TextScorer, context: str, settings: dict[str, Any], *, seed: int) -> str:
-    """Of a request to write: greedy unless the task samples."""
+def _written(scorer: TextScorer, asked: Sequence[tuple[str, dict[str, Any]]], seed: int) -> list[str]:
+    """Of requests to write, (context, settings). Those with the same settings are written together."""
+    groups: dict[str, list[int]] = {}
+    for number, (_, settings) in enumerate(asked):
+        groups.setdefault(repr(sorted(settings.items())), []).append(number)
+    texts: dict[int, str] = {}
+    for numbers in groups.values():
+        contexts = [asked[number][0] for number in numbers]
+        texts |= dict(zip(numbers, scorer.write(contexts, *_how(asked[numbers[0]][1], seed)), strict=True))
+    return [texts[number] for number in range(len(asked))]
+
+
+def _how(settings: dict[str, Any], seed: int) -> tuple[list[str], int, Sampling]:
+    """What ends a text, most tokens, and how they are chosen: greedily unless the task samples."""
     known = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
     if unknown := [name for name in settings if name not in known]:
         raise ValueError(
@@ -192,5 +211,4 @@ def _written(scorer: TextScorer, context: str, settings: dict[str, Any], *, seed
     if settings.get("do_sample"):
         chosen = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         sampling = Sampling(**{name: settings.get(name, value) for name, value in chosen.items()}, seed=seed)
-    until = [until] if isinstance(until, str) else until
-    return scorer.write(context, until, int(settings.get("max_gen_toks", 256)), sampling)
+    return [until] if isinstance(until, str) else until, int(settings.get("max_gen_toks", 256)), sampling

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from smp.config import Config, ConfigError
 from smp.config.context_parallel import exchange_sizes
-from smp.config.layer_pattern import layer_attention
-from smp.config.mtp import further_layers
+from smp.config.layer_specs import DeltaNetMixer
+from smp.config.layers import layer_specs
 from smp.layers.context_parallel.auto import CPU, H100, Seen, choose_comm_type
 from smp.layers.context_parallel.choose import CommType
 from smp.layers.context_parallel.cost import Exchanged
@@ -72,8 +73,7 @@ def _seen(config: Config) -> Counter[Seen]:
     assert data.seq_length is not None, "resolved before"
     document = min(DOCUMENT, data.seq_length) if data.reset_attention_mask else None
     found = Counter[Seen]()
-    for layer in (*range(model.num_layers), *further_layers(model)):
-        attention = layer_attention(model, layer)
+    for attention in (spec.mixer for spec in layer_specs(model) if not isinstance(spec.mixer, DeltaNetMixer)):
         chunk = None if attention.chunk is None or attention.chunk >= data.seq_length else attention.chunk
         shorter = min((size for size in (document, chunk) if size is not None), default=None)
         found[Seen(attention.window, shorter)] += 1
@@ -87,7 +87,7 @@ def exchanged(config: Config) -> Exchanged:
     assert groups is not None and head_dim is not None and length is not None, "resolved before"
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     return Exchanged(
-        tokens=(1 + config.has_pairs) * data.micro_batch_size * length // cp,
+        tokens=config.rows_per_micro_batch * length // cp,
         heads=model.num_attention_heads // tp,
         groups=max(1, groups // tp),
         head_dim=head_dim,
@@ -95,3 +95,34 @@ def exchanged(config: Config) -> Exchanged:
         cp=cp,
         heads_group=exchange_sizes(parallel)[0],
     )
+
+
+def recurrence_exchange(config: Config) -> tuple[Literal["states", "heads"], list[str]]:
+    """What layers with a recurrence exchange, and a line for the user where sequences are cut. --cp-comm-type a2a:
+    heads for tokens; auto: what sends fewer bytes; all others: states."""
+    parallel, kind = config.parallel, config.parallel.cp_comm_type
+    mixer = next((s.mixer for s in layer_specs(config.model) if isinstance(s.mixer, DeltaNetMixer)), None)
+    cp = parallel.context_parallel_size
+    if mixer is None or cp == 1:
+        return "states", []
+    states, heads = recurrence_bytes(config, mixer)
+    shared = mixer.key_heads // parallel.tensor_model_parallel_size % cp == 0
+    by_heads = kind == "a2a" or (kind == "auto" and shared and heads < states)
+    what = "heads for tokens" if by_heads else "states"
+    line = f"context parallelism of recurrences: {what}; of a layer and micro-batch a process sends "
+    line += f"{2 * states / 2**20:.1f} MiB of states, {2 * heads / 2**20:.1f} MiB for heads"
+    return "heads" if by_heads else "states", [line]
+
+
+def recurrence_bytes(config: Config, mixer: DeltaNetMixer) -> tuple[int, int]:
+    """Bytes that a process sends for a layer and micro-batch in the forward pass, and in the backward pass once more:
+    of states, where a sequence is one document, and for heads."""
+    parallel, length = config.parallel, config.data.seq_length
+    assert length is not None, "resolved before"
+    cp, tp, b = parallel.context_parallel_size, parallel.tensor_model_parallel_size, 2 if parallel.bf16 else 4
+    rows, heads = config.rows_per_micro_batch, mixer.value_heads // tp
+    channels = 2 * mixer.key_heads // tp * mixer.key_dim + heads * mixer.value_dim
+    state = 4 * heads * mixer.key_dim * (mixer.key_dim + mixer.value_dim)
+    pieces = 2 * rows * (cp - 1)  # two on each process, of each sequence
+    there, back = b * channels + 8 * heads, b * heads * mixer.value_dim
+    return pieces * (state + (mixer.conv - 1) * channels * b), rows * length // cp * (cp - 1) * (there + back) // cp

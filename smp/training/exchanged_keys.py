@@ -47,7 +47,7 @@ def _gathered_keys(config: Config, layout: Layout, b: int, heads: int, groups: i
 
     data = config.data
     assert data.seq_length is not None, "resolved before"
-    sequences = (1 + config.has_pairs) * data.micro_batch_size
+    sequences = config.rows_per_micro_batch
     at_once = heads_at_once(groups, 2 * sequences * data.seq_length * width * b)
     w, own = 2 * at_once * width * layout.cp, at_once * (heads // groups) * width
     chunks = 2 * layout.cp

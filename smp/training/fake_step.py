@@ -19,7 +19,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp.config import Config, Layout
-from smp.config.layer_pattern import hides_tokens, scores_flag
+from smp.config.batch import count_micro_batches
+from smp.config.layers import hides_tokens, scores_flag
 from smp.config.mtp import further_layers
 from smp.kernels import Kernels
 from smp.kernels.attention_core import AttentionCore, AttentionSpec, Pair
@@ -33,8 +34,10 @@ from smp.layers.context_parallel.choose import context_parallel_attention
 from smp.layers.fp8.apply import fp8_history
 from smp.layers.head import CHUNK_BYTES, VocabParallelHead
 from smp.layers.moe.layer import MoE
-from smp.models.gpt import GPT
+from smp.layers.recurrence import Documents, DocumentsNeed
+from smp.layers.token_needs import TokenNeed
 from smp.models.micro_batch import Further, MicroBatch
+from smp.models.protocol import Model
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
 from smp.parallel.network.choose import NetworkCollectives
@@ -44,7 +47,7 @@ from smp.pipeline.recorder import Watcher
 from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
 from smp.training.build import RunSetup, assemble, build_forward_backward
-from smp.training.exchange import exchange_of
+from smp.training.exchange import exchange_of, recurrence_exchange
 from smp.training.fake_tuning import FakeReference, judged, tuned
 from smp.training.forward_backward import ForwardBackward, stream_gradients
 from smp.training.meter import Counts, Meter
@@ -151,13 +154,14 @@ def fake_step(
         context = replace(context, collectives=NetworkCollectives(secondary=secondary))
         if context.cp_exchange is not None:
             core = context_parallel_attention(kernels.attention, context.cp_exchange, exchange.kind)  # type: ignore[arg-type]
-            kernels = replace(kernels, attention=_PlannedOnTheHost(core))
+            of_recurrences, _ = recurrence_exchange(config)
+            kernels = replace(kernels, attention=_PlannedOnTheHost(core), recurrence_exchange=of_recurrences)
         meter = make_meter(_names(context))
         meter.over_gloo = device_type == "cpu"
         copier = _Uncounted(meter)
         setup = RunSetup(context, _CPU, kernels, plan, offload_of(config.parallel, copier))
 
-        def build(trained: bool) -> tuple[GPT, ForwardBackward]:
+        def build(trained: bool) -> tuple[Model, ForwardBackward]:
             model = _built(config, setup, CHUNK_BYTES[device_type], trained=trained)
             return model, build_forward_backward(config, setup, model)
 
@@ -173,18 +177,21 @@ def fake_step(
 class _Tried:
     """What a step goes through."""
 
-    model: GPT
+    model: Model
     passes: ForwardBackward
     reference: FakeReference
 
 
-def _built(config: Config, setup: RunSetup, chunk_bytes: int, *, trained: bool) -> GPT:
+def _built(config: Config, setup: RunSetup, chunk_bytes: int, *, trained: bool) -> Model:
     """A model as a run has it before there are numbers."""
     model = assemble(config, setup)
+    if setup.context.cp_group is not None:
+        tokens: Any = model.tokens
+        tokens.needs = tuple(_cut_on_the_host(need) for need in tokens.needs)
     tuned(model, config, trained=trained)
-    if isinstance(model.head, VocabParallelHead):
-        model.head.chunk_bytes = chunk_bytes
     for module in model.modules():
+        if isinstance(module, VocabParallelHead):
+            module.chunk_bytes = chunk_bytes
         if isinstance(module, MoE):
             module.read_counts = even_counts
     parallelize(model, setup.context, config.parallel, setup.offload)
@@ -231,6 +238,25 @@ class _PlannedOnTheHost:
         sinks: torch.Tensor | None = None,
     ) -> Pair:
         return self.core(q, k, v, layout, spec, dropout_key, sinks)
+
+
+@dataclass(frozen=True)
+class _DocumentsOnTheHost:
+    """Of sequences that are cut, as :class:`_PlannedOnTheHost`."""
+
+    need: DocumentsNeed
+
+    @property
+    def key(self) -> str:
+        return self.need.key
+
+    def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> Documents:
+        with unset_fake_temporarily():
+            return self.need.prepare(layout, sequence_lengths)
+
+
+def _cut_on_the_host(need: TokenNeed) -> TokenNeed:
+    return _DocumentsOnTheHost(need) if isinstance(need, DocumentsNeed) else need
 
 
 class _Uncounted(HostCopier):
@@ -321,15 +347,14 @@ class _Snapshots:
 
 def _count(config: Config, context: ParallelContext) -> int:
     """Micro-batches of a rank."""
-    assert config.data.global_batch_size is not None, "resolved before"
-    return config.data.global_batch_size // (config.data.micro_batch_size * context.data_size)
+    return count_micro_batches(config.data, context.data_size)
 
 
 def _micro_batches(
     config: Config, context: ParallelContext, count: int, counted: _Snapshots, *, by_reference: bool = False
 ) -> MicroBatches:
     assert config.data.seq_length is not None, "resolved before"
-    rows = config.data.micro_batch_size * (1 + config.has_pairs)
+    rows = config.rows_per_micro_batch
     cut = _cut(config, context, rows)
     shape = rows, config.data.seq_length // context.cp_size
 

@@ -7,37 +7,37 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from smp.config import Config
+from smp.config.finetune import targets_of
 from smp.convert.adapters import family_for
 from smp.convert.peft_read import read_adapters
+from smp.layers.answers import AnswerLoss
 from smp.layers.lora import adapters_off, choose
-from smp.layers.preference import Preference
-from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
+from smp.models.protocol import Model
 from smp.sharding.parallelize import free_gathered
 from smp.training.adapter_files import reference_config
-from smp.training.finetune_model import AdapterPlan, asked_targets, tune
+from smp.training.finetune_model import AdapterPlan, tune
 from smp.training.forward_backward import ForwardBackward
 from smp.training.micro_batches import MicroBatches
+from smp.training.objectives import implementation_of
 
-Build = Callable[[bool], tuple[GPT, ForwardBackward]]
+Build = Callable[[bool], tuple[Model, ForwardBackward]]
 """(whether it is trained) -> a sharded model and how micro-batches go through it."""
 
 
 def can_be_tried(config: Config) -> bool:
     """Whether the objective's step can run on fake tensors."""
-    return config.objective is None or config.objective.objective in ("sft", "dpo", "orpo")
+    return implementation_of(config).fake is not None
 
 
-def tuned(model: GPT, config: Config, *, trained: bool) -> None:
+def tuned(model: Model, config: Config, *, trained: bool) -> None:
     """Add adapters and freeze weights, as a run does before sharding; nothing in pretraining."""
     if config.objective is not None:
         tune(model, config, _adapters(model, config) if config.has_adapters else None, trainable=trained)
 
 
-def _adapters(model: GPT, config: Config) -> AdapterPlan:
+def _adapters(model: Model, config: Config) -> AdapterPlan:
     """On this rank's layers. Which patterns choose nothing, a run says."""
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
@@ -45,27 +45,15 @@ def _adapters(model: GPT, config: Config) -> AdapterPlan:
         family = family_for(config.model, reference_config(config))
         found, _ = read_adapters(lora.load_adapter, config.model, family)
         return AdapterPlan.of_files(found, lora)
-    return AdapterPlan.asked((name for names in choose(model, asked_targets(lora)).values() for name in names), lora)
+    return AdapterPlan.asked((name for names in choose(model, targets_of(config)).values() for name in names), lora)
 
 
 def judged(config: Config, micro_batch: MicroBatch, *, by_reference: bool = False) -> MicroBatch:
-    """``micro_batch`` with the loss of pairs, if the run has pairs; ``by_reference``: only log-probabilities."""
-    objective = config.objective
-    if objective is None or not config.has_pairs:
-        return micro_batch
-    rows, length = micro_batch.input_ids.shape
-    wanted = Preference(rows, length)
-    if not by_reference:
-        orpo = objective.objective == "orpo"
-        wanted = replace(
-            wanted,
-            loss_type="orpo" if orpo else objective.dpo_loss_type,
-            beta=objective.orpo_beta if orpo else objective.dpo_beta,
-            label_smoothing=objective.dpo_label_smoothing,
-            # Their values do not matter, only that they are there.
-            reference=torch.zeros(rows),
-        )
-    return replace(micro_batch, preference=wanted)
+    """``micro_batch`` with the loss that the objective has for it; ``by_reference``: only log-probabilities."""
+    fake = implementation_of(config).fake
+    assert fake is not None, "can_be_tried was asked before"
+    answers = AnswerLoss() if by_reference else fake(config, len(micro_batch.input_ids))
+    return replace(micro_batch, answers=answers)
 
 
 class FakeReference:
@@ -76,12 +64,12 @@ class FakeReference:
         copy: None, if there is none.
     """
 
-    def __init__(self, config: Config, policy: GPT, passes: ForwardBackward, build: Build) -> None:
+    def __init__(self, config: Config, policy: Model, passes: ForwardBackward, build: Build) -> None:
         kind = None if config.objective is None else config.objective.dpo_reference
-        self.copy: GPT | None = None
+        self.copy: Model | None = None
         self._around: Callable[[], AbstractContextManager[None]] = nullcontext
         self._passes: ForwardBackward | None = None
-        if not config.has_pairs:
+        if not config.has_reference:
             return
         if kind == "copy":
             self.copy, self._passes = build(False)
@@ -94,7 +82,7 @@ class FakeReference:
         return self._passes is not None
 
     def run(self, micro_batches: MicroBatches) -> None:
-        """As ``smp.training.objective.ModelReference`` does."""
+        """As ``smp.training.objectives.reference.ModelReference`` does."""
         assert self._passes is not None, "is_computed was asked before"
         with self._around():
             self._passes.forward(micro_batches)

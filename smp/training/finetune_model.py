@@ -16,9 +16,10 @@ from smp.checkpoint import CheckpointError
 from smp.checkpoint.latest import find, iteration_name
 from smp.checkpoint.together import together
 from smp.config import Config, ConfigError
-from smp.config.finetune import ALL_LINEAR
+from smp.config.finetune import ALL_LINEAR, targets_of
 from smp.config.schema import LoraConfig
-from smp.convert.adapters import Adapter, family_for, partly_adapted
+from smp.convert.adapters import Adapter, family_for, linear_modules, partly_adapted
+from smp.convert.changes import changes, changes_of_files, other_than_trained
 from smp.convert.describe import read_architecture
 from smp.convert.hf import open_hf
 from smp.convert.hf_config import is_hf_folder
@@ -29,14 +30,18 @@ from smp.convert.weights import Weights
 from smp.layers import init_weights
 from smp.layers.dora import begin_magnitudes
 from smp.layers.linear import linear_layers
-from smp.layers.lora import adapters_of, attach, choose
+from smp.layers.lora import adaptable, adapters_of, attach, choose
 from smp.layers.quantized import Blocks, fill, quantize_layers, quantized_layers, read_blocks, whole_shape
-from smp.models.gpt import GPT
+from smp.models.protocol import Model
 from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box
 from smp.sharding.parallelize import parallelize
-from smp.training.adapter_files import reference_config
-from smp.training.build import RunSetup, assemble
+from smp.training.adapter_files import OF_HEADS, reference_config
+from smp.training.build import RunSetup, assemble, compiles_experts
+from smp.training.foreign_weights import fill_foreign
+
+_OWN_TO_TUNING = ("mtp_num_layers", "mtp_loss_scaling_factor", *OF_HEADS)
+"""Settings that fine-tuning changes by itself, and says so elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +88,21 @@ def open_base(config: Config) -> Weights:
     if is_hf_folder(load):
         if step is not None:
             raise ConfigError(f"--ckpt-step {step}: --load {load} is a Hugging Face folder")
-        return open_hf(load)
-    weights = SmpWeights(find(load) if step is None else Path(load) / iteration_name(step))
+        weights: Weights = open_hf(load)
+        changed = changes_of_files(weights.config, config.model, _OWN_TO_TUNING)
+    else:
+        weights = SmpWeights(find(load) if step is None else Path(load) / iteration_name(step))
+        changed = changes(weights.config, config.model, _OWN_TO_TUNING)
     if weights.config.mtp_num_layers is not None:
         weights.notes.append("layers that predict further tokens (--mtp-num-layers) are left out")
+    if changed:
+        weights.notes.append(f"note: {other_than_trained(load, changed)}")
     return weights
 
 
 def build_finetune_model(
     config: Config, setup: RunSetup, start: Mapping[str, Adapter] | None, *, trainable: bool = True
-) -> tuple[GPT, list[str]]:
+) -> tuple[Model, list[str]]:
     """(the model, what the user should hear). Built without memory, sharded, and only then filled.
 
     Args:
@@ -107,13 +117,21 @@ def build_finetune_model(
     model = assemble(config, setup)
     in_4_bits = config.lora is not None and config.lora.load_in_4bit
     tune(model, config, _adapter_plan(model, config, start) if config.has_adapters else None, trainable=trainable)
-    parallelize(model, setup.context, config.parallel, setup.offload)
-    model.to_empty(device=setup.device)
+    experts = compiles_experts(setup.device)
+    parallelize(model, setup.context, config.parallel, setup.offload, compile_experts=experts)
+    model.allocate(setup.device)
+    if config.model.is_foreign:
+        assert config.checkpoint.load is not None, "checked with the settings"
+        if config.has_adapters:
+            init_weights(model, config.training.seed, only="lora")
+        return model, fill_foreign(model, config.checkpoint.load, lambda: open_base(config))
     if config.has_adapters:
         init_weights(model, config.training.seed, only="lora")
     adapters = adapters_of(model)
     of_adapters = {f"{layer}.lora.{name}" for layer, m in adapters.items() for name, _ in m.named_parameters()}
-    if config.has_scores and not (read_architecture(config.checkpoint.load or "") or {}).get("scalar_head"):
+    if config.objective_facts.has_scores and not (read_architecture(config.checkpoint.load or "") or {}).get(
+        "scalar_head"
+    ):
         init_weights(model, config.training.seed, only="head")  # the files are of a language model
         of_adapters.add("head.weight")
     # What the files do not have, or have in another form.
@@ -139,7 +157,7 @@ def build_finetune_model(
     return model, notes
 
 
-def _load_in_4_bits(model: GPT, config: Config) -> None:
+def _load_in_4_bits(model: Model, config: Config) -> None:
     """Fill the weights that rest in 4 bits. Each rank reads and rounds its own part, some rows at a time; only then,
     when no rank can fail alone any more, ranks exchange scales."""
     layers = quantized_layers(model)
@@ -159,7 +177,7 @@ def _load_in_4_bits(model: GPT, config: Config) -> None:
         fill(layer, found.pop(name))
 
 
-def tune(model: GPT, config: Config, plan: AdapterPlan | None, *, trainable: bool = True) -> None:
+def tune(model: Model, config: Config, plan: AdapterPlan | None, *, trainable: bool = True) -> None:
     """Make a model without memory what this run trains, before it is sharded: with adapters it is frozen but for them,
     and what is frozen rests in bf16 or in 4 bits.
 
@@ -175,7 +193,7 @@ def tune(model: GPT, config: Config, plan: AdapterPlan | None, *, trainable: boo
                 "--fp8-param-gather: adapters with use_dora take norms of weights, which would be rounded; leave it out"
             )
         attach(model, plan.sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed, dora=plan.dora)
-        if config.has_scores and model.head is not None:
+        if config.objective_facts.has_scores and model.head is not None:
             model.head.requires_grad_(True)  # the row of scores is trained as a whole
     if not trainable:
         model.requires_grad_(False)
@@ -186,7 +204,7 @@ def tune(model: GPT, config: Config, plan: AdapterPlan | None, *, trainable: boo
         _keep_in_bf16(model)
 
 
-def _adapter_plan(model: GPT, config: Config, start: Mapping[str, Adapter] | None) -> AdapterPlan:
+def _adapter_plan(model: Model, config: Config, start: Mapping[str, Adapter] | None) -> AdapterPlan:
     """Of this rank's layers at least."""
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
@@ -195,22 +213,19 @@ def _adapter_plan(model: GPT, config: Config, start: Mapping[str, Adapter] | Non
     return AdapterPlan.asked(_chosen_layers(model, config, lora), lora)
 
 
-def asked_targets(lora: LoraConfig) -> list[str]:
-    """Patterns of --lora-target-modules."""
-    assert lora.lora_target_modules is not None, "filled in before"
-    return [target.strip() for target in lora.lora_target_modules.split(",")]
-
-
-def _chosen_layers(model: GPT, config: Config, lora: LoraConfig) -> list[str]:
+def _chosen_layers(model: Model, config: Config, lora: LoraConfig) -> list[str]:
     """Names of this rank's layers that --lora-target-modules chooses."""
-    targets = asked_targets(lora)
+    targets = targets_of(config)
     chosen = choose(model, targets)
     everywhere = gather({target: len(names) for target, names in chosen.items()})  # pipeline ranks have parts
     nothing = [target for target in targets if not any(counts[target] for counts in everywhere)]
-    if nothing and lora.lora_target_modules != ALL_LINEAR:  # a plain MLP has no gate
-        last = sorted({name.rpartition(".")[2] for part in gather(list(linear_layers(model))) for name in part})
+    if set(all_linear := ALL_LINEAR.split(",")) <= set(targets):  # a plain MLP has no gate
+        nothing = [target for target in nothing if target not in all_linear]
+    if nothing:
+        last = sorted({name.rpartition(".")[2] for part in gather(list(adaptable(model))) for name in part})
         raise ConfigError(
             f"--lora-target-modules {nothing[0]} chooses no linear layer of this model: they are {', '.join(last)}"
+            f"{'' if config.model.is_foreign else _explained(nothing[0], config)}"
         )
     names = [name for names in chosen.values() for name in names]
     refused = f"--lora-dropout {lora.lora_dropout}" if lora.lora_dropout else "--use-dora" if lora.use_dora else ""
@@ -224,6 +239,17 @@ def _chosen_layers(model: GPT, config: Config, lora: LoraConfig) -> list[str]:
     return names
 
 
+def _explained(target: str, config: Config) -> str:
+    """What Hugging Face's name of a module is here, as a hint."""
+    family = family_for(config.model, reference_config(config))
+    if target in {"head", "embedding", *(end.rpartition(".")[2] for end in family.table.ends.values())}:
+        return f"; {target} is in no block, and adapters on the output matrix or embeddings are not supported"
+    for module, layers in linear_modules(config.model, family).items():
+        if module.rpartition(".")[2] == target:
+            return f"; Hugging Face's {target} is {','.join(name.rpartition('.')[2] for name in layers)} here"
+    return ""
+
+
 def _check_whole_modules(names: list[str], config: Config) -> None:
     """In peft's format, which the end of a run writes, DoRA has the norms of all rows of a module."""
     if partly := partly_adapted(names, config.model, family_for(config.model, reference_config(config))):
@@ -235,15 +261,18 @@ def _check_whole_modules(names: list[str], config: Config) -> None:
 
 def _keep_in_bf16(model: nn.Module) -> None:
     """Frozen weights need no fp32 master copy: nothing is ever added to them, and they are computed with in bf16."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
                 # On the meta device: nothing is copied.
-                setattr(module, name, nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False))
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False)
+                setattr(module, name, made[parameter])
 
 
 @torch.no_grad()
-def _fill_adapters(model: GPT, start: Mapping[str, Adapter]) -> None:
+def _fill_adapters(model: Model, start: Mapping[str, Adapter]) -> None:
     """Every rank takes its boxes of A and B."""
     for name, adapter in adapters_of(model).items():
         for part_name, parameter in adapter.named_parameters():

@@ -1,10 +1,11 @@
-"""Parts of a fine-tuning run: its data, the loaded model, and optionally adapters and preference pairs."""
+"""What a fine-tuning run does its own way: its data, the loaded model, and optionally adapters and preference pairs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,57 +13,72 @@ import torch.distributed as dist
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
-from smp.config.schema import ObjectiveConfig
 from smp.convert.adapters import Adapters, family_for
 from smp.convert.peft_read import read_adapters
 from smp.data.build import Datasets
+from smp.data.loader import ReadBatch
 from smp.data.tuning.batches import PairBatch, TuningDataset
-from smp.data.tuning.build import TuningData
+from smp.data.tuning.build import PromptData, TuningData
 from smp.data.tuning.sequences import Sequences, lay_out
 from smp.kernels import Kernels
 from smp.layers.fp8.apply import read_scales_of
+from smp.layers.head import VocabParallelHead
 from smp.layers.lora import adapters_off
 from smp.models.arithmetic import count_parameters
-from smp.models.gpt import GPT
+from smp.models.protocol import Model
 from smp.parallel.agree import gather, on_rank_zero
 from smp.parallel.boxes import local_part
 from smp.parallel.context import ParallelContext
 from smp.sharding.parallelize import free_gathered
-from smp.training.adapter_files import leave_companions, publish_adapter, reference_config
-from smp.training.build import RunSetup, batch_loader, build_forward_backward, choose_backends
+from smp.training.adapter_files import publish_adapter, reference_config
+from smp.training.build import RunSetup, batch_loader, build_forward_backward, choose_backends, setup_beside
+from smp.training.distillation.stored import read_stored
+from smp.training.distillation.teacher import ModelTeacher, StoredTeacher, build_teacher
 from smp.training.finetune_model import build_finetune_model
+from smp.training.finetune_settings import teacher_config
 from smp.training.forward_backward import ForwardBackward
-from smp.training.objective import (
-    LabelledAnswer,
-    ModelReference,
-    NextToken,
-    NoReference,
-    PreferredAnswer,
-    Reference,
-    ScoredAnswer,
-    TableReference,
-)
-from smp.training.run import RunParts, Say, Trainable
+from smp.training.kind import RunKind, Say, Trainable
+from smp.training.objectives import build_objective
+from smp.training.objectives.contract import Reference, Teacher
+from smp.training.objectives.reference import ModelReference, TableReference
 
 
-def finetuning(config: Config, data: TuningData) -> RunParts:
-    """Parts of a run that trains all weights or adapters of the model in --load, on samples or on pairs.
+class Finetuning(RunKind):
+    """Trains all weights or adapters of the model in --load, on samples or on pairs.
 
     Raises:
         ConfigError, CheckpointError: the adapter in --load-adapter cannot be read, or is not of this model.
     """
-    config, start = _read_adapters(config)
-    return RunParts(
-        config=config,
-        datasets=partial(_datasets, config, data),
-        kernels=partial(_choose_backends, config, data),
-        trainable=lambda setup, say, progress: _Build(config, data, start, setup, say, progress).trainable(),
-        read=lambda dataset: dataset.batch,
-        work=_work(config),
-        evaluate_first=True,
-        before=lambda: on_rank_zero(lambda: leave_companions(config), CheckpointError),
-        after=partial(_publish, config),
-    )
+
+    evaluate_first = True
+
+    def __init__(self, config: Config, data: TuningData | PromptData) -> None:
+        config, self._start = _read_adapters(config)
+        super().__init__(config)
+        self._data, self.work = data, _work(config)
+        self._models: Models | None = None
+
+    @property
+    def data(self) -> TuningData:
+        """Samples that are trained on."""
+        assert isinstance(self._data, TuningData), "prompts have a kind of run of their own"
+        return self._data
+
+    def datasets(self) -> Datasets:
+        return _datasets(self.config, self.data)
+
+    def kernels(self, context: ParallelContext, device: torch.device) -> tuple[Kernels, list[str]]:
+        return _choose_backends(self.config, self.data, context, device)
+
+    def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
+        built, self._models = _Build(self.config, self._data, self._start, setup, say, progress).trainable()
+        return built
+
+    def read(self, dataset: TuningDataset) -> ReadBatch:
+        return dataset.batch
+
+    def after(self, iteration: int) -> list[str]:
+        return _publish(self.config, iteration)
 
 
 def _read_adapters(config: Config) -> tuple[Config, Adapters | None]:
@@ -84,7 +100,7 @@ def _read_adapters(config: Config) -> tuple[Config, Adapters | None]:
     return config, adapters
 
 
-def _trims(config: Config) -> bool:
+def trims(config: Config) -> bool:
     """Whether padding at the end of micro-batches is cut off: not where messages of a pipeline or compiled code want
     one shape for all of them, or scales in FP8 would depend on which samples share a micro-batch."""
     parallel = config.parallel
@@ -99,8 +115,9 @@ def _dataset(
         sequences,
         seed=seed,
         pairs=data.pairs,
-        scores=config.has_scores,
-        trim=_trims(config),
+        scores=config.objective_facts.has_scores,
+        trim=trims(config),
+        numbered=config.distillation is not None and config.distillation.logits_load_dir is not None,
         notes=notes,
     )
 
@@ -123,7 +140,7 @@ def _choose_backends(
 ) -> tuple[Kernels, list[str]]:
     """Packed sequences hold documents; trimmed ones have any length."""
     # The shortest and the longest but the full one: a kernel that takes both takes all between them.
-    shorter = (1, max(data.train.length - 1, 1)) if _trims(config) else ()
+    shorter = (1, max(data.train.length - 1, 1)) if trims(config) else ()
     documents = data.train.packed or data.valid.packed
     return choose_backends(config, context, device, documents=documents, other_lengths=shorter)
 
@@ -134,15 +151,20 @@ def _work(config: Config) -> float:
     mismatched answers go through both models once."""
     assert config.objective is not None
     with_reference = config.objective.dpo_reference in ("adapters-off", "copy")
-    return (2 / 3 if config.has_adapters else 1.0) + (1 / 3 if with_reference else 0.0) + 2 / 3 * config.has_labels
+    # A teacher counts as much as the model: how large it is, nothing here knows.
+    with_reference |= config.distillation is not None and config.distillation.teacher is not None
+    return (
+        (2 / 3 if config.has_adapters else 1.0)
+        + (1 / 3 if with_reference else 0.0)
+        + 2 / 3 * config.objective_facts.mismatched
+    )
 
 
 def _publish(config: Config, iteration: int) -> list[str]:
     """Leave the last state of adapters in peft's format as well."""
     if not config.has_adapters or config.checkpoint.save is None:
         return []
-    folder = on_rank_zero(lambda: publish_adapter(config, iteration), CheckpointError)
-    return [f"adapter in peft's format: {folder}"]
+    return on_rank_zero(lambda: publish_adapter(config, iteration), CheckpointError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,83 +177,102 @@ class _Build:
     """
 
     config: Config
-    data: TuningData
+    data: TuningData | PromptData
     start: Adapters | None
     setup: RunSetup
     say: Say
     progress: Callable[[], None]
 
-    def trainable(self) -> Trainable:
+    def trainable(self) -> tuple[Trainable, Models]:
         config, setup = self.config, self.setup
         model, notes = build_finetune_model(config, setup, self.start)
         for line in [*notes, *_sizes(config, setup.context, model)]:
             self.say(line)
         forward_backward = build_forward_backward(config, setup, model)
-        objective = config.objective
-        cp = setup.context.cp_group
-        if objective is None or not config.judges_answers:
-            return Trainable(model, forward_backward, NextToken(setup.device, cp))
-        if config.has_scores:
-            scored = ScoredAnswer(setup.device, objective.reward_center_coefficient, cp)
-            return Trainable(model, forward_backward, scored)
-        if config.has_labels:
-            labelled = LabelledAnswer(
-                device=setup.device,
-                reference=self._reference(objective, model, forward_backward),
-                policy=ModelReference(model, forward_backward, setup.device, cp=cp),
-                context=setup.context,
-                beta=objective.kto_beta,
-                weights=(objective.kto_desirable_weight, objective.kto_undesirable_weight),
-            )
-            return Trainable(model, forward_backward, labelled)
-        preferred = PreferredAnswer(
-            device=setup.device,
-            reference=self._reference(objective, model, forward_backward),
-            loss_type="orpo" if objective.objective == "orpo" else objective.dpo_loss_type,
-            beta=objective.orpo_beta if objective.objective == "orpo" else objective.dpo_beta,
-            label_smoothing=objective.dpo_label_smoothing,
-            cp=cp,
-        )
-        return Trainable(model, forward_backward, preferred)
+        models = Models(self, model, forward_backward)
+        return Trainable(model, forward_backward, build_objective(config, models)), models
 
-    def _reference(self, objective: ObjectiveConfig, model: GPT, forward_backward: ForwardBackward) -> Reference:
-        device, cp = self.setup.device, self.setup.context.cp_group
-        if objective.objective == "orpo":
-            return NoReference()
-        if objective.dpo_reference == "adapters-off":
-            return ModelReference(model, forward_backward, device, around=partial(adapters_off, model), cp=cp)
-        if objective.dpo_reference == "precomputed":
-            # All at once, before training: the model is still the reference.
-            table = self._table(ModelReference(model, forward_backward, device, cp=cp))
-            free_gathered(model)
-            return TableReference(table)
-        copy, _ = build_finetune_model(self.config, self.setup, self.start, trainable=False)
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """What an objective may ask for: the trained model, and what it is compared with."""
+
+    run: _Build
+    model: Model
+    forward_backward: ForwardBackward
+
+    @property
+    def context(self) -> ParallelContext:
+        return self.run.setup.context
+
+    @property
+    def device(self) -> torch.device:
+        return self.run.setup.device
+
+    def policy(self) -> ModelReference:
+        return self._asked(self.model, self.forward_backward)
+
+    def reference(self) -> Reference:
+        config, setup, model = self.run.config, self.run.setup, self.model
+        assert config.objective is not None, "settings of a fine-tuning run"
+        match config.objective.dpo_reference:
+            case "adapters-off":
+                return self._asked(model, self.forward_backward, around=partial(adapters_off, model))
+            case "precomputed":
+                # All at once, before training: the model is still the reference.
+                table = self._table(self.policy())
+                free_gathered(model)
+                return TableReference(table)
+        copy, _ = build_finetune_model(config, setup, self.run.start, trainable=False)
         read_scales_of(copy, model)
-        return ModelReference(copy, build_forward_backward(self.config, self.setup, copy), device, cp=cp)
+        return self._asked(copy, build_forward_backward(config, setup, copy))
+
+    def teacher(self) -> Teacher:
+        config, setup, data = self.run.config, self.run.setup, self.run.data
+        assert config.distillation is not None and isinstance(data, TuningData), "settings of a distillation run"
+        student = self.model.head
+        assert student is None or isinstance(student, VocabParallelHead), "it has an output matrix"
+        if config.distillation.logits_load_dir is not None:
+            stored = read_stored(config.distillation.logits_load_dir, data.samples)
+            return StoredTeacher(stored, self.device, student is not None)
+        if config.distillation.logits_save_dir is not None:
+            # What it says is written: the model is its own teacher.
+            return ModelTeacher(self.model, self.forward_backward, student, self.device, self.context.cp_group)
+        of = teacher_config(config, self.context.world_size)
+        documents = data.train.packed or data.valid.packed
+        made, lines = build_teacher(of, setup_beside(of, setup, documents=documents, trim=trims(config)), student)
+        for line in lines:
+            self.run.say(line)
+        return made
+
+    def _asked(self, model: Model, forward_backward: ForwardBackward, **around: Any) -> ModelReference:
+        return ModelReference(model, forward_backward, self.device, cp=self.context.cp_group, **around)
 
     def _table(self, reference: ModelReference) -> torch.Tensor:
         """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks."""
-        config, samples, device = self.config, self.data.samples, self.setup.device
-        every = lay_out(samples, np.arange(len(samples)), self.data.train.length, "off")
-        dataset = _dataset(config, self.data, every)
-        batches = batch_loader(config, self.setup, dataset, dataset.batch)
-        table = torch.zeros(len(samples), device=device)
+        run, data = self.run, self.run.data
+        assert isinstance(data, TuningData), "prompts have no answers yet"
+        samples = data.samples
+        every = lay_out(samples, np.arange(len(samples)), data.train.length, "off")
+        dataset = _dataset(run.config, data, every)
+        batches = batch_loader(run.config, run.setup, dataset, dataset.batch)
+        table = torch.zeros(len(samples), device=self.device)
         try:
             # Pairs, in batches of the run's size: as many collectives on every rank.
-            for _ in range(-(-(len(samples) // 2) // (config.data.global_batch_size or 1))):
+            for _ in range(-(-(len(samples) // 2) // (run.config.data.global_batch_size or 1))):
                 batch = next(batches)
                 assert isinstance(batch, PairBatch) and batch.texts is not None
                 log_probs, real = reference.log_probs(batch), batch.texts >= 0
-                if self.setup.context.cp_rank == 0:  # the others have the same ones, and the sum is over all ranks
-                    table[batch.texts[real].to(device)] = log_probs[real.to(device)]
-                self.progress()
+                if self.context.cp_rank == 0:  # the others have the same ones, and the sum is over all ranks
+                    table[batch.texts[real].to(self.device)] = log_probs[real.to(self.device)]
+                run.progress()
         finally:
             batches.close()
-        self.say(f"log-probabilities of the reference: {len(samples):,} answers")
-        return self.setup.context.sum_loss(table)
+        run.say(f"log-probabilities of the reference: {len(samples):,} answers")
+        return self.context.sum_loss(table)
 
 
-def _sizes(config: Config, context: ParallelContext, model: GPT) -> list[str]:
+def _sizes(config: Config, context: ParallelContext, model: Model) -> list[str]:
     """How much is trained of how much, and where it lies."""
     assert config.model.vocab_size is not None
     parameters, base = list(model.parameters()), count_parameters(config.model, config.model.vocab_size).total
@@ -242,7 +283,9 @@ def _sizes(config: Config, context: ParallelContext, model: GPT) -> list[str]:
         if context.pp is not None and context.pp_size > 1:  # its ranks have different layers
             dist.all_reduce(adapters, group=context.pp.get_group())
         trained = int(adapters)
-        base += trained - (config.model.hidden_size if config.has_scores else 0)  # the head is counted already
+        base += trained - (
+            config.model.hidden_size if config.objective_facts.has_scores else 0
+        )  # the head is counted already
     here, frozen = (sum(local_part(p).nbytes for p in parameters if p.requires_grad == w) for w in (True, False))
     return [
         f"trained parameters: {trained:,} of {base:,} ({100 * trained / base:.3f} %)",

@@ -76,10 +76,10 @@ def stream_gradients(forward_backward: ForwardBackward, optimizer: torch.optim.O
 
 
 def detached(output: ModelOutput) -> ModelOutput:
-    """The output without its graph: losses, log-probabilities and metrics."""
+    """The output without its graph: losses, values of tokens and metrics."""
     loss = None if output.loss is None else output.loss.detach()
     aux_losses = {name: value.detach() for name, value in output.aux_losses.items()}
-    return ModelOutput(loss=loss, log_probs=output.log_probs, aux_losses=aux_losses, metrics=output.metrics)
+    return ModelOutput(loss=loss, values=output.values, aux_losses=aux_losses, metrics=output.metrics)
 
 
 def model_loss(outputs: Sequence[ModelOutput], device: torch.device) -> torch.Tensor:
@@ -90,13 +90,13 @@ def model_loss(outputs: Sequence[ModelOutput], device: torch.device) -> torch.Te
 
 
 def total_beside(outputs: Sequence[ModelOutput], names: Sequence[str], device: torch.device) -> torch.Tensor:
-    """Sums of auxiliary losses, and of metrics that are parts of a mean already, fp32 (names,)."""
-    total = torch.zeros(len(names), device=device)
+    """Sums of auxiliary losses, and of metrics that are parts of a mean already, fp64 (names,)."""
+    total = torch.zeros(len(names), dtype=torch.float64, device=device)
     for output in outputs:
         found = output.metrics | output.aux_losses
         if found:  # a stage may have no layer that measures any, or some of them
-            absent = torch.zeros((), device=device)
-            total += torch.stack([found.get(name, absent) for name in names])
+            absent = torch.zeros((), dtype=torch.float64, device=device)
+            total += torch.stack([found.get(name, absent).double() for name in names])
     return total
 
 

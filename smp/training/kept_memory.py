@@ -3,11 +3,12 @@ context parallelism; symbols as in :mod:`smp.training.memory`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from smp.config import Config, Layout, ModelConfig
 from smp.config.at_once import DROPOUT_BITS
-from smp.config.layer_pattern import scores_flag
+from smp.config.layer_specs import DeltaNetMixer
+from smp.config.layers import scores_flag
 from smp.training.exchanged_keys import of_exchange, others_keys
 
 
@@ -24,6 +25,7 @@ def kept_per_token(
     *,
     fused: bool,
     experts: bool = False,
+    recurrence: DeltaNetMixer | None = None,
 ) -> int:
     """Bytes per token that one block keeps for its backward pass on one of ``layout.tp`` processes.
 
@@ -47,8 +49,10 @@ def kept_per_token(
     In FP8 with one scale for a tensor, inputs of linear layers are kept in one byte each: results of both norms and of
     attention (which keeps its own, too), and an expert's rows and the last one's inputs.
 
-    Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`; context parallelism more, see
-    :func:`_of_exchange`.
+    With --attention-output-gate its sigmoid and the product, 2 q more; selective: the projection, q.
+
+    Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`; a recurrence in its place, see
+    :func:`_of_recurrence`; context parallelism more, see :func:`_of_exchange`.
     """
     model, length, tp = config.model, config.data.seq_length, layout.tp
     head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
@@ -57,6 +61,8 @@ def kept_per_token(
         ffn = model.moe_shared_expert_intermediate_size or 0
     heads, f = model.num_attention_heads // tp, ffn // tp
     q, k = heads * head_dim, max(1, groups // tp) * head_dim
+    if recurrence is not None:
+        heads = q = k = 0
     heads_have_norms = model.qk_layernorm and not model.multi_latent_attention  # latents have them there
     split = tp if config.parallel.sequence_parallel else 1
     h_l = model.hidden_size // split
@@ -84,11 +90,34 @@ def kept_per_token(
         if recompute == "none" and _keeps_in_8_bits(config):
             elements -= model.moe_router_topk * (row + inner)
             small += model.moe_router_topk * (row + inner)
-    if model.multi_latent_attention:
+    if model.attention_output_gate:
+        elements += q if recompute == "selective" else 2 * q  # the projection, or its sigmoid and the product
+    if recurrence is not None:
+        small += _of_recurrence(recurrence, tp, b, recompute)
+    elif model.multi_latent_attention:
         elements += _latent(model, heads, split, recompute) - (2 * q + 2 * k)
-    if layout.cp > 1:
+    if layout.cp > 1 and recurrence is None:
         elements += of_exchange(config, q, k, max(1, groups // tp), recompute)
     return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
+
+
+def _of_recurrence(mixer: DeltaNetMixer, tp: int, b: int, recompute: str) -> int:
+    """Bytes per token of a gated delta net with queries and keys of K numbers and values of V on this process. Input
+    and output of the convolution 2 (2 K + V), queries and keys for each head of values, output of the rule and of the
+    gate's product, and the gate, 3 V; in fp32 queries and keys before they are divided by their length 2 K,
+    output and gate of the gate's product 3 V (with b = 4 the first is there already), rates and decays, and of
+    the rule a state for each chunk and the inverses. selective: results of matrix products and of the rule."""
+    heads = mixer.value_heads // tp
+    k, v = mixer.key_heads // tp * mixer.key_dim, heads * mixer.value_dim
+    rule = heads * (mixer.key_dim * mixer.value_dim // CHUNK + CHUNK)
+    if recompute == "selective":
+        return b * (2 * k + 3 * v + 2 * heads) + 4 * rule
+    wide = (2 * k + 3 * v if b < 4 else v) + 6 * heads
+    return b * (2 * (2 * k + v) + 2 * heads * mixer.key_dim + 3 * v) + 4 * (wide + rule)
+
+
+CHUNK = 64
+"""Tokens that :mod:`smp.kernels.delta_rule`, which needs torch, computes at once."""
 
 
 def _widened_operands(config: Config, b: int, q: int, k: int) -> int:
@@ -123,7 +152,9 @@ def _routing(config: Config, layout: Layout, b: int, h_l: int, recompute: str) -
     return (4 * h_l if b < 4 else 0) + 20 * model.num_experts + 16 * ways * model.moe_router_topk
 
 
-def pending_per_token(config: Config, layout: Layout, b: int, *, experts: bool = False) -> int:
+def pending_per_token(
+    config: Config, layout: Layout, b: int, *, experts: bool = False, recurrence: DeltaNetMixer | None = None
+) -> int:
     """Bytes per token that one block keeps between both parts of a split backward pass: inputs of its products and
     gradients of their results, 4 h_l + 2 q + 2 k + 3 f (2 f without a gate), and of an expert's rows 2 h + 3 e."""
     model, tp = config.model, layout.tp
@@ -133,12 +164,19 @@ def pending_per_token(config: Config, layout: Layout, b: int, *, experts: bool =
     attention = 2 * (heads + max(1, groups // tp)) * model.kv_channels
     if model.multi_latent_attention:
         attention = _latent(model, heads, split, "none")
+    if recurrence is not None:
+        attention = 4 * _numbers(recurrence, tp)
     f = model.ffn_hidden_size if not experts else model.moe_shared_expert_intermediate_size or 0
     elements = 4 * h_l + attention + wide * f // tp
     if not experts:
         return b * elements
     rows = 2 * model.hidden_size * layout.expert_tp // tp + wide * (model.moe_ffn_hidden_size or 0) // tp
     return b * (elements + model.moe_router_topk * rows) + 4 * (h_l * (b < 4) + (model.num_experts or 0))
+
+
+def _numbers(mixer: DeltaNetMixer, tp: int) -> int:
+    """Of queries, keys, values and gates of a token on one of ``tp`` processes, halved."""
+    return (mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim) // tp
 
 
 def _per_position(config: Config, layout: Layout, recompute: str, b: int) -> int:
@@ -159,23 +197,36 @@ def _of_a_cap(model: ModelConfig, recompute: str) -> int:
     return 0 if model.attn_logit_softcapping is None or recompute == "selective" else 4
 
 
-def replayed_per_token(config: Config, layout: Layout, b: int, *, fused: bool, experts: bool = False) -> int:
+def replayed_per_token(
+    config: Config,
+    layout: Layout,
+    b: int,
+    *,
+    fused: bool,
+    experts: bool = False,
+    recurrence: DeltaNetMixer | None = None,
+) -> int:
     """Bytes per token that a block's backward pass computes again: what it keeps without recompute, less what it keeps
     with it. Results that selective recompute keeps are let go of as the replay passes them, but for the block's output,
     which it does not reach."""
     model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
-    whole, kept = (kept_per_token(config, layout, b, how, fused=fused, experts=experts) for how in ("none", recompute))
+    kind: dict[str, Any] = {"fused": fused, "experts": experts, "recurrence": recurrence}
+    whole, kept = (kept_per_token(config, layout, b, how, **kind) for how in ("none", recompute))
     reached = recompute != "selective" or experts
     return whole - kept + (0 if reached else b * model.hidden_size // (tp if config.parallel.sequence_parallel else 1))
 
 
-def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool = False) -> int:
+def in_flight_per_token(
+    config: Config, layout: Layout, b: int, *, experts: bool = False, recurrence: DeltaNetMixer | None = None
+) -> int:
     """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of
     what it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and
     up, and the product once more), without a gate 2 f; where attention is operators, of scores and probabilities,
     values and output, in fp32; where keys are exchanged what :func:`smp.training.exchanged_keys.others_keys` says, and
     the gradient of attention's output, when what the MLP keeps has gone. With experts of each of a token's k the row h,
-    or 3 e when the row of the result and the product have gone, e without a gate."""
+    or 3 e when the row of the result and the product have gone, e without a gate. Of a recurrence, in fp32 and for each
+    head of values: what it takes and three times more of queries, keys and values, gradients of states, and five
+    matrices of a chunk."""
     model, tp, length = config.model, layout.tp, config.data.seq_length
     assert model.ffn_hidden_size is not None and model.kv_channels is not None and length is not None, "resolved before"
     split, wide = tp if config.parallel.sequence_parallel else 1, 4 if model.gated else 2
@@ -194,6 +245,11 @@ def in_flight_per_token(config: Config, layout: Layout, b: int, *, experts: bool
     if _keeps_in_8_bits(config):
         scores += mlp // 4  # the product in 8 bits, which the weight's gradient takes
     around = model.hidden_size // split + (model.hidden_size if split > 1 else 0)
+    if recurrence is not None:
+        each = 4 * (2 * recurrence.key_dim + recurrence.value_dim) + 5 * CHUNK
+        each += recurrence.key_dim * recurrence.value_dim // CHUNK
+        rule = 4 * recurrence.value_heads // tp * each
+        return b * around + max(b * mlp, rule)
     attention = 2 * (heads + groups) * width * b
     if (others := others_keys(config, layout, b, heads, groups, width)) > 0:
         attention = others + heads * width * b - b * mlp // 2
@@ -238,7 +294,7 @@ def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, ex
     behind = attention = 0
     if model.hidden_dropout > 0:
         behind = replayed_per_token(config, layout, b, fused=fused, experts=experts) + 3 * b * h_l
-        tokens = (1 + config.has_pairs) * config.data.micro_batch_size * config.data.seq_length // layout.cp
+        tokens = config.rows_per_micro_batch * config.data.seq_length // layout.cp
         behind += 3 * 8 * min(h_l, DROPOUT_BITS // tokens)
     if (scores := _per_position(config, layout, recompute, b)) and model.attention_dropout > 0:
         scores = 17 + 4 * (model.attn_logit_softcapping is not None) - (scores if recompute == "selective" else 0)

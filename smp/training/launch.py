@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -18,29 +19,38 @@ from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
 from smp.config.command import DamageError, exit_code, lacks_memory
 from smp.config.credentials import without_credentials
+from smp.convert.convert import ERRORS
 from smp.parallel.agree import on_all_or_none
 from smp.parallel.network.group import CollectiveError
 from smp.pipeline.failure import PipelineError, naming
+from smp.training.copies import EndedError
 from smp.training.describe import describe
+from smp.training.errors import TrainingError
+from smp.training.goodput import summary
+from smp.training.hf_export import export_hugging_face, require_exportable
+from smp.training.kind import RunKind
+from smp.training.members import ended_for_spares, exit_code_of, members, require_room, wait_as_spare
 from smp.training.process import Process, Status, ended, leave_status, status_path, write_status
-from smp.training.run import Outcome, Run, RunParts
+from smp.training.run import Outcome, Run
 from smp.training.runtime import StopSignal, Watchdog, report_once, start_process_group
 from smp.training.settings import report, report_own
-from smp.training.trainer import TrainingError
 
 LAST_WORDS = 5.0
 """Seconds that a process which ends itself has for a status file and a line on stderr."""
 _CODES: dict[Status, int] = {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}
 
 
-def launch(config: Config, process: Process, make_parts: Callable[[], RunParts], notes: Sequence[str] = ()) -> int:
+def launch(config: Config, process: Process, make_kind: Callable[[], RunKind], notes: Sequence[str] = ()) -> int:
     """Run, report why it ended, and return the exit code: 0, 1 when it failed or found damage, 2 when what was asked
     cannot be done.
 
     Args:
-        make_parts: makes the parts of the run; may read files.
+        make_kind: makes the parts of the run; may read files.
         notes: what --dry-run says beside the settings.
     """
+    process = members(config, process)
+    if process.is_spare:
+        return wait_as_spare(config, process)
     if config.training.dry_run:
         if process.rank == 0:
             print(_shown("\n".join([describe(config, process.world_size), *(f"# {line}" for line in notes)])))
@@ -50,26 +60,36 @@ def launch(config: Config, process: Process, make_parts: Callable[[], RunParts],
     watchdog = Watchdog(process, timeout, lambda why: _end(f"{name}: {why}", config, process))
     # To the last: what a process is stuck in while it ends is wanted as well.
     with contextlib.closing(watchdog):
-        return _train(config, process, make_parts, name, watchdog)
+        return _train(config, process, make_kind, name, watchdog)
 
 
-def _train(config: Config, process: Process, make_parts: Callable[[], RunParts], name: str, watchdog: Watchdog) -> int:
+def _train(config: Config, process: Process, make_kind: Callable[[], RunKind], name: str, watchdog: Watchdog) -> int:
     timeout, deterministic = config.parallel.distributed_timeout_minutes, config.training.deterministic_mode
     run: Run | None = None
     try:
         with naming(name, wrap=CollectiveError):
-            device = start_process_group(process, timeout, deterministic, watchdog)
-            run = Run(make_parts(), process, device, StopSignal(), watchdog)
+            # Nodes that a file names may be on one machine, and what goes between them is to be gloo's.
+            shares = config.parallel.cpu_collectives == "auto" and config.parallel.network_topology is None
+            device = start_process_group(process, timeout, deterministic, watchdog, shares_memory=shares)
+            require_exportable(config)
+            require_room(config, process)
+            run = Run(make_kind(), process, device, StopSignal(), watchdog)
             # Before the first step: a file that cannot be written is said now, and not when training is over.
             path, iteration = status_path(config.logging), _iteration(run)
-            running = (lambda: write_status(path, "running", "", iteration)) if process.rank == 0 else (lambda: None)
-            on_all_or_none(running, ConfigError, f"--status-file {path}")
+            spent = summary(run.goodput.account)
+            running = partial(write_status, path, "running", "", iteration, spent)
+            on_all_or_none(running if process.rank == 0 else lambda: None, ConfigError, f"--status-file {path}")
             outcome = run.run()
+    except EndedError as error:
+        outcome = Outcome("done", str(error), error.iteration)
+        if process.rank == 0:  # there is no run that would
+            leave_status(status_path(config.logging), "done", str(error), error.iteration)
+            print(f"done: {error}", flush=True)
     # What this rank alone knows: it says it at once, in its own words, for another rank is gone and cannot agree.
     except (PipelineError, CollectiveError) as error:
         report_own(str(error), process.rank)
         outcome = Outcome("failed", str(error), _iteration(run))
-        _write_outcome(config, process, outcome, started=run is not None, instead=True)
+        _write_outcome(config, process, outcome, run, instead=True)
     # What all ranks raise alike: rank 0 says it, the others only where their words differ.
     except (ConfigError, CheckpointError, DamageError, TrainingError) as error:
         answered = report_once(str(error), process.rank)
@@ -85,8 +105,8 @@ def _train(config: Config, process: Process, make_parts: Callable[[], RunParts],
         if memory is not None:
             (report if process.world_size == 1 else report_own)(memory, process.rank)
             # Twice: rank 0 may be lost, so another rank writes in its place, and then rank 0 over that.
-            _write_outcome(config, process, outcome, started=run is not None, instead=True)
-        _write_outcome(config, process, outcome, started=run is not None)
+            _write_outcome(config, process, outcome, run, instead=True)
+        _write_outcome(config, process, outcome, run)
         if memory is not None:
             return 1  # without the others, who may wait in a collective
         raise
@@ -95,12 +115,30 @@ def _train(config: Config, process: Process, make_parts: Callable[[], RunParts],
         if run is not None:
             run.close(failed=outcome.status == "failed")
     watchdog.progress()
-    _write_outcome(config, process, outcome, started=run is not None)
+    exports = outcome.status == "done" and config.checkpoint.save_hf
+    if not exports:
+        _write_outcome(config, process, outcome, run)
+    if outcome.status in ("done", "requeue") and not outcome.signalled:
+        ended_for_spares(process)
     if outcome.status in ("done", "requeue") and (lost := _last_barrier(name)):
         report_own(lost, process.rank)  # its own exit code says it failed; the work is done
     if dist.is_initialized():
         dist.destroy_process_group()
-    return _CODES[outcome.status]
+    if exports and process.rank == 0:  # the others have nothing to wait for
+        outcome = _exported(config, outcome, watchdog)
+        _write_outcome(config, process, outcome, run)
+    return exit_code_of(config, outcome.signalled, _CODES[outcome.status])
+
+
+def _exported(config: Config, outcome: Outcome, watchdog: Watchdog) -> Outcome:
+    """How the run ended, its Hugging Face folder included."""
+    try:
+        folder = export_hugging_face(config, outcome.iteration, watchdog.progress)
+    except ERRORS as error:
+        report(str(error), 0)
+        return Outcome("failed", str(error), outcome.iteration)
+    print(f"Hugging Face folder: {folder}", flush=True)
+    return outcome
 
 
 def _leave(config: Config, process: Process, outcome: Outcome, run: Run | None) -> NoReturn:
@@ -112,7 +150,7 @@ def _leave(config: Config, process: Process, outcome: Outcome, run: Run | None) 
     limit.daemon = True
     limit.start()
     try:
-        _write_outcome(config, process, outcome, started=run is not None)
+        _write_outcome(config, process, outcome, run)
         if run is not None:
             run.close(failed=True)
         print(end="", flush=True)  # there may be no sys.stdout
@@ -131,7 +169,7 @@ def _end(why: str, config: Config, process: Process) -> None:
     speaking = threading.Thread(target=report_own, args=(why, process.rank), daemon=True)
     speaking.start()
     try:
-        _write_outcome(config, process, Outcome("failed", why, 0), started=False, instead=process.rank != 0)
+        _write_outcome(config, process, Outcome("failed", why, 0), None, instead=process.rank != 0)
         sys.stdout.flush()
     finally:  # nobody may read what it says any more
         speaking.join()
@@ -181,16 +219,20 @@ def _iteration(run: Run | None) -> int:
     return 0 if run is None else run.iteration
 
 
-def _write_outcome(config: Config, process: Process, outcome: Outcome, *, started: bool, instead: bool = False) -> None:
-    """Rank 0 writes the status file. A run that never started writes one only where it was asked to.
+def _write_outcome(
+    config: Config, process: Process, outcome: Outcome, run: Run | None, *, instead: bool = False
+) -> None:
+    """Rank 0 writes the status file. A run that never started (None) writes one only where it was asked to.
 
     Rank 0 may be the one that is lost, so ``instead`` of it the first of the others writes the file. If rank 0 is there
     it writes its own word over that.
     """
     path = status_path(config.logging)
-    unasked = config.logging.status_file is None and not started
+    unasked = config.logging.status_file is None and run is None
     if unasked or (process.rank == 0) == instead or (instead and ended(path)):
         return
-    leave_status(path, outcome.status, outcome.reason, outcome.iteration)
+    # Of another rank than 0 it is not the job's account.
+    spent = {} if run is None or instead else summary(run.goodput.account)
+    leave_status(path, outcome.status, outcome.reason, outcome.iteration, spent)
     if not instead:
         print(without_credentials(f"{outcome.status}: {outcome.reason}"), flush=True)

@@ -47,10 +47,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from smp.config import Config, Layout
 from smp.config.at_once import CAPPED_LOGITS
-from smp.config.moe import has_experts
+from smp.config.layer_specs import DeltaNetMixer, LayerSpec
+from smp.config.layers import layer_specs
 from smp.models.inventory import of_each_block
 from smp.models.part import ModelPart, whole
 from smp.pipeline.plan import Plan
@@ -273,11 +275,17 @@ def kept_by_blocks(config: Config, layout: Layout, tuned: Tuned = PRETRAINED) ->
     model, parallel = config.model, config.parallel
     b, recompute, fused = 2 if parallel.bf16 else 4, parallel.recompute_granularity, is_fused(config)
     tokens = tokens_of(config, layout, tuned)
-    kinds = [has_experts(model, i) for i in range(model.num_layers)]
-    kept = {kind: kept_per_token(config, layout, b, recompute, fused=fused, experts=kind) for kind in set(kinds)}
+    kinds = [_kind(spec) for spec in layer_specs(model)[: model.num_layers]]
+    kept = {kind: kept_per_token(config, layout, b, recompute, fused=fused, **dict(kind)) for kind in set(kinds)}
     weights = of_each_block(model, range(model.num_layers), lambda block: elements(block, layout))
     casts = not layout.has_fsdp and parallel.bf16 and recompute == "none" and not tuned.adapters
     return [int(tokens * kept[kind]) + b * one * casts for kind, one in zip(kinds, weights, strict=True)]
+
+
+def _kind(spec: LayerSpec) -> tuple[tuple[str, Any], ...]:
+    """What of a layer decides how much it keeps."""
+    recurrence = spec.mixer if isinstance(spec.mixer, DeltaNetMixer) else None
+    return ("experts", spec.has_experts), ("recurrence", recurrence)
 
 
 def _activations_per_token(config: Config, layout: Layout, b: int, share: Share) -> tuple[float, int]:
@@ -288,8 +296,9 @@ def _activations_per_token(config: Config, layout: Layout, b: int, share: Share)
     """
     hidden, split = config.model.hidden_size, layout.tp if config.parallel.sequence_parallel else 1
     model, recompute, fused = config.model, config.parallel.recompute_granularity, is_fused(config)
-    kinds = [has_experts(model, i) for i in share.layers]
-    kept = sum(kept_per_token(config, layout, b, recompute, fused=fused, experts=kind) for kind in kinds)
+    specs = layer_specs(model)
+    kinds = [_kind(specs[i]) for i in share.layers]
+    kept = sum(kept_per_token(config, layout, b, recompute, fused=fused, **dict(kind)) for kind in kinds)
     around = share.head * (2 * hidden // split + 2 * hidden)
     if share.further:
         around += share.further * (5 * hidden // split + hidden) - hidden // split
@@ -309,19 +318,21 @@ def _rope_per_token(config: Config) -> int:
 
 def _pending_per_token(config: Config, layout: Layout, b: int, share: Share) -> int:
     """Bytes per token that a block of ``share`` keeps at most between both parts of its backward pass."""
-    kinds = {has_experts(config.model, i) for i in share.layers} or {False}
-    return max(pending_per_token(config, layout, b, experts=kind) for kind in kinds)
+    specs = layer_specs(config.model)
+    kinds = {_kind(specs[i]) for i in share.layers} or {()}
+    return max(pending_per_token(config, layout, b, **dict(kind)) for kind in kinds)
 
 
 def _backward_per_token(config: Config, layout: Layout, b: int, share: Share) -> int:
     """Bytes per token of gradients in flight in the backward pass of a block, and of what is replayed of it."""
-    kinds = {has_experts(config.model, i) for i in share.layers} or {False}
+    specs = layer_specs(config.model)
+    kinds = {_kind(specs[i]) for i in share.layers} or {()}
     fused = is_fused(config)
     return max(
         max(
-            in_flight_per_token(config, layout, b, experts=kind)
-            + replayed_per_token(config, layout, b, fused=fused, experts=kind),
-            masking_per_token(config, layout, b, fused=fused, experts=kind),
+            in_flight_per_token(config, layout, b, **dict(kind))
+            + replayed_per_token(config, layout, b, fused=fused, **dict(kind)),
+            masking_per_token(config, layout, b, fused=fused, experts=dict(kind).get("experts", False)),
         )
         for kind in kinds
     )

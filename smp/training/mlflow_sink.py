@@ -101,6 +101,14 @@ class MlflowSink:
             print(f"WARNING: MLflow lacks iteration {iteration} and what follows: {why}", file=sys.stderr)
             self._lost = 1
 
+    def table(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """As an artifact for each iteration."""
+        text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+        try:
+            self._client.log_text(self._run, text, f"completions/{iteration}.jsonl")
+        except Exception as error:
+            print(f"WARNING: MLflow lacks completions of iteration {iteration}: {_in_one_line(error)}", file=sys.stderr)
+
     def close(self, failed: bool = False) -> None:
         if self._lost:
             print(f"WARNING: MLflow lacks {self._lost} records, which metrics.jsonl has", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -16,44 +16,58 @@ from smp.checkpoint.entries import Manifest
 from smp.checkpoint.folder import Folder
 from smp.checkpoint.latest import misnamed
 from smp.checkpoint.retention import VALIDATION_LOSS
-from smp.config import Config, ConfigError, OptimizerConfig, as_flat_dict
+from smp.checkpoint.tensor_bytes import DTYPES
+from smp.config import Config, ConfigError, ModelConfig, OptimizerConfig, as_flat_dict
 from smp.config.credentials import without_credentials
+from smp.config.distillation import DistillationConfig
 from smp.config.entry_points import PRETRAIN
-from smp.config.fields import entry_point_of, flag_of, has_effect
-from smp.config.fields import settings as field_settings
-from smp.config.schema import LoraConfig, ObjectiveConfig
-from smp.convert.hf_config import FREE
+from smp.config.fields import flag_of
+from smp.config.objectives import ObjectiveConfig
+from smp.config.rollouts import RolloutConfig
+from smp.config.schema import LoraConfig
+from smp.convert.changes import changes, misfit, other_than_trained, saved_model
 from smp.convert.load import load_weights
 from smp.convert.smp_format import SmpWeights
 from smp.layers.fp8.apply import fp8_history
 from smp.layers.fp8.history import HISTORY
 from smp.layers.lora import adapters_of
 from smp.parallel.agree import gather
+from smp.training.origin import ORIGIN, Origin
 from smp.training.saved_run import SavedRun
 from smp.training.trainer import Progress
+
+CARRIED = "rollouts."
+"""What names of tensors begin with that are of the source of batches, see ``smp.training.rollouts.source``."""
 
 _FINETUNE = "finetune"
 """Settings of a fine-tuning run in ``extra``, beside those that it shares with pretraining."""
 
 _OWN = (
-    *(field.name for group in (LoraConfig, ObjectiveConfig) for field in fields(group)),
-    *("load", "ckpt_step", "tokenizer_model", "chat_template", "mask_prompt", "train_epochs"),
+    *(
+        field.name
+        for group in (LoraConfig, ObjectiveConfig, RolloutConfig, DistillationConfig)
+        for field in fields(group)
+    ),
+    *("load", "ckpt_step", "tokenizer_model", "chat_template", "apply_chat_template", "mask_prompt"),
+    "train_epochs",
 )
 """Those of them that a resume compares."""
 
 _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
 
+_RUN = tuple(name for name in _OWN if name not in ("load", "ckpt_step", "train_epochs", "lora_dropout"))
+"""Settings of a fine-tuning run that tell it from another one that begins from the same model."""
+
 _COURSE = (
     *(field.name for field in fields(OptimizerConfig)),
-    *("hidden_dropout", "attention_dropout", "bf16", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"),
+    *("bf16", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"),
     *("rampup_batch_size", "step_batch_size_schedule"),
-    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor"),
-    *("moe_router_load_balancing_type", "moe_router_bias_update_rate"),
     *("fp8_format", "fp8_recipe", "fp8_amax_compute_algo", "fp8_emulate", "first_last_layers_bf16"),
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
 )
-"""Settings that may change on a resume, but what is trained from there on is another thing."""
+"""Settings beside those of the model that may change on a resume, but what is trained from there on is another
+thing."""
 
 
 def run_state(
@@ -62,18 +76,20 @@ def run_state(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     validation_loss: float | None,
+    origin: Origin | None = None,
 ) -> dict[str, Any]:
     """Arguments of ``checkpoint.save``: the tensors, what else a resume needs, and the padded rows. ``validation_loss``
-    is that of exactly these weights, if it was measured."""
+    is that of exactly these weights, if it was measured; ``origin`` is where the run began."""
     frozen = not config.has_adapters  # they are saved without the model that they belong to
     tensors, own_steps = checkpoint.training_state(model, optimizer, frozen=frozen)
     if (history := fp8_history(model)) is not None:
         tensors |= history.state()
     steps = {name: step for part in gather(own_steps) for name, step in part.items()}  # pipeline ranks hold parts
     extra = {
-        "progress": asdict(progress),
+        "progress": _noted(progress),
         "optimizer_steps": steps,
         VALIDATION_LOSS: validation_loss,
+        ORIGIN: None if origin is None else origin.note(),
         "world_size": dist.get_world_size(),
         "smp_version": __version__,
         **noted_settings(config),
@@ -85,10 +101,17 @@ def run_state(
     return {"state": tensors, "extra": extra, "logical_rows": rows}
 
 
+def _noted(progress: Progress) -> dict[str, Any]:
+    """Without what only a run with --spike-policy has: others need not know it."""
+    return {name: value for name, value in asdict(progress).items() if not (name == "spikes" and value is None)}
+
+
 def noted_settings(config: Config) -> dict[str, dict[str, Any]]:
     """What a checkpoint says of the settings, by group: by pretraining's names, so that any run can compare them, and
     of a fine-tuning run its own beside them. URLs are without credentials, which may be others in the next run."""
     shared = _readable(as_flat_dict(config, PRETRAIN))
+    if config.model.is_foreign:  # which is no flag
+        shared |= {"transformers_config": config.model.transformers_config}
     if config.objective is None:
         return {"config": shared}
     packing = "best-fit" if config.data.packing == "best-fit" else "stream"
@@ -96,6 +119,13 @@ def noted_settings(config: Config) -> dict[str, dict[str, Any]]:
     shared |= {"scalar_head": True} if config.model.scalar_head else {}  # which is no flag
     every = _readable(as_flat_dict(config))
     return {"config": shared, _FINETUNE: {name: every[name] for name in _OWN}}
+
+
+def what_is_trained(config: Config) -> dict[str, Any]:
+    """The settings, by name, that tell a run from another one that begins at the same place."""
+    noted = noted_settings(config)
+    own = noted.get(_FINETUNE, {})
+    return {name: noted["config"][name] for name in _ORDER} | {name: own[name] for name in _RUN if own}
 
 
 def _readable(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,8 +138,10 @@ def load_training(
     config: Config,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    carried: dict[str, torch.Tensor],
 ) -> tuple[Progress, list[str]]:
-    """Fill model and optimizer from ``folder``; returns the progress and what to tell the user.
+    """Fill model and optimizer from ``folder``, and ``carried`` with the state of what makes batches; returns the
+    progress and what to tell the user.
 
     With --no-load-optim the optimizer is left as it is, with --finetune the progress is none as well.
 
@@ -121,11 +153,14 @@ def load_training(
     saved = SavedRun.for_weights(manifest.extra) if finetune else SavedRun.of(manifest.extra, folder)
     has_manifest = saved.progress is not None and saved.progress.data is not None
     noted = noted_settings(config)
-    notes = compare_settings(saved.config, config, noted["config"], has_manifest)
+    # Without settings, as of the library's checkpoints, the weights tell whether they fit.
+    trained = saved_model(saved.config, str(folder)) if "num_layers" in saved.config else config.model
+    notes = compare_models(trained, config.model, folder, weights_only=finetune)
     if finetune:
-        loading = load_weights(model, lambda: SmpWeights(folder, manifest, config.model))
+        loading = load_weights(model, lambda: SmpWeights(folder, manifest, trained))
         at = [] if saved.progress is None else [f"weights are those of iteration {saved.progress.iteration}"]
-        return Progress(), [*loading, *at]
+        return Progress(), [*notes, *loading, *at]
+    notes += compare_settings(saved.config, config, noted["config"], has_manifest)
     _check_history(folder, manifest, saved, model, finetuning=_FINETUNE in noted)
     notes = [f"WARNING: {line}" for line in [misnamed(folder, manifest.extra)] if line is not None] + notes
     scales, without = _known_scales(manifest, model)
@@ -142,7 +177,9 @@ def load_training(
     frozen = not config.has_adapters
     tensors, _ = checkpoint.training_state(model, optimizer, frozen=frozen)
     rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
-    load_from(folder, manifest, tensors | scales, logical_rows=rows, allow_unread=HISTORY)
+    own = {name: entry for name, entry in manifest.tensors.items() if name.startswith(CARRIED)}
+    carried |= {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in own.items()}
+    load_from(folder, manifest, tensors | scales | carried, logical_rows=rows, allow_unread=HISTORY)
     if (history := fp8_history(model)) is not None:
         history.restored()
     checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
@@ -209,33 +246,39 @@ def _kind(rank: int, scale: float) -> str:
 def compare_settings(
     saved: Mapping[str, Any], config: Config, settings: Mapping[str, Any], has_manifest: bool = False
 ) -> list[str]:
-    """A line for each setting that the data order depends on and that changed. A manifest of the data tells apart what
-    was read and what was not by itself, whatever the files are called.
-
-    Raises:
-        ConfigError: a setting of the architecture changed: the weights would mean something else.
-    """
-    known = field_settings(entry_point_of(config))
-    decisive = [name for name in asdict(config.model) if name in known and name not in FREE]
-    for name in decisive if saved else ():
-        default = known[name].default  # of a setting that is newer than the checkpoint; None is filled in later
-        before = saved.get(name, settings[name] if default is None else default)
-        if before != settings[name] and has_effect(config, known[name]):
-            now = f"{flag_of(name)} {before}, this run has {settings[name]}"
-            raise ConfigError(f"the checkpoint was trained with {now}")
+    """A line for each setting beside those of the model that changed what a resumed run trains. A manifest of the data
+    tells apart what was read and what was not by itself, whatever the files are called."""
     order = [name for name in _ORDER if not (name == "data_path" and has_manifest)]
     notes = [f"{line}: the data order changes" for line in _changed(saved, settings, order)]
-    if config.checkpoint.finetune:
-        return notes
     constant = settings["lr_decay_style"] == "constant"
     notes += _changed(saved, settings, [name for name in _COURSE if not (name == "lr_decay_iters" and constant)])
     before, now = saved.get("global_batch_size"), settings["global_batch_size"]
-    if before not in (None, now):
+    if before not in (None, now) and config.training.train_samples is None:
         notes.append(
             f"note: global_batch_size was {before} in the checkpoint and is {now} now: iterations already done count "
             f"as they were, so the {config.training.train_iters} iterations of this run are another number of samples"
         )
     return notes
+
+
+def compare_models(trained: ModelConfig, asked: ModelConfig, load: object, *, weights_only: bool) -> list[str]:
+    """One line for all settings of the model that changed and leave its tensors as they are.
+
+    Args:
+        trained: the model of the checkpoint at ``load``.
+        weights_only: layers of multi-token prediction may be left out.
+
+    Raises:
+        ConfigError: its tensors do not fit into the one that is ``asked`` for.
+    """
+    kept = asked.mtp_num_layers
+    fewer = weights_only and (kept or 0) < (trained.mtp_num_layers or 0)
+    name = misfit(replace(trained, mtp_num_layers=kept) if fewer else trained, asked)
+    if name is not None:
+        now = f"{flag_of(name)} {getattr(trained, name)}, this run has {getattr(asked, name)}"
+        raise ConfigError(f"the checkpoint was trained with {now}")
+    changed = changes(trained, asked)
+    return [f"note: {other_than_trained(load, changed)}"] if changed else []
 
 
 def _check_optimizer(saved: Mapping[str, Any], settings: Mapping[str, Any], remedy: str) -> None:

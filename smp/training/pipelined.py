@@ -13,8 +13,8 @@ import torch
 from smp.config import Config
 from smp.layers.head import ModelOutput
 from smp.layers.linear_functions import WeightGradients
-from smp.models.gpt import GPT
 from smp.models.part import ModelPart
+from smp.models.protocol import StagedModel
 from smp.parallel.context import ParallelContext
 from smp.parallel.links import Channel, Links
 from smp.pipeline.actions import SEND, Op
@@ -47,14 +47,14 @@ class Pipelined:
         config: Config,
         plan: Plan,
         plans: Mapping[int, Plan],
-        model: GPT,
+        model: StagedModel,
         context: ParallelContext,
         device: torch.device,
         offload: Offload | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan, self.model, self.device, self.offload = plan, model, device, offload
-        self._plans = plans
+        self._plans = dict(plans)
         pp = context.pp
         assert pp is not None and config.data.seq_length is not None, "a pipeline has ranks"
         self._group = pp.get_group()
@@ -64,10 +64,8 @@ class Pipelined:
         # Of all schedules: a channel that is first used in the middle of a run would connect then, and might block.
         channels = message_channels(plans.values(), ends if tied else None)
         links = Links(pp, channels, timedelta(minutes=config.parallel.distributed_timeout_minutes), progress)
-        # A pair is two rows.
-        rows = config.data.micro_batch_size * (2 if config.has_pairs else 1)
         # One shape for all messages: a receiver must know it before the message comes.
-        shape = model.hidden_shape(rows, config.data.seq_length // context.cp_size)
+        shape = model.hidden_shape(config.rows_per_micro_batch, config.data.seq_length // context.cp_size)
         dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
         self._runner = Runner(links, shape, dtype, device)
         self._parts = plan.stages_of(links.rank)
@@ -82,6 +80,15 @@ class Pipelined:
         """This rank in the pipeline, for messages."""
         stages = ", ".join(map(str, self._parts))
         return f"pipeline rank {self._runner.links.rank} (stage{'s' * (len(self._parts) > 1)} {stages})"
+
+    @property
+    def waited(self) -> float:
+        """Seconds so far in which the host waited for messages."""
+        return self._runner.waited
+
+    def add_plan(self, plan: Plan) -> None:
+        """For steps with other numbers of micro-batches, through the same channels."""
+        self._plans[plan.training.micro_batches] = plan
 
     @property
     def copies(self) -> dict[torch.Tensor, int]:
@@ -181,7 +188,7 @@ class _Stages:
 
     def __init__(
         self,
-        model: GPT,
+        model: StagedModel,
         parts: dict[int, ModelPart],
         sharded: ShardedStages,
         micro_batches: MicroBatches,

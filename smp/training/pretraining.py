@@ -1,35 +1,35 @@
-"""Parts of a pretraining run."""
+"""What a pretraining run does its own way."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
-from smp.checkpoint import CheckpointError
+import torch
+
 from smp.config import Config, ConfigError
 from smp.config.command import in_one_line
 from smp.data.build import Datasets, build_datasets
-from smp.parallel.agree import on_rank_zero
-from smp.training.adapter_files import leave_companions
+from smp.kernels import Kernels
+from smp.parallel.context import ParallelContext
 from smp.training.build import RunSetup, build_forward_backward, build_model, choose_backends
-from smp.training.objective import NextToken
-from smp.training.run import RunParts, Trainable
+from smp.training.kind import RunKind, Say, Trainable
+from smp.training.objectives.next_token import NextToken
 
 
-def pretraining(config: Config) -> RunParts:
-    """Parts of a run that trains all weights from initialization on the next token of documents."""
-    return RunParts(
-        config=config,
-        datasets=partial(_read, config),
-        kernels=partial(choose_backends, config, documents=config.data.reset_attention_mask),
-        trainable=lambda setup, say, progress: _trainable(config, setup),
-        before=lambda: on_rank_zero(lambda: leave_companions(config), CheckpointError),
-    )
+class Pretraining(RunKind):
+    """Trains all weights from initialization on the next token of documents."""
 
+    def datasets(self) -> Datasets:
+        return _read(self.config)
 
-def _trainable(config: Config, setup: RunSetup) -> Trainable:
-    model = build_model(config, setup)
-    objective = NextToken(setup.device, setup.context.cp_group, further=config.model.mtp_num_layers or 0)
-    return Trainable(model, build_forward_backward(config, setup, model), objective)
+    def kernels(self, context: ParallelContext, device: torch.device) -> tuple[Kernels, list[str]]:
+        return choose_backends(self.config, context, device, documents=self.config.data.reset_attention_mask)
+
+    def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
+        model = build_model(self.config, setup)
+        further = self.config.model.mtp_num_layers or 0
+        objective = NextToken(setup.device, setup.context.cp_group, further=further)
+        return Trainable(model, build_forward_backward(self.config, setup, model), objective)
 
 
 def _read(config: Config) -> Datasets:

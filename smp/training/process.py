@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from smp.config import ConfigError, LoggingConfig
 from smp.config.credentials import without_credentials
@@ -17,11 +20,18 @@ Status = Literal["running", "done", "requeue", "failed", "bad_config"]
 
 @dataclass(frozen=True)
 class Process:
-    """Rank and world size of this process, from torchrun's environment; without torchrun one process alone."""
+    """Rank and world size of this process, from torchrun's environment; without torchrun one process alone.
+
+    Attributes:
+        started: when it was asked for, in seconds since 1970: before torch is imported.
+        spares: processes of the same start that do not train.
+    """
 
     rank: int
     world_size: int
     local_rank: int
+    started: float = field(default_factory=time.time, compare=False)
+    spares: int = 0
 
     @staticmethod
     def from_environment() -> Process:
@@ -37,6 +47,11 @@ class Process:
                 raise ConfigError(f"the environment says {name}={text}, which is not a number of processes")
             numbers.append(int(text))
         return Process(*numbers)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this process waits for others to be lost: ranks behind those that train."""
+        return self.rank >= self.world_size
 
     @property
     def under_launcher(self) -> bool:
@@ -80,19 +95,23 @@ def ended(path: Path) -> bool:
         return False
 
 
-def write_status(path: Path, status: Status, reason: str, iteration: int) -> None:
-    """Write the state of the run, or why it ended, atomically: ``{"status", "reason", "iteration"}``."""
+def write_status(
+    path: Path, status: Status, reason: str, iteration: int, more: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Write the state of the run, or why it ended, atomically: ``{"status", "reason", "iteration"}`` and ``more``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two ranks may want to say that a third is lost
-    word = {"status": status, "reason": without_credentials(reason), "iteration": iteration}
+    word = {"status": status, "reason": without_credentials(reason), "iteration": iteration, **more}
     temporary.write_text(json.dumps(word) + "\n")
     os.replace(temporary, path)
 
 
-def leave_status(path: Path, status: Status, reason: str, iteration: int) -> None:
+def leave_status(
+    path: Path, status: Status, reason: str, iteration: int, more: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """:func:`write_status`; where it cannot, the error output says so, unless that is the reason itself."""
     try:
-        write_status(path, status, reason, iteration)
+        write_status(path, status, reason, iteration, more)
     except OSError as error:
         if not reason.startswith("--status-file"):
             print(f"error: --status-file {path}: {error}", file=sys.stderr, flush=True)

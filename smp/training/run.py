@@ -7,39 +7,42 @@ import dataclasses
 import datetime
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from smp.config import Config, ConfigError, Layout
-from smp.config.batch import BatchSizes, check_batch_sizes
+from smp.checkpoint import CheckpointError
+from smp.config import ConfigError, Layout
+from smp.config.batch import BatchSizes, uneven_in_words
 from smp.config.checks import notes_on_effects
 from smp.config.credentials import without_credentials
+from smp.config.resolve import with_rest
 from smp.data.build import Datasets
-from smp.data.loader import BatchLoader, ReadBatch
+from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
-from smp.kernels import Kernels
 from smp.kernels.copier import copier_of
-from smp.models.gpt import GPT
 from smp.models.in_words import in_words
 from smp.optim.optimizer import build_optimizer
 from smp.parallel import backend
 from smp.parallel.agree import on_all_or_none, on_rank_zero
 from smp.parallel.context import ParallelContext, build_context
-from smp.parallel.network.choose import choose_collectives, spans_nodes, with_secondary_shards
+from smp.parallel.network.choose import choose_collectives, topology_of, with_secondary_shards
 from smp.parallel.network.quantize import Quantization
+from smp.parallel.node_group import describe_exchange, within_nodes
 from smp.pipeline.failure import naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
 from smp.sharding.offload import offload_of
 from smp.training.build import RunSetup, batch_loader
 from smp.training.console import Console
+from smp.training.copies import RunCopies
 from smp.training.exchange import exchange_of
-from smp.training.forward_backward import ForwardBackward
-from smp.training.objective import Objective
+from smp.training.goodput import FILE, Goodput
+from smp.training.goodput import in_words as goodput_in_words
+from smp.training.guard import Guard
+from smp.training.kind import BatchSource, RunKind
+from smp.training.members import describe_layouts
 from smp.training.offload import describe_offload, offload_at_work
 from smp.training.pipelined import Pipelined
 from smp.training.process import Process, Status
@@ -47,53 +50,19 @@ from smp.training.profiler import PipelineTrace, Profiler
 from smp.training.runtime import StopSignal, Watchdog, library_settings
 from smp.training.saving import RunCheckpoints
 from smp.training.sinks import refuse_log_dir_in_use
+from smp.training.slow_ranks import SlowRanks
 from smp.training.stopping import StopRules, due
 from smp.training.trainer import Progress, Step, Trainer
-
-Say = Callable[[str], None]
-
-
-class Trainable(NamedTuple):
-    """A model as it is before a checkpoint is loaded, how micro-batches go through it, and what is minimised."""
-
-    model: GPT
-    forward_backward: ForwardBackward
-    objective: Objective
-
-
-@dataclasses.dataclass(frozen=True)
-class RunParts:
-    """What pretraining and fine-tuning do not share; see ``smp.training.pretraining`` and ``smp.training.finetuning``.
-
-    Attributes:
-        datasets: reads what to train and evaluate on, once the folder of checkpoints is this run's.
-        read: (one of them) -> what makes a batch of numbered samples; None: the loader stacks them.
-        kernels: (context, device) -> what computes, and what the user should hear of that choice.
-        trainable: (setup, tell the user, say that there is progress) -> what is trained.
-        work: FLOPs of a step, relative to pretraining on as many tokens.
-        evaluate_first: also before the first step.
-        before: called before the first step.
-        after: (last iteration) -> what to tell the user; called when the run is done and saved.
-    """
-
-    config: Config
-    datasets: Callable[[], Datasets]
-    kernels: Callable[[ParallelContext, torch.device], tuple[Kernels, list[str]]]
-    trainable: Callable[[RunSetup, Say, Callable[[], None]], Trainable]
-    read: Callable[[Any], ReadBatch | None] = lambda dataset: None
-    work: float = 1.0
-    evaluate_first: bool = False
-    before: Callable[[], None] = lambda: None
-    after: Callable[[int], list[str]] = lambda iteration: []
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """How a run ended; ``signalled``: because a signal asked for it."""
 
     status: Status
     reason: str
     iteration: int
+    signalled: bool = False
 
 
 class Run:
@@ -101,13 +70,13 @@ class Run:
 
     def __init__(
         self,
-        parts: RunParts,
+        kind: RunKind,
         process: Process,
         device: torch.device,
         stop: StopSignal,
         watchdog: Watchdog | None = None,
     ) -> None:
-        self.parts, self.config, self.process, self.device = parts, parts.config, process, device
+        self.kind, self.config, self.process, self.device = kind, kind.config, process, device
         self.stopping = StopRules(self.config.training, stop)
         self.layout = Layout.from_config(self.config.parallel, process.world_size)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
@@ -115,35 +84,79 @@ class Run:
         # What is open is closed again, in reverse order, if a later part fails; else :meth:`close` does it.
         with contextlib.ExitStack() as opened:
             self.watchdog = watchdog or Watchdog(process, self.config.parallel.distributed_timeout_minutes)
+            opened.callback(kind.close)
             if watchdog is None:
                 opened.callback(self.watchdog.close)
             with self.watchdog.ending():
                 self.context = self._build_context()
             on_rank_zero(lambda: refuse_log_dir_in_use(self.config.logging), ConfigError)
             collectives = self.context.collectives
+            exchange = describe_exchange(self.context.meshes()) if device.type == "cpu" else []
+            account = Path(self.config.logging.log_dir) / FILE if process.rank == 0 else None
+            self.goodput = Goodput(account, process.started, self.config.checkpoint.save, self.say)
             # What the user has to know comes before what takes long.
             sizes = BatchSizes.of(self.config.data)
             effects = notes_on_effects(self.config, self.layout)
-            notes = [*sizes.in_words(), *effects, *(collectives.lines if collectives else ())]
+            notes = [
+                *sizes.in_words(),
+                *effects,
+                *describe_layouts(self.config, process.world_size),
+                *exchange,
+                *(collectives.lines if collectives else ()),
+            ]
             for line in [in_words(self.config.model), *notes]:
                 self.say(line)
-            self.checkpoints = RunCheckpoints(self.config, self.say)  # before the data, whose indices may take minutes
+            self.copies = RunCopies(self.config, process, self.say)
+            opened.callback(self.copies.close)
+            # Before the data, whose indices may take minutes.
+            self.checkpoints = RunCheckpoints(self.config, self.say, self.copies.found)
             opened.callback(self.checkpoints.close)
             self.datasets = self._read_data()
             self.setup = self._make_setup()
+            # Settings and data are good: from here on a start that dies is part of the job.
+            self.goodput.alive()
+            opened.push(self._died_loading)
             self.trainer = self._build_trainer()
+            self.goodput.alive()
             progress = self.trainer.progress
-            check_batch_sizes(self.config.data, self.layout, sizes.ahead(progress.consumed_samples))
-            self.batches = self._loader(self.datasets.train, progress.consumed_samples, sizes)
+            sizes = self._ending(sizes)
+            ahead = sizes.ahead(progress.consumed_samples)
+            for line in uneven_in_words(self.config.data, self.layout.data_parallel, ahead):
+                self.say(line)
+            self.batches: BatchSource = self._batches(progress.consumed_samples, sizes)
             opened.callback(self.batches.close)
-            arguments = self.config, self.layout, process.rank, device, progress.iteration, parts.work
+            arguments = self.config, self.layout, process.rank, device, progress.iteration, kind.work
             epoch = self.datasets.train.samples_per_epoch
             log_dir = self.config.logging.log_dir
             self.console = on_all_or_none(lambda: Console(*arguments, epoch), ConfigError, f"--log-dir {log_dir}")
             opened.callback(self.console.close)
+            self.console.goodput = self.goodput
+            self.goodput.waits_for = "data" if isinstance(self.batches, BatchLoader) else "rollout"
+            self.goodput.begin(progress.iteration)
+            self.guard = Guard(self.trainer, self.console, self.goodput)
             self._evaluated_at = progress.iteration
+            if self.checkpoints.from_memory:
+                self.copies.make(*self._to_copy())  # of nodes that were lost there is one copy left
             # All is built: from here on nothing closes by itself.
             self._opened = opened.pop_all()
+
+    def _ending(self, sizes: BatchSizes) -> BatchSizes:
+        """With a last step that ends where --train-samples does, if it can."""
+        samples, data = self.config.training.train_samples, self.config.data
+        if samples is None:
+            return sizes
+        ending = sizes.ending(samples, self.trainer.progress.consumed_samples)
+        if ending is not sizes and self.pipeline is not None:
+            last = dataclasses.replace(data, global_batch_size=ending.parts[-1][1])
+            plan = plan_pipeline(dataclasses.replace(self.config, data=last), self.layout)
+            self.pipeline.add_plan(plan)
+        return ending
+
+    def _died_loading(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, (ConfigError, CheckpointError)):
+            self.goodput.refused()
+        elif kind is not None:
+            self.goodput.alive()
 
     def say(self, line: str) -> None:
         """Tell the user one line, above the progress bar when there is one."""
@@ -154,8 +167,11 @@ class Run:
         parallel = self.config.parallel
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
         setting, file = parallel.data_parallel_collectives, parallel.network_topology
+        on_cpu = self.device.type == "cpu" and self.process.world_size > 1
+        topology = topology_of(file) if on_cpu else None
         # The backend runs schedules of CPU tensors only, and one node needs none.
-        knows_nodes = setting != "flat" and self.device.type == "cpu" and spans_nodes(file)
+        knows_nodes = setting != "flat" and topology is not None and len(topology.nodes) > 1
+        shares = topology is not None and parallel.cpu_collectives == "auto"
         self.watchdog.progress()
         context = build_context(
             self.layout,
@@ -164,6 +180,7 @@ class Run:
             sequence_parallel=parallel.sequence_parallel,
             heads_group=exchange_of(self.config, self.device.type).heads_group,
             replica_backend=backend.NAME if knows_nodes else None,
+            backend=within_nodes(topology) if shares and topology is not None else lambda ranks: None,
             progress=self.watchdog.progress,
         )
         meshes = {"parameters": context.fsdp, "experts": context.expert_fsdp}
@@ -178,7 +195,7 @@ class Run:
 
     def _read_data(self) -> Datasets:
         """What to train on, once the user has heard of all of it."""
-        datasets = self.parts.datasets()
+        datasets = self.kind.datasets()
         evaluated = [datasets.valid] if self.config.training.eval_interval is not None else []
         for dataset in (datasets.train, *evaluated, datasets.test):
             for line in [] if dataset is None else dataset.notes:
@@ -190,7 +207,7 @@ class Run:
         plan = plan_pipeline(config, self.layout) if self.layout.pp > 1 else None
         for line in [] if plan is None else describe_plan(plan, config):
             self.say(line)
-        kernels, lines = self.parts.kernels(self.context, device)
+        kernels, lines = self.kind.kernels(self.context, device)
         for line in lines:
             self.say(line)
         if device.type == "cuda":
@@ -203,7 +220,7 @@ class Run:
         return RunSetup(self.context, device, kernels, plan, offload, self.watchdog.ending, self.watchdog.progress)
 
     def _build_trainer(self) -> Trainer:
-        model, forward_backward, objective = self.parts.trainable(self.setup, self.say, self.watchdog.progress)
+        model, forward_backward, objective = self.kind.trainable(self.setup, self.say, self.watchdog.progress)
         optimizer = build_optimizer(
             model,
             self.config.optim,
@@ -213,6 +230,7 @@ class Run:
         )
         # After the optimizer, whose state comes with the weights.
         progress = self.checkpoints.load(model, optimizer)
+        self.config = with_rest(self.config, progress.iteration, progress.consumed_samples)
         train = self.datasets.train
         # May refuse: other data than those of the checkpoint would be read from the wrong place.
         for line in train.resume(progress.data, progress.consumed_samples):
@@ -234,18 +252,31 @@ class Run:
         """
         named = contextlib.nullcontext() if self.pipeline is None else naming(self.pipeline.place)
         with named:
-            self.parts.before()
-            if self.parts.evaluate_first and self.config.training.eval_interval and not self.iteration:
+            self.kind.before()
+            if (done := self.kind.instead(self.watchdog.progress)) is not None:
+                return Outcome("done", done, self.iteration)
+            if self.kind.evaluate_first and self.config.training.eval_interval and not self.iteration:
                 self.evaluate()
-            outcome = self._train()
-            # Before the last save, whose counters are those of all steps.
-            self._finish_steps()
+            with self.goodput.during("productive"):
+                outcome = self._train()
+                # Before the last save, whose counters are those of all steps.
+                self._finish_steps()
+                self.guard.look(self.iteration)
+            self.goodput.turn_to("idle")
             if outcome.status == "done":
                 self._evaluate_at_the_end()
-            self.checkpoints.finish(*self._to_save())
-            if outcome.status == "requeue" and self.config.checkpoint.save is None:
+            with self.goodput.during("save"):
+                if self.config.checkpoint.save is not None or self.copies.interval is not None:
+                    self.guard.before_save(self.iteration)
+                if outcome.status == "requeue":
+                    self.copies.finish(*self._to_copy())
+                self.checkpoints.finish(*self._to_save())
+            self.goodput.saved(self.iteration)
+            self.goodput.end(outcome.status)
+            self.copies.done = self.iteration if outcome.status == "done" else None
+            if outcome.status == "requeue" and self.config.checkpoint.save is None and not self.copies.kept:
                 return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", self.iteration)
-            for line in self.parts.after(self.iteration) if outcome.status == "done" else []:
+            for line in self.kind.after(self.iteration) if outcome.status == "done" else []:
                 self.say(line)
             return outcome
 
@@ -260,6 +291,7 @@ class Run:
         if self.iteration >= last:
             return Outcome("done", f"nothing left to train: at iteration {self.iteration} of {last}", self.iteration)
         trace = PipelineTrace(self.config, self.pipeline, self.say)
+        slow = SlowRanks(self.config, self.context, self.device, self.pipeline, self.console)
         profiler, first = Profiler(training, Path(self.config.logging.log_dir), self.process.rank), self.iteration + 1
         with contextlib.closing(profiler):
             while self.iteration < last:
@@ -268,25 +300,32 @@ class Run:
                 # An unreadable sample comes as a value and not as an error: all ranks have to hear of it together.
                 batch = self.batches.next_or_reason()
                 waited = time.perf_counter() - asked
-                with trace.of(self.iteration + 1):
+                with trace.of(self.iteration + 1), slow.measured(self.iteration + 1):
                     self._steps.append(self.trainer.start_step(batch, waited))
+                slow.step(self.iteration, waited if isinstance(self.batches, BatchLoader) else 0.0)
                 # Looks at the step before while the device computes this one.
-                self._finish_steps(keep=1)
+                self._finish_steps(keep=0 if self.guard.waits else 1)
+                # On CUDA ranks hear of the newest step at different times.
+                late = self.device.type == "cuda" and not self.guard.waits
+                self.guard.look(self.iteration - late)
+                self.guard.after(self.iteration)
                 if self.iteration == first and self.setup.offload is not None:
                     for line in offload_at_work(self.setup.offload):
                         self.say(line)
                 if due(self.iteration, training.eval_interval):
                     self.evaluate()
+                self._copy()
                 self.checkpoints.poll()
                 if self.checkpoints.due(self.iteration):
                     self._finish_steps()  # on all ranks alike
+                    self.guard.look(self.iteration)
                     # In a row of skipped steps nothing is new, and older checkpoints are wanted if it ends the run.
                     if not self.trainer.skipped_in_a_row:
                         self.save()
                 self.watchdog.progress()
                 # Behind the save of this iteration, which may be due as well.
                 if (reason := self.stopping.reason(self.iteration)) is not None and self.iteration < last:
-                    return Outcome("requeue", reason, self.iteration)
+                    return Outcome("requeue", reason, self.iteration, self.stopping.heard)
         return Outcome("done", f"{last} iterations trained", last)
 
     def _finish_steps(self, keep: int = 0) -> None:
@@ -295,9 +334,13 @@ class Run:
         With one step kept the host issues the next one while the device computes, and reads, logs and checks meanwhile.
         """
         while len(self._steps) > keep or (self._steps and self._steps[0].measured.arrived()):
-            result = self.trainer.finish(self._steps.popleft())
+            step = self._steps.popleft()
+            result = self.trainer.finish(step)
+            self.guard.finished(step, result)
+            rerun = self.trainer.rerun
+            repeated = 0.0 if rerun is None else rerun.take_seconds()
+            self.goodput.step(result.iteration, result.seconds, result.waited, result.skipped, repeated)
             self.console.step(self.trainer.progress, result)
-            self.trainer.check_skipped(result)
 
     def evaluate(self) -> None:
         """Validation loss from the start of the validation data: the same samples every time. A signal ends it."""
@@ -318,33 +361,58 @@ class Run:
     def _loss_on(self, dataset: SampleDataset) -> float | None:
         """None when a signal ended it."""
         self._finish_steps()
-        batches = self._loader(dataset)
-        try:
-            loss = self.trainer.evaluate(batches, self.config.training.eval_iters, self.stopping.signalled)
-        finally:
-            # Also when a signal or an error ends it: the reader's threads would go on.
-            batches.close()
+        with self.goodput.during("evaluation"):
+            loss = self.kind.evaluate(self.trainer, dataset, self._loader, self.stopping.signalled)
         if loss is None:
             self.say(f"evaluation at iteration {self.iteration} was stopped by a signal")
         return loss
 
+    def _batches(self, consumed: int, sizes: BatchSizes) -> BatchSource:
+        dataset = self.datasets.train
+        own = self.kind.batches(self.setup, dataset, consumed, self.checkpoints.carried, self.say)
+        return own or self._loader(dataset, consumed, sizes)
+
     def _loader(self, dataset: SampleDataset, start: int = 0, sizes: BatchSizes | None = None) -> BatchLoader:
-        return batch_loader(self.config, self.setup, dataset, self.parts.read(dataset), start=start, sizes=sizes)
+        return batch_loader(self.config, self.setup, dataset, self.kind.read(dataset), start=start, sizes=sizes)
+
+    def _copy(self) -> None:
+        """Keep a copy in memory, if it is time."""
+        self.copies.poll()
+        if self.copies.due(self.iteration):
+            self._finish_steps()  # on all ranks alike
+            self.guard.look(self.iteration)
+            if not self.trainer.skipped_in_a_row:
+                with self.goodput.during("save"):
+                    self.guard.before_save(self.iteration)
+                    self.copies.make(*self._to_copy())
+                self.goodput.saved(self.iteration)
+
+    def _to_copy(self) -> tuple[nn.Module, torch.optim.Optimizer, Progress, BatchSource]:
+        return self.trainer.model, self.trainer.optimizer, self.trainer.progress, self.batches
 
     def save(self) -> None:
         """Write a checkpoint, or begin to, if --save is given."""
         self._finish_steps()
-        self.checkpoints.save(*self._to_save())
+        with self.goodput.during("save"):
+            if self.config.checkpoint.save is not None:
+                self.guard.before_save(self.iteration)
+            self.checkpoints.save(*self._to_save())
+        self.goodput.saved(self.iteration)
         self.watchdog.progress()
 
-    def _to_save(self) -> tuple[nn.Module, torch.optim.Optimizer, Progress, float | None]:
-        """Model, optimizer, counters, and the validation loss if it is that of these weights."""
+    def _to_save(self) -> tuple[nn.Module, torch.optim.Optimizer, Progress, float | None, dict[str, torch.Tensor]]:
+        """Model, optimizer, counters, the validation loss if it is that of these weights, and the state of batches."""
         # A loss of older weights would make a checkpoint look better or worse than it is.
         iteration, loss = self.validation or (-1, None)
         trainer = self.trainer
-        return trainer.model, trainer.optimizer, trainer.progress, loss if iteration == self.iteration else None
+        # May wait for what is still being made: only where it is written.
+        state = {} if self.config.checkpoint.save is None else self.batches.state()
+        return trainer.model, trainer.optimizer, trainer.progress, loss if iteration == self.iteration else None, state
 
     def close(self, failed: bool = False) -> None:
         """Close the logs, which hear whether it failed, stop background threads and wait for a background save."""
         self.console.failed = failed
+        if failed:
+            self.goodput.end("failed")
+        self.say(goodput_in_words(self.goodput.account))
         self._opened.close()

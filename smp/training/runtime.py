@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from smp.parallel.node_group import default_backend
 from smp.pipeline.failure import LOST, function_of_thread
+from smp.training.hang import Hang, word_of_thread
 from smp.training.host_memory import keep_freed_memory
 from smp.training.process import Process
 from smp.training.settings import report, report_own
@@ -31,12 +33,15 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def start_process_group(
-    process: Process, timeout_minutes: float, deterministic: bool, watchdog: Watchdog
+    process: Process, timeout_minutes: float, deterministic: bool, watchdog: Watchdog, shares_memory: bool = False
 ) -> torch.device:
     """Pick this process's device and join the default process group.
 
     CUDA tensors go through NCCL and CPU tensors through gloo, so small control messages never wait for the GPU. What is
     set here for libraries are defaults: the environment goes first.
+
+    Args:
+        shares_memory: on CPUs, the default group may exchange through memory.
 
     Returns:
         The device to train on.
@@ -64,10 +69,11 @@ def start_process_group(
         found.set_timeout(timeout)
         store = dist.PrefixStore("default_pg", found)
     with watchdog.ending():
-        backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        backends = "cpu:gloo,cuda:nccl" if cuda else default_backend() if shares_memory else "gloo"
         dist.init_process_group(
             backends, store=store, rank=process.rank, world_size=process.world_size, timeout=timeout
         )
+    watchdog.meet_in(store)
     return device
 
 
@@ -153,6 +159,9 @@ class Watchdog:
         self._last = time.monotonic()
         self._closed = threading.Event()
         self._dumping: threading.Thread | None = None
+        self._process = process
+        self._store: dist.Store | None = None
+        self._main = threading.get_ident()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def progress(self) -> None:
@@ -170,6 +179,10 @@ class Watchdog:
         finally:
             self._ending = None
             self.progress()
+
+    def meet_in(self, store: dist.Store) -> None:
+        """Where ranks leave word for each other when they make no progress, see :mod:`smp.training.hang`."""
+        self._store = store
 
     def close(self) -> None:
         """Stop watching; a dump that has begun gets a moment to be written."""
@@ -191,14 +204,14 @@ class Watchdog:
             if passed > self._limit and reported != last:
                 reported = last
                 # In a thread of its own: nobody may read stderr, a pipe that is full.
-                dumping = threading.Thread(target=self._dump, name="watchdog's dump", daemon=True)
+                dumping = threading.Thread(target=self._dump, args=(last,), name="watchdog's dump", daemon=True)
                 dumping.start()
                 self._dumping = dumping  # now that it can be waited for
             if ending is not None and passed > ending[1] and self._end is not None:
                 where = function_of_thread(ending[0])
                 self._end(f"{where} failed: no answer and no error for {passed:.0f} s, so this process ends; {LOST}")
 
-    def _dump(self) -> None:
+    def _dump(self, last: float) -> None:
         """All stacks to stderr, by way of a file: faulthandler holds the interpreter while it writes."""
         try:
             with _scratch_file() as file:
@@ -210,6 +223,15 @@ class Watchdog:
         with contextlib.suppress(OSError):  # nobody reads it any more
             # Not through sys.stderr's buffer, whose lock the interpreter needs when it ends.
             os.write(_stderr(), f"{self._title} {self._limit:.0f} s; its stacks:\n".encode() + stacks)
+        if self._store is not None and self._process.world_size > 1:
+            self._ask_others(self._store, time.time() - (time.monotonic() - last))
+
+    def _ask_others(self, store: dist.Store, since: float) -> None:
+        """Who has not come, on stderr, by the lowest rank that is there: well before the collective times out."""
+        hang = Hang(store, self._process.rank, self._process.world_size, since)
+        with contextlib.suppress(RuntimeError, OSError):  # the store went down with another process
+            said = hang.report(word_of_thread(self._main), (self._timeout - self._limit) / 2)
+            os.write(_stderr(), f"{said}\n".encode() if said else b"")
 
 
 def _scratch_file() -> IO[bytes]:

@@ -54,7 +54,10 @@ def _progress(saved: Any, where: object) -> Progress | None:
     # Known names only: an older program must not drop a counter of a newer one in silence.
     names = {field.name for field in fields(Progress)}
     known = isinstance(saved, dict) and "iteration" in saved and set(saved) <= names
-    _require(known and all(_is_count(n) for name, n in saved.items() if name != "data"), where, "'progress'")
+    counts = [n for name, n in saved.items() if name not in ("data", "spikes")] if known else []
+    _require(known and all(map(_is_count, counts)), where, "'progress'")
+    spikes = saved.get("spikes")
+    _require(spikes is None or _is_window(spikes), where, "'spikes' of 'progress'")
     data = saved.get("data")
     _require(data is None or _is_blend(data) or _is_tuning(data), where, "'data' of 'progress'")
     return Progress(**saved)
@@ -62,6 +65,12 @@ def _progress(saved: Any, where: object) -> Progress | None:
 
 def _are_numbers(values: Any) -> bool:
     return isinstance(values, dict) and all(type(n) in (int, float) for n in values.values())
+
+
+def _is_window(spikes: Any) -> bool:
+    """Whether it is what :meth:`smp.training.spikes.Spikes.state` gives: as many losses as norms."""
+    lists = isinstance(spikes, list) and len(spikes) == 2 and all(isinstance(one, list) for one in spikes)
+    return lists and len(spikes[0]) == len(spikes[1]) and all(type(x) is float for one in spikes for x in one)
 
 
 def _is_count(value: Any) -> bool:
@@ -82,10 +91,12 @@ def _is_blend(phases: Any) -> bool:
 
 
 def _is_tuning(parts: Any) -> bool:
-    """Whether it is what :mod:`smp.data.tuning.batches` writes down: names of texts and their fingerprints."""
+    """Whether it is what :mod:`smp.data.tuning.batches` or ``prompts`` write down: fingerprints of texts and of their
+    order."""
     if not isinstance(parts, list) or len(parts) != 1 or not isinstance(parts[0], dict):
         return False
-    return set(parts[0]) == {"samples", "sequences"} and all(isinstance(text, str) for text in parts[0].values())
+    kinds = ({"samples", "sequences"}, {"prompts", "chosen"})
+    return set(parts[0]) in kinds and all(isinstance(text, str) for text in parts[0].values())
 
 
 def _require(condition: bool, where: object, problem: str) -> None:

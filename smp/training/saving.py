@@ -19,37 +19,54 @@ from smp.checkpoint.folder import Folder, open_folder, same_folder
 from smp.checkpoint.latest import complete, iteration_name, iteration_of
 from smp.checkpoint.lock import LockLostError, RunLock
 from smp.checkpoint.manifest import MANIFEST, read_manifest
+from smp.checkpoint.peers import PeerFolder
 from smp.checkpoint.recovery import clean, load_newest, load_step
 from smp.checkpoint.retention import publish
 from smp.config import CheckpointConfig, Config, ConfigError
 from smp.config.command import in_one_line
+from smp.config.fields import flag_of
 from smp.config.resolve import first_start
+from smp.convert.changes import changes_of_files, other_than_trained
+from smp.convert.describe import described_model
+from smp.convert.foreign import implementation
 from smp.convert.hf_config import is_hf_folder
-from smp.convert.load import load_hf
+from smp.models.protocol import Model
 from smp.parallel.agree import gather, on_rank_zero
-from smp.training.persistence import load_training, run_state
+from smp.training.foreign_weights import fill_from_folder
+from smp.training.origin import Origin, has_begun, resuming
+from smp.training.persistence import load_training, run_state, what_is_trained
 from smp.training.stopping import SaveClock
 from smp.training.trainer import Progress
 
 Loaded = TypeVar("Loaded")
+_NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 class RunCheckpoints:
     """Loads, saves and prunes a run's checkpoints. Every rank has one and calls the same methods.
 
+    Args:
+        in_memory: what this run has left in memory when it was started before, if it has.
+
     Raises:
         ConfigError: --save cannot be written, or another job uses it.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        self.config, self.say = config, say
+    def __init__(
+        self, config: Config, say: Callable[[str], None], in_memory: tuple[PeerFolder, Manifest] | None = None
+    ) -> None:
+        self.config, self.say, self._in_memory = config, say, in_memory
+        self.from_memory = False
+        self._origin = Origin.asked(config)
         self.root = None if config.checkpoint.save is None else open_folder(config.checkpoint.save)
         self.saved_at = -1
         self._lock: RunLock | None = None
-        self._made_root = False
+        self._made_root = self._goes_on = False
         self._saver: checkpoint.AsyncSaver | None = None
         self._clock = SaveClock(config.checkpoint)
         self._failure, self._is_last, self._told_size = "", False, False
+        self.carried: dict[str, torch.Tensor] = {}
+        """Of the checkpoint that was loaded: the state of what makes batches."""
         if self.root is None:
             return
         try:
@@ -59,7 +76,11 @@ class RunCheckpoints:
         except CheckpointError as error:
             raise ConfigError(f"--save {error}") from error
         try:
-            self._refuse_what_is_there()
+            self._goes_on = self._has_begun()
+            if self._goes_on:
+                self.config = resuming(config)
+            if in_memory is None:
+                self._refuse_what_is_there()
         except BaseException:
             self.close()
             raise
@@ -82,7 +103,31 @@ class RunCheckpoints:
         except OSError as error:
             raise CheckpointError(f"{self.root}: {error}") from error
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    def _has_begun(self) -> bool:
+        """Whether this command was started before and has saved: it then goes on from there.
+
+        Raises:
+            ConfigError: what was saved began at the same place, and trains something else.
+        """
+        root, origin = self.root, self._origin
+        if root is None or origin is None or self.config.resume_from == "auto":
+            return False
+        trained = what_is_trained(self.config)
+        # One rank looks, so that all decide the same: listings of a network file system may differ between nodes.
+        other = on_rank_zero(lambda: has_begun(root, origin, trained), CheckpointError)
+        if other:
+            flags = ", ".join(map(flag_of, other))
+            raise ConfigError(
+                f"--save {root} holds checkpoints of a run that began from the same --load {origin.load} with other "
+                f"{flags}: {self._how_to_resume} goes on from there; else give another --save"
+            )
+        return other is not None
+
+    @property
+    def _how_to_resume(self) -> str:
+        return "--load auto" if self.config.objective is None else "--resume"
+
+    def load(self, model: Model, optimizer: torch.optim.Optimizer) -> Progress:
         """Fill model and optimizer from what --load names; returns where to start.
 
         Raises:
@@ -91,9 +136,18 @@ class RunCheckpoints:
         """
 
         def restore(folder: Folder, manifest: Manifest) -> tuple[Progress, list[str]]:
-            return load_training(folder, manifest, self.config, model, optimizer)
+            self.carried.clear()  # of one that turned out to be damaged
+            loaded = load_training(folder, manifest, self.config, model, optimizer, self.carried)
+            if self.config.resume_from == "auto" or self._origin is None:  # its own checkpoints know where it began
+                self._origin = Origin.noted(manifest.extra) or self._origin
+            return loaded
 
+        if (progress := self._load_from_memory(model, optimizer)) is not None:
+            return progress
         load = self.config.resume_from
+        if self._goes_on:
+            assert self._origin is not None
+            self.say(f"--save {self.root} holds this run, which began from --load {self._origin.load}: it goes on")
         if load is not None and self._is_hf(load):
             return self._load_hf(load, model)
         found = self._load(restore)
@@ -107,12 +161,40 @@ class RunCheckpoints:
         self._look_for_newer(progress.iteration)
         return progress
 
-    def _load_hf(self, load: str, model: nn.Module) -> Progress:
+    def _load_from_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress | None:
+        """What the nodes have kept, unless --save has newer; None where there is nothing whole."""
+        if self._in_memory is None:
+            return None
+        folder, manifest = self._in_memory
+        root, iteration = self.root, int(manifest.extra["progress"]["iteration"])
+        newest = [] if root is None else on_rank_zero(lambda: complete(root)[:1], CheckpointError)
+        if newest and iteration_of(newest[0]) > iteration:
+            self.say(f"--save {root} holds {newest[0]}, newer than the copy in memory of iteration {iteration}")
+            return None
+        # All of it, whatever the first start took of --load.
+        settings = replace(self.config.checkpoint, finetune=False, load_optim=True)
+        try:
+            config = replace(self.config, checkpoint=settings)
+            progress, notes = load_training(folder, manifest, config, model, optimizer, self.carried)
+        except CheckpointError as error:
+            self.carried.clear()
+            self.say(f"WARNING: the copy in memory cannot be read: {error}")
+            return None
+        self._origin, self.from_memory = Origin.noted(manifest.extra) or self._origin, True
+        if newest and iteration_of(newest[0]) == iteration:
+            self.saved_at = iteration
+        for line in [f"resumed from the memory of the nodes at iteration {iteration}", *notes]:
+            self.say(line)
+        return progress
+
+    def _load_hf(self, load: str, model: Model) -> Progress:
         """Weights of a Hugging Face folder: there is nothing else in it to go on from."""
         if self.config.checkpoint.ckpt_step is not None:
             raise ConfigError(f"--ckpt-step {self.config.checkpoint.ckpt_step}: --load {load} is a Hugging Face folder")
-        notes = load_hf(model, load)
+        notes = fill_from_folder(model, load)
         self.say(f"weights from the Hugging Face folder {load}; optimizer and counters start afresh")
+        if changed := changes_of_files(described_model(load, implementation(self.config.model)), self.config.model):
+            notes.append(other_than_trained(load, changed))
         for line in notes:
             self.say(f"note: {line}")
         self._look_for_newer(0)
@@ -180,10 +262,9 @@ class RunCheckpoints:
         if newest and iteration_of(newest[0]) == iteration:
             self.saved_at = iteration
         if newest and iteration_of(newest[0]) > iteration:
-            resume = "--load auto" if self.config.objective is None else "--resume"
             raise ConfigError(
                 f"--save {root} holds {newest[0]}, which is newer than where this run starts, iteration {iteration}: "
-                f"{resume} goes on from there; else give another --save or move it away"
+                f"{self._how_to_resume} goes on from there; else give another --save or move it away"
             )
 
     def due(self, iteration: int) -> bool:
@@ -196,7 +277,12 @@ class RunCheckpoints:
             self._attempt(self._saver.poll)
 
     def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, validation_loss: float | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        validation_loss: float | None,
+        carried: Mapping[str, torch.Tensor] = _NOTHING,
     ) -> None:
         """Save, or begin to. A failure is said; training goes on without that checkpoint.
 
@@ -206,7 +292,9 @@ class RunCheckpoints:
         self._wait()
         if (root := self.root) is None:
             return
-        arguments, iteration = run_state(self.config, model, optimizer, progress, validation_loss), progress.iteration
+        arguments = run_state(self.config, model, optimizer, progress, validation_loss, self._origin)
+        arguments["state"] |= carried
+        iteration = progress.iteration
         self._tell_size(root, arguments["state"])
         # Noted before it is known to succeed; a failure takes it back.
         started, self.saved_at = time.perf_counter(), iteration
@@ -225,14 +313,19 @@ class RunCheckpoints:
         self.say(f"a checkpoint in {root} takes {sum(sizes.values()) / 1e9:,.3f} GB{free}")
 
     def finish(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, validation_loss: float | None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        validation_loss: float | None,
+        carried: Mapping[str, torch.Tensor] = _NOTHING,
     ) -> None:
         """Return when the last iteration is saved, or raise CheckpointError."""
         self._wait()
         if self.root is None or self.saved_at == progress.iteration:
             return
         self._is_last = True
-        self.save(model, optimizer, progress, validation_loss)
+        self.save(model, optimizer, progress, validation_loss, carried)
         self._wait()
         if self.saved_at != progress.iteration:
             raise CheckpointError(f"the last checkpoint could not be saved: {self._failure}")

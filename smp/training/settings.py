@@ -10,30 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from smp.checkpoint.entries import CheckpointError
-from smp.checkpoint.latest import find
-from smp.checkpoint.manifest import MANIFEST
+from smp.checkpoint.folder import open_folder
 from smp.config import Config, ConfigError, Layout, LoggingConfig, check_files, load_config, resolve
-from smp.config.batch import BatchSizes, check_batch_sizes
 from smp.config.cli import FROM_MEGATRON
-from smp.config.command import in_one_line
 from smp.config.credentials import without_credentials
+from smp.config.elastic import as_members
 from smp.config.fields import flag_of, given, require
+from smp.config.foreign import require_implementation
 from smp.config.megatron.translate import translate
-from smp.convert.describe import read_architecture
-from smp.convert.hf_config import architecture, is_hf_folder
+from smp.convert.changes import misfit
+from smp.convert.describe import described_model, of_model_config, read_architecture
+from smp.convert.hf_config import is_hf_folder
 from smp.data.tokenizer_files import load_tokenizer
 from smp.pipeline.plan import plans_by_size
+from smp.training.origin import Origin, has_begun
 
 
 def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], world_size: int) -> Config:
     """Parse, fill in defaults and check all that can be checked without a process group, or raise ConfigError."""
-    config = load_config(argv, presets, read_architecture)
-    check_files(config)
-    config = resolve(_with_vocabulary(config), world_size)
+    config = load_config(argv, presets, _described)
+    check_files(config, load_is_past=_is_past(config))
+    require_implementation(config)
+    config, world_size = as_members(_with_vocabulary(config), world_size)
+    config = resolve(config, world_size)
     _check_architecture(config)
     require(not config.model.scalar_head, f"--load {config.checkpoint.load} is a reward model: finetune.py trains it")
     layout = Layout.from_config(config.parallel, world_size)
-    _check_first_batches(config, layout)
     if layout.pp > 1:
         # Only to be refused here: a layout that does not fit should not cost the start of a thousand processes.
         plans_by_size(config, layout)
@@ -55,34 +57,44 @@ def in_own_flags(argv: list[str], world_size: int, rank: int) -> list[str]:
     return translation.argv
 
 
+def _described(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The model of --model-config, else that in --load; where that is gone, of what a run that began from it has
+    saved."""
+    implementation = values.get("model_implementation", "auto")
+    if (path := values.get("model_config")) is not None:
+        return of_model_config(path, implementation)
+    load, save = values["load"], values.get("save")
+    if save is not None and "://" not in load and not Path(load).exists():
+        return read_architecture(save)
+    return read_architecture(load, values.get("ckpt_step"), implementation)
+
+
+def _is_past(config: Config) -> bool:
+    """Whether --load is gone and not needed: the run, which began from it, goes on from what it has saved."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    origin = Origin.asked(config)
+    if origin is None or load is None or save is None or "://" in load or Path(load).exists():
+        return False
+    try:
+        return has_begun(open_folder(save), origin, {}) is not None
+    except (CheckpointError, OSError):
+        return False  # the run says what is wrong with --save
+
+
 def _check_architecture(config: Config) -> None:
-    """Refuse flags under which the weights of a Hugging Face folder would mean something else."""
+    """Refuse flags under which the weights of a Hugging Face folder do not fit."""
     load = config.checkpoint.load
     if load is None or not is_hf_folder(load):
         return
     std = given(config.model, "init_method_std")
     # By its being given, not by its value: the default says nothing.
     require(not std, f"{''.join(std)} has no effect beside --load {load}, whose weights are all read; leave it out")
-    asked, found = architecture(config.model), read_architecture(load)
-    assert found is not None
-    for name, value in found.items():
-        if asked[name] != value and name != "mtp_num_layers":  # whose weights are read if they are asked for
-            raise ConfigError(f"--load {load} is a model with {flag_of(name)} {value}, this run has {asked[name]}")
-
-
-def _check_first_batches(config: Config, layout: Layout) -> None:
-    """Check all sizes of a batch that changes where --load, as that of a first start, finds nothing to go on from."""
-    sizes, load = BatchSizes.of(config.data), config.checkpoint.load
-    if load is None or sizes.constant:
-        return
-    folder = config.checkpoint.save if load == "auto" else load
-    assert folder is not None, "checked before: --load auto needs --save"
-    try:
-        resumes = find(folder).size(MANIFEST) is not None
-    except (CheckpointError, OSError) as error:
-        raise ConfigError(f"--load {load}: {in_one_line(error)}") from error
-    if not resumes:
-        check_batch_sizes(config.data, layout, sizes.ahead())
+    # Layers of multi-token prediction are read if they are asked for.
+    described = described_model(load, config.model.model_implementation)
+    found = replace(described, mtp_num_layers=config.model.mtp_num_layers)
+    if (name := misfit(found, config.model)) is not None:
+        now = getattr(config.model, name)
+        raise ConfigError(f"--load {load} is a model with {flag_of(name)} {getattr(found, name)}, this run has {now}")
 
 
 def _with_vocabulary(config: Config) -> Config:

@@ -6,7 +6,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -18,10 +18,14 @@ from smp.training.mlflow_sink import MlflowSink
 
 METRICS = "metrics.jsonl"
 """Name of the file of records in --log-dir."""
+COMPLETIONS = "completions.jsonl"
+"""Name of the file there of rows for people, such as completions with their rewards."""
 STARTS = "starts.jsonl"
 """Name of the file there to which each start adds what :func:`smp.training.run_record.start_record` says."""
 
 Scalars = Mapping[str, float]
+Rows = Sequence[Mapping[str, Any]]
+"""Columns by name."""
 Curve = tuple[list[int], list[float]]
 """Iterations and values."""
 
@@ -34,6 +38,9 @@ class Sink(Protocol):
 
     def log(self, iteration: int, scalars: Scalars) -> None:
         """Write one record."""
+
+    def table(self, iteration: int, rows: Rows) -> None:
+        """Write rows for people."""
 
     def close(self, failed: bool = False) -> None:
         """Write what is buffered and close.
@@ -142,7 +149,10 @@ class JsonlSink:
             self._file.close()
             raise
         _set_aside(self._file, _superseded(path), iteration)
-        self._starts = path.parent / STARTS
+        self._starts, self._rows = path.parent / STARTS, path.parent / COMPLETIONS
+        if self._rows.is_file():
+            with self._rows.open("a+", encoding="utf-8") as rows:
+                _set_aside(rows, _superseded(self._rows), iteration)
 
     def start(self, record: Mapping[str, Any]) -> None:
         with self._starts.open("a", encoding="utf-8") as file:
@@ -152,6 +162,11 @@ class JsonlSink:
         record = {"iteration": iteration} | {k: v if math.isfinite(v) else None for k, v in scalars.items()}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+
+    def table(self, iteration: int, rows: Rows) -> None:
+        with self._rows.open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({"iteration": iteration, **row}, ensure_ascii=False) + "\n")
 
     def close(self, failed: bool = False) -> None:
         self._file.close()
@@ -205,6 +220,12 @@ def _iteration(line: str) -> float:
         return math.inf
 
 
+def _cell(value: Any) -> str:
+    """Of a table in Markdown: as it is, on one line."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace("|", "\\|").replace("\r", "").replace("\n", "<br>")
+
+
 class TensorBoardSink:
     """TensorBoard events; on a resume TensorBoard hides those after ``iteration``."""
 
@@ -225,6 +246,11 @@ class TensorBoardSink:
     def log(self, iteration: int, scalars: Scalars) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
+
+    def table(self, iteration: int, rows: Rows) -> None:
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        lines = [columns, ["---"] * len(columns), *([_cell(row.get(name)) for name in columns] for row in rows)]
+        self._writer.add_text("completions", "\n".join(f"| {' | '.join(line)} |" for line in lines), iteration)
 
     def close(self, failed: bool = False) -> None:
         self._writer.close()
@@ -254,6 +280,13 @@ class WandbSink:
 
     def log(self, iteration: int, scalars: Scalars) -> None:
         self._run.log({"iteration": iteration, **scalars})
+
+    def table(self, iteration: int, rows: Rows) -> None:
+        import wandb
+
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        data = [[row.get(name) for name in columns] for row in rows]
+        self._run.log({"iteration": iteration, "completions": wandb.Table(columns=columns, data=data)})
 
     def close(self, failed: bool = False) -> None:
         self._run.finish()

@@ -14,7 +14,7 @@ class StopRules:
     """Decides when a run ends early: signals, a time limit and --exit-interval. Made when the run begins."""
 
     def __init__(self, training: TrainingConfig, stop: StopSignal) -> None:
-        self.training, self.stop = training, stop
+        self.training, self.stop, self.heard = training, stop, False
         self._started = time.monotonic()
 
     def signalled(self) -> bool:
@@ -28,6 +28,7 @@ class StopRules:
         # One small collective for each step; why is asked only when there is a reason.
         if any_rank(self.signalled() or timed_out):
             if any(gather(self.signalled())):
+                self.heard = True
                 return f"stopped by {self.stop.name or 'a signal to another rank'}"
             return f"--exit-duration-in-mins {limit} reached"
         if due(iteration, self.training.exit_interval):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from smp.config import Config, ConfigError, Layout, resolve
+from smp.config.batch import count_micro_batches
 from smp.config.commands import tool
 from smp.models.arithmetic import forward_flops
 from smp.training.memory import MemoryEstimate
@@ -135,7 +136,7 @@ def _seconds(config: Config, layout: Layout, tuned: Tuned, memory: MemoryEstimat
     seconds = copies.layers * again[parallel.recompute_granularity]
     if parallel.offload_activations:
         seconds += copies.exposed(_rate(config), recompute=parallel.recompute_granularity == "full")
-    micro_batches = (data.global_batch_size or 1) // (data.micro_batch_size * layout.data_parallel)
+    micro_batches = count_micro_batches(data, layout.data_parallel)
     host = (
         host_step_seconds(trained_parameters(config, layout, tuned, memory))
         if config.optim.optimizer_cpu_offload

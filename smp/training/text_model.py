@@ -10,15 +10,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from smp.config import Layout
+from smp.config import Config, Layout
 from smp.convert.adapters import MergedWeights
 from smp.convert.formats import Opened, open_checkpoint
 from smp.convert.hf_config import read_json
 from smp.convert.load import load_weights
 from smp.data.tokenizer import Tokenizer
-from smp.data.tokenizer_files import load_tokenizer, open_tokenizer_json, tokenizer_file
+from smp.data.tokenizer_files import load_tokenizer, no_tokenizer, open_tokenizer_json, tokenizer_file
 from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
-from smp.models.gpt import GPT
+from smp.models.build import new_model
+from smp.models.protocol import Model
 from smp.parallel.context import build_context
 from smp.training.adapter_files import companions_of, open_adapters, require_adapter
 
@@ -52,9 +53,7 @@ def find_tokenizer(
     inside = [] if folder is None else [folder / name for name in ("tokenizer.json", "tokenizer.model")]
     path = tokenizer_file(given) if given else next((path for path in inside if path.is_file()), None)
     if path is None:
-        raise ValueError(
-            "no tokenizer lies with the model: give --tokenizer-model, or --reference a folder that has one"
-        )
+        raise ValueError(no_tokenizer(folder))
     ends = end_ids(folder)
     if path.suffix == ".json":
         return TokenizerFile(path), ends or [load_tokenizer(path, pattern).eod]
@@ -70,8 +69,13 @@ def folder_tokenizer(opened: Opened, given: Path | None) -> TuningTokenizer:
     """
     folder = given or opened.reference
     if folder is None:
-        raise ValueError("no tokenizer lies with the model: give --tokenizer-model, or --reference a folder with one")
+        raise ValueError(no_tokenizer(None))
     return open_tokenizer(folder.parent if folder.name == "tokenizer.json" else folder)
+
+
+def folder_of(config: Config) -> Path | None:
+    """Where the files of the model in --load say what ends a text."""
+    return None if config.checkpoint.load is None else Path(config.checkpoint.load)
 
 
 def end_ids(folder: Path | None) -> list[int]:
@@ -128,9 +132,9 @@ def alone(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
+def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.float32) -> Model:
     """The model, in evaluation mode, in this one process."""
     context = build_context(Layout(), device.type)
-    model = GPT(opened.weights.config, context.tp).to(dtype).to_empty(device=device)
+    model = new_model(opened.weights.config, context.tp).to(dtype).to_empty(device=device)
     load_weights(model, lambda: opened.weights)
     return model.eval()

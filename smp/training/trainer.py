@@ -5,23 +5,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from smp.config import Config
 from smp.data.blend import Manifest
 from smp.data.loader import BatchLoader, RankBatch, Unreadable
 from smp.layers.fp8.apply import fp8_history
-from smp.layers.head import ModelOutput
 from smp.models.arithmetic import visible_pairs_of_layers
 from smp.models.beside import beside_names
-from smp.models.gpt import GPT
+from smp.models.protocol import Model
 from smp.optim.optimizer import clip_gradients, scaling_of, set_learning_rate, step_if
 from smp.optim.schedule import decoupled_learning_rate, learning_rate
 from smp.parallel.agree import any_rank, gather, sum_over_ranks
 from smp.parallel.context import ParallelContext
+from smp.training.errors import TrainingError
 from smp.training.forward_backward import (
     ForwardBackward,
     model_loss,
@@ -29,12 +32,9 @@ from smp.training.forward_backward import (
     total_beside,
     total_metrics,
 )
-from smp.training.objective import Objective
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message says why in one line."""
-
+from smp.training.objectives.contract import Objective
+from smp.training.rerun import Pass, Rerun
+from smp.training.spikes import Kept, Spikes
 
 SATURATED = "fp8 saturated tensors"
 """Delayed scaling: tensors of a step (an input, a weight or a gradient of a layer) whose largest number was too large
@@ -43,13 +43,15 @@ for the scale of the steps before, and became the largest that fits."""
 
 @dataclass
 class Progress:
-    """What a resumed run continues from. ``data`` is the manifest of the blend, see ``smp.data.blend``."""
+    """What a resumed run continues from. ``data`` is the manifest of the blend, see ``smp.data.blend``; ``spikes`` is
+    the window of losses and norms of --spike-policy."""
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
     data: Manifest | None = None
+    spikes: Kept | None = None
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,14 @@ class StepResult:
         consumed_samples: up to its end, since the first step of all.
         num_tokens: of the global batch, without padding.
         visible_pairs: of a token and a token that it sees, in the global batch, of all layers.
-        skipped: loss or norm was not finite, so the weights were left alone.
+        skipped: loss or norm was not finite, or a spike that --spike-policy drops: the weights were left alone.
+        spike: how many standard deviations the loss or the norm was above the last ones; 0: it was no spike.
+        finite: loss and norm are numbers, on all ranks.
+        skipped_in_a_row: up to this step.
         seconds: wall time from its start, or the end of the step before, to its end.
         waited: wall time before it in which its data were not there yet and the device had nothing to do.
-        metrics: what else the objective and the model measure, by name; auxiliary losses among them.
+        metrics: what else the batch, the objective and the model say, by name; auxiliary losses among them.
+        table: rows for people, see ``RankBatch``.
     """
 
     iteration: int
@@ -83,6 +89,10 @@ class StepResult:
     seconds: float
     waited: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    table: Sequence[Mapping[str, Any]] = ()
+    spike: float = 0.0
+    finite: bool = True
+    skipped_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,8 @@ class Step:
         iteration, num_samples, consumed_samples, num_tokens, visible_pairs, learning_rate: as in :class:`StepResult`.
         started: ``time.perf_counter()`` then; ``waited`` seconds before that were spent on data.
         measured: loss, gradient norm and metrics.
+        known, table: metrics and table of the batch.
+        batch: itself, for what has to be looked at again; its loss is averaged over ``num_valid``.
     """
 
     iteration: int
@@ -104,6 +116,10 @@ class Step:
     started: float
     waited: float
     measured: HostCopy
+    known: Mapping[str, float] = field(default_factory=dict)
+    table: Sequence[Mapping[str, Any]] = ()
+    batch: RankBatch | None = None
+    num_valid: int = 0
 
 
 class HostCopy:
@@ -135,7 +151,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        model: GPT,
+        model: Model,
         forward_backward: ForwardBackward,
         objective: Objective,
         optimizer: torch.optim.Optimizer,
@@ -146,9 +162,13 @@ class Trainer:
         self.config, self.model, self.optimizer = config, model, optimizer
         self.forward_backward, self.objective = forward_backward, objective
         self.context, self.device, self.progress = context, device, progress
-        self.beside = () if config.judges_answers else beside_names(config.model)
+        self.beside = () if config.objective_facts.of_answers else beside_names(config.model)
         self.history = fp8_history(model)
         self.quantization = context.collectives.quantization if context.collectives else None
+        policy = config.training.spike_policy
+        self.spikes = None if policy is None else Spikes(config.training, device, progress.spikes)
+        self._may_disagree = config.training.check_replicas_interval is not None and dist.is_initialized()
+        self.rerun = Rerun.wanted(config, device.type == "cuda")
         stream_gradients(forward_backward, optimizer)
         self.skipped_in_a_row = 0
         self._last_finished = 0.0
@@ -167,35 +187,32 @@ class Trainer:
             TrainingError: on all ranks, when one of them could not read its share.
         """
         started = time.perf_counter()
-        num_valid, num_tokens, visible_pairs = self._counts(batch)
+        num_valid, num_tokens, visible_pairs, num_samples = self._counts(batch)
         assert isinstance(batch, RankBatch)
-        # Every data-parallel rank has a share of the same size, so no rank has to be asked.
-        num_samples = batch.num_samples * self.context.data_size
         # A function of what is behind alone, so a resumed run has nothing to restore.
         behind = self.config.optim, self.progress.iteration + 1, self.progress.consumed_samples
         lr = learning_rate(*behind)
         set_learning_rate(self.optimizer, lr, decoupled_learning_rate(*behind))
         # Weights of the losses contain the division by the global batch, so all that follows are plain sums.
-        outputs = self.forward_backward.train(self.objective.micro_batches(batch, num_valid))
-        loss = self.context.sum_loss(model_loss(outputs, self.device))
-        norm = clip_gradients(
-            self.model.parameters(),
-            self.config.optim.clip_grad,
-            copies=self.forward_backward.copies,
-            device=self.device,
-            scale=scaling_of(self.optimizer),
-        )
-        if self.history is not None:
-            norm = self.history.checked(norm)
+        passed = self._forward_backward(batch, num_valid)
+        if self.rerun is not None:
+            passed = self.rerun.confirmed(
+                self.progress.iteration + 1,
+                passed,
+                lambda: self._forward_backward(batch, num_valid, again=True),
+                lambda: not bool(self._decided(passed)[0]),
+            )
         # Loss and norm are the same on all ranks, so all skip the step or none does. The decision stays on the device.
-        finite = torch.stack((loss, norm)).isfinite().all()
-        step_if(finite, self.optimizer)
+        applied, decided = self._decided(passed)
+        step_if(applied, self.optimizer)
         self.optimizer.zero_grad()
-        self.model.end_step(finite)
-        measured = self._measured(loss, norm, outputs, num_valid)
+        self.model.end_step(applied)
+        measured = self._measured(passed, num_valid, decided)
+        if self.spikes is not None:
+            self.spikes.note(passed.loss, passed.norm, applied)
         if self.history is not None:
             # Scales of the next step follow from this one's maxima, unless it was skipped.
-            self.history.advance(finite)  # after it was asked what saturated in this step
+            self.history.advance(applied)  # after it was asked what saturated in this step
         self.progress.iteration += 1
         self.progress.consumed_samples += num_samples
         return Step(
@@ -208,33 +225,74 @@ class Trainer:
             started=started,
             waited=waited,
             measured=HostCopy(measured),
+            known=batch.metrics,
+            table=batch.table,
+            batch=batch,
+            num_valid=num_valid,
         )
 
-    def _measured(
-        self, loss: torch.Tensor, norm: torch.Tensor, outputs: Sequence[ModelOutput], num_valid: int
-    ) -> torch.Tensor:
+    def _forward_backward(self, batch: RankBatch, num_valid: int, again: bool = False) -> Pass:
+        """Leave the clipped gradients of a batch in the parameters; ``again``: instead of those that are there."""
+        if again:
+            self.optimizer.zero_grad()
+            self.model.end_step(torch.zeros((), dtype=torch.bool, device=self.device))  # it counts what it sees
+        with nullcontext() if self.rerun is None else self.rerun.listening(self.model):
+            outputs = self.forward_backward.train(self.objective.micro_batches(batch, num_valid))
+        own = model_loss(outputs, self.device)
+        digest = None if self.rerun is None else self.rerun.digest(own, self.model)
+        loss = self.context.sum_loss(own)
+        norm = clip_gradients(
+            self.model.parameters(),
+            self.config.optim.clip_grad,
+            copies=self.forward_backward.copies,
+            device=self.device,
+            scale=scaling_of(self.optimizer),
+        )
+        return Pass(outputs, loss, norm if self.history is None else self.history.checked(norm), digest)
+
+    def _decided(self, passed: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether the update is applied, 0-dim; and scores of loss and norm, whether both are finite, and whether they
+        are no spike, fp64 (4,)."""
+        finite = torch.stack((passed.loss, passed.norm)).isfinite().all()
+        scores, accepted = torch.zeros(2, dtype=torch.float64, device=self.device), torch.ones_like(finite)
+        if self.spikes is not None:
+            scores = self.spikes.scores(passed.loss, passed.norm)
+            accepted = self.spikes.accepts(scores)
+        verdict = torch.stack((finite, accepted)).int()
+        if self._may_disagree:
+            # A flipped bit may be in the numbers of one replica alone.
+            dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+        finite, accepted = verdict.bool()
+        dropped = ~accepted if self.spikes is not None and self.spikes.drops else torch.zeros_like(accepted)
+        return finite & ~dropped, torch.cat((scores, verdict.double()))
+
+    def _measured(self, passed: Pass, num_valid: int, decided: torch.Tensor) -> torch.Tensor:
         """Loss, gradient norm and then what ``_metrics`` names, on the device: one copy brings all of it to the host.
-        Every rank comes here with the same names, so that their sums over the ranks meet."""
-        parts = [torch.stack((loss, norm))]
+        At the end comes what was decided. Every rank comes here with the same names, so that their sums over the
+        ranks meet."""
+        outputs = passed.outputs
+        parts = [torch.stack((passed.loss, passed.norm))]
         if names := self.objective.metrics:
             sums = self.context.sum_loss(total_metrics(outputs, names, self.device))
             parts.append(sums / max(num_valid, 1))
         if self.beside:
-            parts.append(self.context.sum_loss(total_beside(outputs, self.beside, self.device)))
+            # Rounded once, after the sum over all stages and ranks.
+            parts.append(self.context.sum_loss(total_beside(outputs, self.beside, self.device)).float())
         if self.quantization is not None:
             parts.append(self.quantization.relative(self.context.sum_loss(self.quantization.taken())))
         if self.history is not None:
             parts.append(self.history.saturated().view(1))
-        return torch.cat(parts)
+        return torch.cat([*parts, decided])
 
     def finish(self, step: Step) -> StepResult:
         """Wait for what a step measures, and count it if it was skipped. Steps are finished in their order."""
-        loss, norm, *metrics = step.measured.wait()
+        loss, norm, *metrics, of_loss, of_norm, finite, accepted = step.measured.wait()
         finished = time.perf_counter()
         waited = min(step.waited, max(0.0, step.started - self._last_finished))  # the device may have been busy then
         # Steps overlap: this one began when it was issued or when the one before ended, whichever is later.
         seconds, self._last_finished = finished - max(step.started, self._last_finished), finished
-        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        spike = max(of_loss, of_norm) if finite and not accepted else 0.0
+        skipped = not finite or (not accepted and self.spikes is not None and self.spikes.drops)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.progress.skipped_iterations += skipped
         self.progress.nan_iterations += math.isnan(loss) or math.isnan(norm)
@@ -250,7 +308,11 @@ class Trainer:
             skipped=skipped,
             seconds=seconds,
             waited=waited,
-            metrics=dict(zip(self._metrics, metrics, strict=True)),
+            metrics={**step.known, **dict(zip(self._metrics, metrics, strict=True))},
+            table=step.table,
+            spike=spike,
+            finite=bool(finite),
+            skipped_in_a_row=self.skipped_in_a_row,
         )
 
     @property
@@ -260,21 +322,22 @@ class Trainer:
         saturated = () if self.history is None else (SATURATED,)
         return (*self.objective.metrics, *self.beside, *rounded, *saturated)
 
-    def _counts(self, batch: RankBatch | Unreadable) -> tuple[int, int, int]:
-        """What the loss is averaged over (tokens that count, or pairs of answers), all tokens but padding, and pairs of
-        tokens that attention computes, of the global batch. The message also says whether a rank has nothing to train
-        on: all of them end then, and none waits for it."""
-        reason, own = "", (0, 0, 0)
+    def _counts(self, batch: RankBatch | Unreadable) -> tuple[int, int, int, int]:
+        """What the loss is averaged over (tokens that count, or pairs of answers), all tokens but padding, pairs of
+        tokens that attention computes, and samples, of the global batch. The message also says whether a rank has
+        nothing to train on: all of them end then, and none waits for it."""
+        reason, own = "", (0, 0, 0, 0)
         if isinstance(batch, Unreadable):
             reason = batch.reason
         elif self.context.counts_tokens:
-            own = batch.num_valid(), batch.num_tokens, self._visible_pairs_of(batch)
+            own = batch.num_valid(), batch.num_tokens, self._visible_pairs_of(batch), batch.num_samples
         # The counts and the bad news in one message: a rank that raised alone would leave the others waiting.
-        num_valid, num_tokens, visible_pairs, unreadable = sum_over_ranks(*own, bool(reason))
+        *counts, unreadable = sum_over_ranks(*own, bool(reason))
         if unreadable:
             rank, reason = next((rank, reason) for rank, reason in enumerate(gather(reason)) if reason)
             raise TrainingError(f"rank {rank} could not read its data: {reason}")
-        return num_valid, num_tokens, visible_pairs
+        num_valid, num_tokens, visible_pairs, num_samples = counts
+        return num_valid, num_tokens, visible_pairs, num_samples
 
     def _visible_pairs_of(self, batch: RankBatch) -> int:
         """Of this rank's tokens, in all layers."""
@@ -286,9 +349,10 @@ class Trainer:
     def check_skipped(self, result: StepResult) -> None:
         """Raise TrainingError when too many steps in a row were skipped, ``result`` the last of them."""
         limit = self.config.training.max_skipped_steps
-        if self.skipped_in_a_row >= limit:
+        if result.skipped_in_a_row >= limit:
+            spikes = "" if self.spikes is None else ", or a spike of them"
             raise TrainingError(
-                f"{limit} steps in a row had a NaN or infinite loss or gradient norm, the last at iteration "
+                f"{limit} steps in a row had a NaN or infinite loss or gradient norm{spikes}, the last at iteration "
                 f"{result.iteration}: lower --lr, or look at the data (--max-skipped-steps {limit})"
             )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from smp.config import Config, Layout
+from smp.config.batch import count_micro_batches
 from smp.config.mtp import further_layers
 from smp.config.parallel import ParallelConfig
 from smp.config.qlora import packed_row_bytes
@@ -106,8 +107,7 @@ def _until_backward(config: Config, layout: Layout, share: Share, gathered: int,
 
 def has_several_micro_batches(config: Config, layout: Layout) -> bool:
     """Whether a step has several micro-batches on a process."""
-    data = config.data
-    return (data.global_batch_size or 1) > data.micro_batch_size * layout.data_parallel
+    return count_micro_batches(config.data, layout.data_parallel) > 1
 
 
 def gradients_at_moments(
@@ -221,8 +221,8 @@ def state_bytes(optim: OptimizerConfig, parameter: Parameter) -> float:
 
 
 def trained_by_muon(optim: OptimizerConfig, parameter: Parameter) -> bool:
-    """Matrices of blocks; biases of experts are two-dimensional, too."""
-    is_matrix = len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
+    """Matrices of blocks; biases of experts and kernels of convolutions are two-dimensional, too."""
+    is_matrix = len(parameter.shape) > 1 and not parameter.name.endswith((".bias", "_conv"))
     return optim.optimizer == "muon" and is_matrix and parameter.module.startswith("layers.")
 
 

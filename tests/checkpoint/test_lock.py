@@ -250,7 +250,7 @@ def test_a_taker_that_died_is_in_nobodys_way(tmp_path: Path) -> None:
 def test_without_proc_a_lock_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a Mac."""
     monkeypatch.setattr(lock, "_system", lambda: "")
-    monkeypatch.setattr(lock, "_started", lambda pid: "")
+    monkeypatch.setattr(lock, "started_at", lambda pid: "")
     monkeypatch.setattr(lock, "RENEWED_EVERY", 0.05)
     monkeypatch.setattr(lock, "_PATIENCE", 20.0)
     first = take(tmp_path)

@@ -57,6 +57,13 @@ def test_what_works(flags: str, world_size: int) -> None:
             4,
             "--num-attention-heads 6 / --tensor-model-parallel-size 2 = 3; ",
         ),
+        (
+            "--context-parallel-size 3 --cp-comm-type a2a --linear-attention-type gated_delta_net "
+            "--linear-num-key-heads 4 --linear-num-value-heads 8",
+            3,
+            "--cp-comm-type a2a needs a multiple of 3 key heads of the recurrence on each process, not "
+            "--linear-num-key-heads 4 / --tensor-model-parallel-size 1 = 4; --cp-comm-type p2p and all_gather work",
+        ),
         (f"{TWO_BY_TWO} 4 1", 4, "--cp-comm-type a2a+p2p needs a multiple of 4 query heads"),
         (
             "--context-parallel-size 2 --cp-comm-type p2p --position-embedding-type alibi",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from smp.config import Config, ConfigError, Layout, load_config, resolve
-from smp.config.moe import has_experts
-from smp.config.schema import LoraConfig, ObjectiveConfig
+from smp.config.layers import layer_specs
+from smp.config.objectives import ObjectiveConfig
+from smp.config.schema import LoraConfig
 
 SLICED = " --tensor-model-parallel-size 2 --sequence-parallel"
 _SPREAD_OVER_TP = Layout(dp_shard=2, tp=2, ep=4, etp=1)
@@ -38,7 +39,7 @@ def test_layouts(flags: str, world_size: int, layout: Layout) -> None:
 )
 def test_which_layers_have_experts(text: str, layers: list[int]) -> None:
     config = check(f"--moe-layer-freq {text.replace(' ', '')}", 1)
-    assert [i for i in range(4) if has_experts(config.model, i)] == layers
+    assert [i for i, spec in enumerate(layer_specs(config.model)) if spec.has_experts] == layers
 
 
 @pytest.mark.parametrize(

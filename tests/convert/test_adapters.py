@@ -77,7 +77,10 @@ def test_what_was_written_is_read(folder: Path) -> None:
         ({"alpha_pattern": {"(q": 3}}, 'alpha_pattern "(q": '),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is null, not a number"),
         ({"use_dora": True}, "has no magnitude, and use_dora is true"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            'modules_to_save is ["lm_head"], and the only module that is trained whole here is a reward',
+        ),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is [1, 2], and only LoRA and DoRA"),
         ({"of_tomorrow": {"x": 1}}, "of_tomorrow is"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights too"),
@@ -174,7 +177,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
         ({FIRST.format("A"): torch.ones(16)}, "shapes [16] and [16, 3], the matrix is [16, 16]: it belongs to another"),
         ({FIRST.format("B"): torch.ones(16, 2)}, "shapes [3, 16] and [16, 2]"),
         ({FIRST.format("A"): torch.ones(0, 16), FIRST.format("B"): torch.ones(16, 0)}, "shapes [0, 16]"),
-        ({"base_model.model.lm_head.weight": torch.ones(2)}, "is neither A nor B"),
+        ({"base_model.model.model.layers.0.self_attn.q_proj.weight": torch.ones(2)}, "is neither A nor B"),
     ],
 )
 def test_tensors_of_another_form_are_named(folder: Path, changes: dict[str, Any], why: str) -> None:
@@ -183,6 +186,16 @@ def test_tensors_of_another_form_are_named(folder: Path, changes: dict[str, Any]
     with pytest.raises(CheckpointError) as error:
         read_adapters(folder, MODEL, LLAMA)
     assert why in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["lora_A.weight", "base_layer.weight", "weight", "lora_embedding_A"])
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
+def test_what_changes_the_output_matrix_or_the_embedding_is_refused_in_words(
+    folder: Path, module: str, form: str
+) -> None:
+    save_file(load_file(folder / TENSORS) | {f"base_model.model.{module}.{form}": torch.ones(2, 2)}, folder / TENSORS)
+    with pytest.raises(ConfigError, match=rf"it changes {module}, .* of blocks only: merge it .* \(merge_and_unload\)"):
+        read_adapters(folder, MODEL, LLAMA)
 
 
 def test_an_adapter_of_a_deeper_model_is_refused(folder: Path) -> None:

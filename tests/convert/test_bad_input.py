@@ -182,7 +182,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
         "RoPE of type longrope without a list short_factor",
     ),
-    "one bias": ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+    "bias": ({"attention_bias": "yes"}, "attention_bias 'yes' is not true or false"),
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported, only silu"),
     "heads": ({"num_key_value_heads": 3}, "not divisible by --num-query-groups 3"),
     "text for a number": ({"hidden_size": "32"}, "hidden_size '32' is not an integer"),

@@ -19,8 +19,8 @@ from smp.checkpoint.local import LocalFolder
 from smp.checkpoint.manifest import read_manifest
 from smp.convert.convert import DONE, JOURNAL, write
 from smp.convert.formats import FORMATS, Format, make_target, open_checkpoint
+from tests.convert.conversion import convert
 from tests.convert.test_hf import assert_same_tensors
-from tests.convert.test_megatron import convert
 from tests.convert.tiny import save_theirs
 from tools.convert_checkpoint import main
 

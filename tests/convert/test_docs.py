@@ -14,8 +14,8 @@ import pytest
 
 from smp.convert.more_families import FAMILIES
 from smp.data.indexed_dataset import IndexedDatasetWriter
+from tests.convert.conversion import convert
 from tests.convert.test_generate import tokenizer
-from tests.convert.test_megatron import convert
 from tests.convert.tiny import save_theirs
 
 pytest.importorskip("transformers")
@@ -83,6 +83,9 @@ def test_every_family_and_every_link_is_there() -> None:
         "DeepSeek-V3",
         "GPT-2",
         "GPT-NeoX",
+        "Qwen3-Next",
+        "Qwen 3.5",
+        "Qwen 3.5",
         "Gemma",
         "Gemma 2",
         "Gemma 3",

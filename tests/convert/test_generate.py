@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,11 @@ import pytest
 import torch
 
 from smp.convert.formats import Format, open_checkpoint
-from smp.models.generation import Sampling, choose, generate
-from tests.convert.test_megatron import convert
+from smp.generation import Generator, Request, Sampling
+from smp.generation.sampling import choose
+from smp.layers import VocabShard
+from smp.parallel.collectives import Group
+from tests.convert.conversion import convert
 from tests.convert.tiny import TINY, save_theirs, their_model
 from tests.distributed import run_distributed
 from tests.training.tiny_hf import write_adapter, write_model, write_pieces, write_tokenizer
@@ -25,17 +30,17 @@ FAST = [
     *("mixtral", "deepseek-v2", "deepseek-v3", "gpt-oss", "llama4-scout"),
 ]
 """Each kind of positions, of attention and of what is kept of it. Logits of all are compared in test_logits.py."""
-SLOW = [kind for kind in TINY if kind not in FAST]
+SLOW = [kind for kind in TINY if kind not in (*FAST, "llama-dynamic")]
 MONOTONOUS = ("gemma2", "gemma3", "bloom")
 """Tied models of random weights, which say a token or two again and again. That their cache changes nothing is tested
-with weights that say more, in tests/models/test_generation.py."""
+with weights that say more, in tests/generation/test_generator.py."""
 
 
 def greedy(rank: int, world: int, folders: list[str]) -> list[list[int]]:
     out = []
     for folder in folders:
         model = load_model(open_checkpoint(Path(folder)), torch.device("cpu"))
-        out.append(list(generate(model, PROMPT, COUNT, Sampling(temperature=0), ends=[])))
+        out.append(next(Generator(model).write([Request(PROMPT, COUNT)], Sampling(temperature=0))).ids)
     return out
 
 
@@ -51,6 +56,24 @@ def test_greedy_tokens_are_theirs(tmp_path: Path, kinds: list[str]) -> None:
     for kind, ours in zip(kinds, found, strict=True):
         assert len(ours) == COUNT and (len(set(ours)) > 2 or kind in MONOTONOUS)
         assert ours == theirs(kind), kind
+
+
+def beyond(rank: int, world: int, folder: str) -> list[int]:
+    """Of a model that takes more positions than its file says: tokens of a text that grows past them."""
+    model = load_model(open_checkpoint(Path(folder)), torch.device("cpu"))
+    model.config = replace(model.config, max_position_embeddings=128)
+    return next(Generator(model).write([Request(PROMPT, COUNT)], Sampling(temperature=0))).ids
+
+
+def test_dynamic_rope_is_that_of_whole_sequences(tmp_path: Path) -> None:
+    """transformers without a cache: with one it keeps keys that were rotated for a shorter text."""
+    folder, model = save_theirs("llama-dynamic", tmp_path), their_model("llama-dynamic")
+    settings: dict[str, Any] = {"max_new_tokens": COUNT, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = model.generate(torch.tensor([PROMPT]), use_cache=False, **settings)[0, len(PROMPT) :].tolist()
+    (found,) = run_distributed(beyond, 1, str(folder))
+    assert found == wanted and len(set(found)) > 2
+    (short,) = run_distributed(greedy, 1, [str(folder)])
+    assert short[0] == wanted[: 24 - len(PROMPT)], "the model's own length ends it"
 
 
 def test_every_format_gives_the_same_tokens(tmp_path: Path) -> None:
@@ -177,11 +200,11 @@ def test_weights_have_the_dtype_that_is_asked_for(run: Run, tmp_path: Path, monk
     tokenizer(source)
     dtypes = []
 
-    def noted(model: Any, *args: Any) -> Any:
+    def noted(model: Any, **named: Any) -> Any:
         dtypes.append({p.dtype for p in model.parameters()})
-        return generate(model, *args)
+        return Generator(model, **named)
 
-    monkeypatch.setattr("tools.generate.generate", noted)
+    monkeypatch.setattr("tools.generate.Generator", noted)
     for dtype in ("fp32", "bf16"):
         code, out, error = run("--load", source, "--prompt", "w5", "--max-new-tokens", "2", "--dtype", dtype)
         assert code == 0 and out
@@ -193,18 +216,49 @@ def test_choices_are_those_of_transformers() -> None:
     """The order of temperature, top-k and top-p, and which of the likeliest tokens are left."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    generator = torch.Generator().manual_seed(0)
+    generator, shard = torch.Generator().manual_seed(0), VocabShard.of(Group("alone", 1, 0), 20, 20)
     for temperature, k, p in ((0.7, 5, 0.8), (2.0, 0, 0.6), (1.0, 3, 1.0), (1.3, 20, 0.95)):
         logits = torch.randn(20, generator=generator) * 2
         warped = TemperatureLogitsWarper(temperature)(None, logits[None])
         warped = warped if k == 0 else TopKLogitsWarper(k)(None, warped)
         warped = TopPLogitsWarper(p)(None, warped)
         theirs = warped[0].softmax(-1)
-        sampling, counts = Sampling(temperature, k, p), torch.zeros(20)
-        for _ in range(3000):
-            counts[choose(logits, sampling, generator)] += 1
+        sampling = Sampling(temperature, k, p)
+        keys = sampling.key(0, 0) + torch.arange(3000)
+        counts = choose(logits.expand(3000, -1), shard, sampling, keys).ids.bincount(minlength=20)
         assert not counts[theirs == 0].any()
         assert (counts / 3000 - theirs).abs().max() < 0.04
+
+
+def test_many_texts_are_lines_in_the_order_of_their_prompts(run: Run, tmp_path: Path) -> None:
+    """The same ones in batches of any size, and alone; --stop cuts them."""
+    source, output = save_theirs("llama3", tmp_path / "hf"), tmp_path / "out.jsonl"
+    tokenizer(source)
+    (tmp_path / "p.txt").write_text("w5 w17\n\nw9\nw7 w7 w7 w8\n")
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"q": "{q}"}}\n' for q in ("w5 w17", "w9", "w7 w7 w7 w8")))
+    common = ["--load", source, "--max-new-tokens", "8", "--temperature", "1.5"]
+    many = [*common, "--num-samples", "3", "--prompts", tmp_path / "p.txt"]
+    code, out, error = run(*many)
+    texts = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [(t["prompt"], t["sample"]) for t in texts] == [(i, k) for i in range(3) for k in range(3)], (
+        error
+    )
+    assert len({t["text"] for t in texts}) == 9 and all(t["tokens"] == 8 and t["finish"] == "length" for t in texts)
+    code, out, error = run(
+        *many[:-2], "--prompts", tmp_path / "p.jsonl", "--json-key", "q", "--batch-size", "2", "--output", output
+    )
+    assert (code, out) == (0, ""), error
+    again = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [t["text"] for t in again] == [t["text"] for t in texts]
+    one = run(*common, "--prompt", "w5 w17")[1]
+    assert one.strip() == f"w5 w17 {texts[0]['text']}"
+    stop = texts[0]["text"].split()[4]
+    cut = texts[0]["text"].split(f" {stop}")[0]
+    assert run(*common, "--prompt", "w5 w17", "--stop", "??", stop)[1].strip() == f"w5 w17 {cut}"
+    found = [json.loads(line) for line in run(*many, "--stop", stop)[1].splitlines()]
+    assert (
+        found[0]["text"].strip() == cut and found[0]["finish"] == "string" and all(stop not in t["text"] for t in found)
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +266,14 @@ def test_choices_are_those_of_transformers() -> None:
     [
         (["--temperature", "-1"], "temperature and top-k must not be negative"),
         (["--top-p", "nan"], "top-p must be above 0 and at most 1"),
-        ([], "no tokenizer lies with the model: give --tokenizer-model"),
+        (["--num-samples", "0"], "--num-samples and --batch-size must be 1 or more"),
+        (["--stop", ""], "--stop '' would end every text"),
+        (["--prompt", "a", "--prompts", "b.txt"], "give --prompt or --prompts, not both"),
+        (["--json-key", "q"], "--json-key has no effect without --prompts"),
+        (["--chat", "--num-samples", "2"], "--num-samples and --output need --prompt or --prompts"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        ([], "neither tokenizer.json nor tokenizer.model in this folder, as after an export without a tokenizer"),
+        (["--chat"], "put the files of its tokenizer there, or name a folder that has them by --tokenizer-model"),
         (["--tokenizer-model", "nowhere.json"], "nowhere.json is not a tokenizer.json"),
         (["--reference", "nowhere"], "--reference nowhere: there is no such folder"),
     ],

@@ -88,6 +88,10 @@ def test_an_architecture_is_enough_to_know_a_family(tmp_path: Path) -> None:
     assert read_hf_config(back) == content
 
 
+SAID_BY = {"qwen3.5-moe": {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}}
+"""Of families that compute nothing of their own: the first that computes the same."""
+
+
 @pytest.mark.parametrize("kind", TINY)
 def test_without_their_configuration_an_equivalent_one_is_written(kind: str, tmp_path: Path) -> None:
     import transformers
@@ -102,7 +106,7 @@ def test_without_their_configuration_an_equivalent_one_is_written(kind: str, tmp
     with torch.no_grad():
         a, b = (model(inputs).logits for model in models)
     assert torch.equal(a, b)
-    index = json.loads((theirs / "config.json").read_text())
+    index = json.loads((theirs / "config.json").read_text()) | SAID_BY.get(kind, {})
     assert (index["model_type"], index["architectures"]) == tuple(
         read_hf_config(back)[key] for key in ("model_type", "architectures")
     )
@@ -187,6 +191,20 @@ def test_layers_that_predict_further_tokens_may_be_missing_or_wrong(tmp_path: Pa
     save_file(tensors | {name: tensors[name] + 1}, theirs / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{name} differs from model.embed_tokens.weight"):
         open_hf(theirs, predictions=True)
+
+
+def test_of_several_dtypes_the_configuration_names_the_one_it_named(tmp_path: Path) -> None:
+    """As files of Qwen 3.5: bf16, but for the decays."""
+    theirs = save_theirs("qwen3.5", tmp_path / "theirs", torch.bfloat16)
+    tensors = tensors_of(theirs)
+    tensors |= {name: tensor.float() for name, tensor in tensors.items() if name.endswith(".A_log")}
+    assert len({tensor.dtype for tensor in tensors.values()}) == 2
+    save_file(tensors, theirs / "model.safetensors", {"format": "pt"})
+    ours = to_smp(theirs, tmp_path / "ours")
+    back = to_hf(ours, tmp_path / "back", ours / "hf")
+    assert_same_tensors(theirs, back)
+    assert read_hf_config(back) == read_hf_config(theirs) and read_hf_config(back)["dtype"] == "bfloat16"
+    assert read_hf_config(to_hf(ours, tmp_path / "alone", None))["dtype"] == "float32"
 
 
 def test_an_expert_bias_keeps_its_dtype(tmp_path: Path) -> None:

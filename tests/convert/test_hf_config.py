@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from smp.config import ConfigError
-from smp.config.layer_pattern import layer_attentions
+from smp.config.layers import layer_specs
 from smp.convert.hf_config import architecture, from_hf, resolved, to_hf
 from smp.convert.text_part import text_config
 from smp.models.presets import PRESETS
@@ -48,7 +49,7 @@ def test_named_sizes_there_and_back(name: str) -> None:
     family |= {"granite": "Granite", "command-r-": "Cohere", "command-r7b": "Cohere2", "smollm3": "SmolLM3"}
     family |= {"starcoder2": "Starcoder2", "glm-4-9b-0414": "Glm4", "glm": "Glm", "falcon": "Falcon"}
     family |= {"opt": "OPT", "bloom": "Bloom"}
-    family = {"llama4": "Llama4"} | family
+    family = {"llama4": "Llama4", "qwen3-next": "Qwen3Next"} | family
     family |= {"deepseek-v2": "DeepseekV2", "deepseek-v3": "DeepseekV3"}
     expected = next(value for key, value in family.items() if name.startswith(key))
     assert content["architectures"][0] == expected.removesuffix("LMHeadModel") + (
@@ -80,6 +81,33 @@ def test_other_scalings_of_rope_both_ways(
     assert config.use_rope_scaling
     assert {name: getattr(config, name) for name in settings} == settings
     assert architecture(from_hf(to_hf(config, "float32"))) == architecture(config)
+
+
+def test_dynamic_rope_counts_from_the_longest_position() -> None:
+    """As transformers does: another original length in the file has no effect there."""
+    said = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 7}
+    config = from_hf(LLAMA | {"rope_scaling": said})
+    assert config.rope_original_max_position == config.max_position_embeddings == LLAMA["max_position_embeddings"]
+    assert to_hf(config, "float32")["rope_scaling"] == {"rope_type": "dynamic", "factor": 2.0}
+    assert architecture(from_hf(to_hf(config, "float32"))) == architecture(config)
+    longer = replace(config, max_position_embeddings=2 * config.max_position_embeddings)
+    with pytest.raises(ConfigError, match="--rope-original-max-position"):
+        to_hf(longer, "float32")
+
+
+@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize("mlp", [False, True])
+def test_biases_of_attention_and_of_mlps(attention: bool, mlp: bool) -> None:
+    config = from_hf(LLAMA | {"attention_bias": attention, "mlp_bias": mlp})
+    assert config.disable_bias_linear is not (attention and mlp)
+    mixer, feed_forward = layer_specs(config)[0].mixer, layer_specs(config)[0].feed_forward
+    assert mixer.bias is mixer.qkv_bias is attention and feed_forward.bias is mlp
+    written = to_hf(config, "float32")
+    assert (written["attention_bias"], written["mlp_bias"]) == (attention, mlp)
+    assert architecture(from_hf(written)) == architecture(config)
+    one_by_one = dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"), True)
+    if attention and mlp:
+        assert architecture(replace(config, disable_bias_linear=True, **one_by_one)) == architecture(config)
 
 
 def test_the_original_length_may_be_beside_the_scaling() -> None:
@@ -126,7 +154,7 @@ def test_windows_in_all_layers_or_none(changes: dict[str, Any], window: int | No
 
 def test_windows_in_some_layers() -> None:
     config = from_hf(QWEN | {"max_window_layers": 16})
-    assert [layer.window for layer in layer_attentions(config)] == [None] * 16 + [128] * 16
+    assert [spec.mixer.window for spec in layer_specs(config)] == [None] * 16 + [128] * 16
     written = to_hf(config, "float32")
     assert written["layer_types"] == ["full_attention"] * 16 + ["sliding_attention"] * 16
     assert architecture(from_hf(written)) == architecture(config)
@@ -150,7 +178,13 @@ def test_windows_in_some_layers() -> None:
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 without low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear"}}, "RoPE of type linear without factor"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported, only default, llama3"),
+        (
+            {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
+            "'ntk' is not supported, only default, llama3, linear, dyna",
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "RoPE of type dynamic without factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 0.5}}, "--rope-scaling-factor 0.5 must be at least 1"),
+        ({"attention_bias": "no"}, "attention_bias 'no' is not true or false"),
         ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 4}}, "--yarn-beta-fast 1 must be above"),
         ({"rope_scaling": [8.0]}, "RoPE of different kinds"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not a setting of LlamaForCausalLM"),

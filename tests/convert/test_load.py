@@ -15,7 +15,7 @@ from smp.config import Config, ConfigError, Layout, ModelConfig, ParallelConfig,
 from smp.convert.hf_config import resolved
 from smp.models.presets import PRESETS
 from smp.training.settings import read_settings
-from tests.convert.test_megatron import convert
+from tests.convert.conversion import convert
 from tests.convert.tiny import save_theirs
 from tests.distributed import run_distributed
 from tests.programs import run_program

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from smp.config import ConfigError, Layout, ModelConfig
-from smp.convert.convert import write
-from smp.convert.formats import make_target, open_checkpoint
+from smp.convert.formats import open_checkpoint
 from smp.convert.hf_config import architecture
 from smp.convert.megatron_table import padded_vocab
 from tests.convert import megatron_core
+from tests.convert.conversion import convert
 from tests.convert.test_hf import assert_same_tensors
-from tests.convert.tiny import EXPERTS, SCALED, TINY, save_theirs
+from tests.convert.tiny import EXPERTS, HYBRID, SCALED, TINY, save_theirs
 from tests.distributed import run_distributed
 
 pytest.importorskip("transformers")
@@ -24,7 +24,8 @@ pytest.importorskip("megatron.core")
 WRITABLE_SCALED = ("smollm3", "glm", "starcoder2")
 """Of those with scales, caps, norms or layers of their own: layers without RoPE, interleaved RoPE, biases."""
 REFUSED = ("llama3.1", "qwen2-yarn", "qwen3-yarn", "neox", "neox-linear", "neox-serial")
-REFUSED += tuple(kind for kind in SCALED if kind not in WRITABLE_SCALED)
+REFUSED += ("llama-attention-bias", "llama-mlp-bias", "llama-dynamic")
+REFUSED += tuple(kind for kind in (*SCALED, *HYBRID) if kind not in WRITABLE_SCALED)
 WRITABLE_EXPERTS = ("mixtral", "qwen2-moe", "glm4-moe-groups")
 """Those with experts in every layer, and a norm of each head if they have one."""
 KINDS = [kind for kind in TINY if kind not in REFUSED and (kind not in EXPERTS or kind in WRITABLE_EXPERTS)]
@@ -33,13 +34,6 @@ COMPARED = [
 ]
 """megatron-core's layers without Transformer Engine have no sliding window, and its ranks share no key/value head;
 llama-bias is near qwen2 and gpt2."""
-
-
-def convert(source: Path, target: Path, kind: Any, reference: Path | None = None, **options: Any) -> Path:
-    opened = open_checkpoint(source, reference=reference)
-    with opened.weights as weights:
-        write(weights, make_target(kind, opened, **options), target, options={}, workers=2)
-    return target
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,13 +48,20 @@ def test_the_long_way_round_keeps_every_bit(kind: str, tmp_path: Path) -> None:
     assert (back / "generation_config.json").read_bytes() == (theirs / "generation_config.json").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["neox", "llama3.1", "qwen2-yarn", "gemma2", "olmo2", "bloom", "llama4-scout"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("neox", "llama3.1", "qwen2-yarn", "gemma2", "olmo2", "bloom", "llama4-scout", "qwen3.5"),
+        *("llama-attention-bias", "llama-mlp-bias", "llama-dynamic"),
+    ],
+)
 def test_what_megatron_does_not_compute_is_refused(kind: str, tmp_path: Path) -> None:
     theirs = save_theirs(kind, tmp_path / "theirs")
     with pytest.raises(
         ConfigError,
-        match="Megatron's GPT has no --(parallel-residual|rope-original-max-position|rope-scaling-type yarn|"
-        "norm-placement|position-embedding-type alibi|attention-chunk-size)",
+        match="Megatron's GPT has no --(parallel-residual|rope-original-max-position|rope-scaling-type (yarn|dynamic)|"
+        "norm-placement|position-embedding-type alibi|attention-chunk-size|add-attention-output-bias|add-mlp-bias|"
+        "linear-attention-type)",
     ):
         convert(theirs, tmp_path / "megatron", "megatron")
     assert list(tmp_path.iterdir()) == [theirs]

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.tensor_file import Slot
 from smp.config import ConfigError
-from smp.config.layer_pattern import layer_attentions
+from smp.config.layers import layer_specs
 from smp.convert.convert import write
 from smp.convert.formats import Opened, make_target, open_checkpoint
 from smp.convert.hf_config import architecture, resolved, to_hf
@@ -254,9 +254,9 @@ def test_layers_with_a_window_by_megatrons_words(said: Any) -> None:
     args = vars(to_args(config, 1))
     assert args["window_size"] == (15, 0) and args["window_attn_skip_freq"] == [1, 0, 1, 0]
     found = from_args(args | {"window_attn_skip_freq": said}, "there", 128)
-    assert [layer.window for layer in layer_attentions(found)] == [16, None, 16, None]
+    assert [spec.mixer.window for spec in layer_specs(found)] == [16, None, 16, None]
     everywhere = from_args(args | {"window_attn_skip_freq": None}, "there", 128)
-    assert [layer.window for layer in layer_attentions(everywhere)] == [16] * 4
+    assert [spec.mixer.window for spec in layer_specs(everywhere)] == [16] * 4
 
 
 def test_norms_of_one_plus_w_keep_their_numbers(tmp_path: Path) -> None:

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from smp.models.presets import PRESETS
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
+from tests.convert.conversion import convert
 from tests.convert.test_hf import assert_same_tensors, tensors_of
-from tests.convert.test_megatron import convert
 from tests.convert.tiny import EXPERTS, TINY, save_theirs
 from tests.distributed import run_distributed
 
 pytest.importorskip("transformers")
 KINDS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "deepseek-v2", "deepseek-v3", "gpt-oss")
-KINDS += ("llama4-scout", "llama4-maverick")
+KINDS += ("llama4-scout", "llama4-maverick", "qwen3-next-moe", "qwen3.5-moe")
 FAST = ("mixtral", "deepseek-v3", "gpt-oss", "llama4-maverick")
 """Each way of routing, and of storing experts."""
 FLAGS = "--mock-data --seq-length 16 --global-batch-size 4 --micro-batch-size 1 --train-iters 2 --lr 0.01 "
@@ -31,7 +31,7 @@ SPREAD = "--expert-model-parallel-size 2 --hybrid-shard-degree 4"
 def start(folder: Path, source: str, target: str, flags: str, rank: int, world: int) -> Run:
     paths = f"--load {folder}/{source} --save {folder}/{target} --log-dir {folder}/logs"
     config = read_settings(f"{FLAGS} {paths} {flags}".split(), PRESETS, world)
-    return Run(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    return Run(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
 
 
 def train_and_save(rank: int, world: int, folder: Path, kinds: tuple[str, ...]) -> None:

@@ -47,6 +47,9 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {**_LLAMA, **_rope(), "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     ),
+    "llama-attention-bias": ("Llama", {**_LLAMA, **_rope(), "attention_bias": True}),
+    "llama-mlp-bias": ("Llama", {**_LLAMA, **_rope(), "tie_word_embeddings": True, "mlp_bias": True}),
+    "llama-dynamic": ("Llama", {**_LLAMA, **_rope("dynamic", factor=3.0), "max_position_embeddings": 24}),
     "llama-mqa": (
         "Llama",
         {
@@ -64,11 +67,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {**_LLAMA, **_rope(), "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_LLAMA, **_rope(), "head_dim": 16, "tie_word_embeddings": True}),
     "qwen2-yarn": ("Qwen2", {**_LLAMA, **_rope("yarn", **_YARN), "tie_word_embeddings": False}),
-    "qwen3-yarn": ("Qwen3", {**_LLAMA, **_rope("yarn", **_DEEPSEEK), "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-yarn": (
+        "Qwen3",
+        {**_LLAMA, **_rope("yarn", **_DEEPSEEK), "head_dim": 16, "tie_word_embeddings": True}
+        | {"attention_bias": True},
+    ),
     "mixtral": ("Mixtral", {**_LLAMA, **_rope(), "num_local_experts": 4, "sliding_window": 7}),
     "qwen2-moe": ("Qwen2Moe", {**_MOE, "shared_expert_intermediate_size": 20, "num_experts_per_tok": 3}),
-    "qwen3-moe": ("Qwen3Moe", {**_MOE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}),
-    "olmoe": ("Olmoe", {**_MOE, "num_experts_per_tok": 3}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {**_MOE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0], "attention_bias": True},
+    ),
+    "olmoe": ("Olmoe", {**_MOE, "num_experts_per_tok": 3, "attention_bias": True}),
     "glm4-moe": ("Glm4Moe", {**_MOE, **_GLM4_MOE}),
     "glm4-moe-groups": (
         "Glm4Moe",
@@ -95,6 +105,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts_per_tok": 3, "sliding_window": 7, "swiglu_limit": 1.0, "num_hidden_layers": 3}
         | {"tie_word_embeddings": False, "intermediate_size": 64},
     ),
+    "gpt-oss-mlp-bias": (
+        "GptOss",
+        {**_LLAMA, **_rope("yarn", **_YARN), "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"sliding_window": 7, "tie_word_embeddings": False, "attention_bias": False},
+    ),
     "llama4-scout": (
         "Llama4Text",
         {**_LLAMA4, **_rope("llama3", **{**_LLAMA3, "high_freq_factor": 1.0}), "no_rope_layer_interval": 2},
@@ -102,7 +117,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4-maverick": (
         "Llama4Text",
         {**_LLAMA4, **_rope(), "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "use_qk_norm": False}
-        | {"attention_chunk_size": 12, "tie_word_embeddings": True},
+        | {"attention_chunk_size": 12, "tie_word_embeddings": True, "attention_bias": True},
     ),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, **_IDS}),
     "gpt2-untied": (
@@ -125,6 +140,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 128,
             **_rope(partial_rotary_factor=0.5),
             "use_parallel_residual": False,
+            "attention_bias": False,
         },
     ),
 }
@@ -153,9 +169,10 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
         {**_GEMMA, **_two_ropes(50.0, rope_type="linear", factor=8.0), "num_hidden_layers": 4}
-        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+        | {"attention_bias": True},
     ),
-    "olmo2": ("Olmo2", {**_LLAMA, **_rope()}),
+    "olmo2": ("Olmo2", {**_LLAMA, **_rope(), "attention_bias": True}),
     "olmo3": ("Olmo3", {**_LLAMA, **_two_ropes(500.0, **_YARN, rope_type="yarn"), "sliding_window": 7}),
     "phi3": ("Phi3", {**_LLAMA, **_rope(partial_rotary_factor=0.5), "sliding_window": 9, "pad_token_id": 0}),
     "phi3-long": ("Phi3", {**_LONGROPE, "original_max_position_embeddings": 32}),
@@ -163,10 +180,13 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "Granite",
         {**_LLAMA, **_rope(), "embedding_multiplier": 3.0, "logits_scaling": 3.0, "residual_multiplier": 0.6}
-        | {"attention_multiplier": 0.2, "tie_word_embeddings": True},
+        | {"attention_multiplier": 0.2, "tie_word_embeddings": True, "mlp_bias": True},
     ),
     "cohere": ("Cohere", _COHERE),
-    "cohere2": ("Cohere2", {**_COHERE, "sliding_window": 7, "num_hidden_layers": 5, "layer_types": None}),
+    "cohere2": (
+        "Cohere2",
+        {**_COHERE, "sliding_window": 7, "num_hidden_layers": 5, "layer_types": None, "attention_bias": True},
+    ),
     "smollm3": (
         "SmolLM3",
         {**_LLAMA, **_rope(), "num_hidden_layers": 4, "no_rope_layer_interval": 2, "pad_token_id": 0},
@@ -182,7 +202,21 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", _OPT),
     "bloom": ("Bloom", {"vocab_size": VOCAB, "hidden_size": 36, "n_layer": 2, "n_head": 6, **_IDS}),
 }
-TINY |= SCALED
+_HYBRID: dict[str, Any] = {**_LLAMA, **_rope(partial_rotary_factor=0.25), "head_dim": 16}
+_HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "rms_norm_eps": 1.0}
+_HYBRID |= {"linear_value_head_dim": 5, "layer_types": ["linear_attention", "full_attention"]}
+_HYBRID |= {"tie_word_embeddings": False}
+_HYBRID_MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_HYBRID_MOE |= {"shared_expert_intermediate_size": 20}
+HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next-moe": ("Qwen3Next", {**_HYBRID, **_HYBRID_MOE, "mlp_only_layers": [1], "linear_conv_kernel_dim": 3}),
+    "qwen3.5": ("Qwen3_5Text", {**_HYBRID, "tie_word_embeddings": True}),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeText",
+        {name: value for name, value in _HYBRID.items() if name != "intermediate_size"} | _HYBRID_MOE,
+    ),
+}
+TINY |= SCALED | HYBRID
 """Those with scales, caps, norms or layers of their own."""
 EXPERTS = [kind for kind in TINY if kind.startswith(("mixtral", "gpt-oss", "deepseek", "llama4")) or "moe" in kind]
 """Those with experts."""
@@ -195,7 +229,7 @@ def their_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     name, settings = TINY[kind]
     config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
     config = getattr(transformers, config_name)(**deepcopy(settings))  # some are changed there
-    model_name = {"GPT2": "GPT2LMHeadModel", "Llama4Text": "Llama4ForCausalLM"}.get(name, f"{name}ForCausalLM")
+    model_name = f"{name.removesuffix('Text')}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel"
     model = getattr(transformers, model_name)(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

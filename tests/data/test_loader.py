@@ -22,7 +22,12 @@ def read(dataset: object, micro: int, count: int, dp_size: int, start: int, step
     """[step][rank] batches of every rank."""
     loaders = [
         BatchLoader(
-            dataset, micro_batch_size=micro, num_microbatches=count, dp_rank=rank, dp_size=dp_size, start_sample=start
+            dataset,
+            micro_batch_size=micro,
+            batch_size=micro * count * dp_size,
+            dp_rank=rank,
+            dp_size=dp_size,
+            start_sample=start,
         )
         for rank in range(dp_size)
     ]
@@ -92,7 +97,7 @@ class FailsAt(MockDataset):
 
 
 def test_an_error_of_the_reader_is_raised_where_the_batch_is_due_and_stays() -> None:
-    loader = BatchLoader(FailsAt(50, 4, 0), micro_batch_size=2, num_microbatches=1, dp_rank=0, dp_size=1)
+    loader = BatchLoader(FailsAt(50, 4, 0), micro_batch_size=2, batch_size=2, dp_rank=0, dp_size=1)
     assert [next(loader).sample_index.tolist() for _ in range(2)] == [[[0, 1]], [[2, 3]]]
     for _ in range(3):
         with pytest.raises(ValueError, match="sample 4 is bad"):
@@ -103,7 +108,7 @@ def test_an_error_of_the_reader_is_raised_where_the_batch_is_due_and_stays() -> 
 
 def test_close_ends_the_thread() -> None:
     before = threading.active_count()
-    loader = BatchLoader(MockDataset(50, 4, 0), micro_batch_size=2, num_microbatches=1, dp_rank=0, dp_size=1)
+    loader = BatchLoader(MockDataset(50, 4, 0), micro_batch_size=2, batch_size=2, dp_rank=0, dp_size=1)
     next(loader)
     assert threading.active_count() == before + 1
     loader.close()

@@ -45,7 +45,7 @@ def rows(
         BatchLoader(
             data,
             micro_batch_size=micro,
-            num_microbatches=GLOBAL // (micro * dp),
+            batch_size=GLOBAL,
             dp_rank=rank,
             dp_size=dp,
             start_sample=start,

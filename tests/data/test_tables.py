@@ -90,6 +90,12 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: str, message
         list(read_texts([tmp_path / name], "text"))
 
 
+def test_blanks_around_the_names_of_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt, completion \nhello, four\n")
+    [(_, row)] = read_records([f"{tmp_path}/a.csv"])
+    assert row == {"prompt": "hello", "completion": " four"}
+
+
 def test_folders(tmp_path: Path) -> None:
     write(tmp_path / "many" / "b.jsonl", ROWS[2:4])
     write(tmp_path / "many" / "a" / "x.csv", ROWS[:2])

@@ -1,4 +1,4 @@
-"""The module and some commands in the README, as they are written there."""
+"""Some commands of the README and the module of docs/layers.md, as they are written there."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from tests.distributed import run_distributed
 from tests.training.tiny_hf import write_adapter, write_model, write_tokenizer
 from tools.generate import main as generate
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README, LAYERS = ROOT / "README.md", ROOT / "docs" / "layers.md"
 
 
 def tag(rank: int, world: int) -> dict[int, torch.Tensor]:
     """Outputs by TP size."""
-    [code] = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    [code] = re.findall(r"^```python\n(.*?)^```", LAYERS.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     room: dict[str, Any] = {}
     exec(code, room)
     out = {}

@@ -1,25 +1,33 @@
 """Measure causal language models of transformers, by default all, in all layouts with ten steps of training, and write
-docs/transform-models.md, from the root of the repository. Types that are not named keep their rows.
+docs/transform-models.md, from the root of the repository. Types and layouts that are not named keep what the page says.
 
-OMP_NUM_THREADS=1 python -m tests.hf.architecture_table [TYPE ...]
+OMP_NUM_THREADS=1 python -m tests.hf.architecture_table [--layouts "TP 2,SP"] [TYPE ...]
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
 from tests.distributed import run_distributed
 from tests.hf.architectures import architectures
 from tests.hf.matrix import LAYOUTS, NOT_RUN, measure
+from tests.hf.weights_matrix import COLUMNS, measure_weights
 
 PAGE = Path("docs/transform-models.md")
 HEAD = """# Causal language models of transformers under `smp.transform`
 
-Written by `python -m tests.hf.architecture_table`; nothing is edited by hand. transformers 5.23; each type as a tiny
-random model in fp32 (gemma4_unified_text in fp64, because its own fp32
-gradients are 1.2e-5 from those), in four processes, transformed, beside itself in one process.
+Written by `python -m tests.hf.architecture_table`. transformers 5.23; each type as a tiny
+random model in fp32 (gemma4 in fp64, because rounding moves its fp32 gradients by 1e-5), in four processes,
+transformed, beside itself in one process.
+
+*cut* is the share of the parameters of which each of two ranks has a half (the small ones of these tiny models, norms
+and routers, are a larger share of them than of real ones). *load*: `smp.load_weights` fills a model on the meta device
+from the folder that transformers writes, bit for bit at TP 2, and `save_pretrained` writes the same folder again.
+*delayed init*: the numbers that `DelayedParamIniter` draws have the distributions of `from_config` (Kolmogorov-Smirnov
+over 6 to 60 seeds, every kind of parameter). A cell stands until its type is measured again; marks say what was other
+then.
 
 A number is the largest relative error. At TP 2 (x shard 2) and TP 4: of logits (padding on the left and on the right,
 `position_ids`, `inputs_embeds`, no labels), the loss, all gradients of two micro-batches, generated tokens (0 differ),
@@ -36,55 +44,85 @@ smp, noise of 1e-7 of each weight changes their gradients by 1e-5 to 2e-5 and th
 | `no experts` | nothing that expert parallelism could cut |
 | `not listed` | context parallelism takes the families that it was compared for |
 | `refused` | by the line below the table |
+| `3e-07*` | at TP 2 and SP: in two processes, with two steps of training |
+| `3e-07†` | measured when less of this type was cut: before layers and experts that no plan names were, too |
+| `equal‡` | *load* measured in one process; *delayed init* with six seeds, too few to see decays of four heads |
+| empty | not measured since layers that no plan names are cut |
 
 """
 _SHORT = {"has no tensor-parallel plan": "no plan", "has no experts": "no experts", "compared are": "not listed"}
-_BEGIN, _WHY = "| type | " + " | ".join(LAYOUTS) + " |", "| type | layout | why |"
+ALL = (*COLUMNS, *LAYOUTS)
+_BEGIN, _WHY = "| type | " + " | ".join(ALL) + " |", "| type | column | why |"
 
 
 def cell(value: Any) -> str:
-    """Of one layout."""
+    """Of one column."""
     if isinstance(value, dict):
         return f"{max(value.values()):.0e}"
+    if value == "equal" or value.endswith("%"):
+        return value
     if value.startswith(NOT_RUN):
         return "not run"
     return next((short for said, short in _SHORT.items() if said in value), "refused")
 
 
-def lines_of(kind: str, layouts: dict[str, Any]) -> tuple[str, list[str]]:
-    """The row of a type, and one for each reason that the row does not say."""
-    row = f"| {kind} | " + " | ".join(cell(layouts[layout]) for layout in LAYOUTS) + " |"
-    reasons: dict[str, list[str]] = {}
-    for layout, value in layouts.items():
-        if cell(value) in ("refused", "not run"):
-            reasons.setdefault(value.replace("|", "/"), []).append(layout)
-    return row, [f"| {kind} | {', '.join(where)} | {why} |" for why, where in reasons.items()]
+def lines_of(kind: str, found: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The cells of a type, and the reasons that the cells do not say, by column."""
+    cells = {column: cell(value) for column, value in found.items()}
+    unsaid = {column for column in cells if cells[column] in ("refused", "not run")}
+    return cells, {column: found[column].replace("|", "/") for column in unsaid}
 
 
-def rows_in(page: str) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The rows and reasons of a page by type."""
-    table, _, why = page.partition(_WHY)
-    rows = {line.split(" | ")[0][2:]: line for line in table.partition(_BEGIN)[2].splitlines() if line.startswith("| ")}
-    reasons: dict[str, list[str]] = {}
-    for line in why.splitlines():
-        if line.startswith("| "):
-            reasons.setdefault(line.split(" | ")[0][2:], []).append(line)
+def rows_in(page: str) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
+    """The cells and reasons of a page by type and column."""
+    table, _, why = page.partition("## Why not")
+    rows, reasons = {}, {}
+    header: list[str] = []
+    for cells in _tables(table):
+        header = cells if cells[0] == "type" else header
+        if header and len(cells) == len(header) and cells[0] not in ("type", "---"):
+            rows[cells[0]] = dict(zip(header[1:], cells[1:], strict=True))
+    for cells in _tables(why):
+        if len(cells) == 3 and cells[0] not in ("type", "---"):
+            reasons.setdefault(cells[0], {}).update(dict.fromkeys(cells[1].split(", "), cells[2]))
     return rows, reasons
 
 
+def _tables(text: str) -> list[list[str]]:
+    # The last cells of a line may be empty.
+    lines = (line.removeprefix("| ").removesuffix(" |") for line in text.splitlines() if line.startswith("| "))
+    return [line.split(" | ") for line in lines]
+
+
 def write(found: dict[str, dict[str, Any]]) -> None:
-    """Put what was found by type into the page."""
+    """Put what was found by type and column into the page."""
     rows, reasons = rows_in(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else ({}, {})
-    for kind, layouts in found.items():
-        for value in layouts.values():
-            assert not isinstance(value, dict) or max(value.values()) <= 1e-5, (kind, layouts)
-        rows[kind], reasons[kind] = lines_of(kind, layouts)
-    table = [_BEGIN, "|---|" + "---:|" * len(LAYOUTS), *(rows[kind] for kind in sorted(rows))]
-    why = [_WHY, "|---|---|---|", *(line for kind in sorted(rows) for line in reasons.get(kind, []))]
+    for kind, columns in found.items():
+        for value in columns.values():
+            assert not isinstance(value, dict) or max(value.values()) <= 1e-5, (kind, columns)
+        cells, why = lines_of(kind, columns)
+        rows[kind] = rows.get(kind, {}) | cells
+        reasons[kind] = {c: text for c, text in reasons.get(kind, {}).items() if c not in columns} | why
+    save(rows, reasons)
+
+
+def save(rows: dict[str, dict[str, str]], reasons: dict[str, dict[str, str]]) -> None:
+    """Write the page."""
+    lines = [f"| {kind} | " + " | ".join(rows[kind].get(column, "") for column in ALL) + " |" for kind in sorted(rows)]
+    table = [_BEGIN, "|---|" + "---:|" * len(ALL), *lines]
+    why = [_WHY, "|---|---|---|", *(line for kind in sorted(rows) for line in _why(kind, reasons.get(kind, {})))]
     left = sorted(architectures().keys() - rows.keys())
     rest = ["", "Not in the table: " + " ".join(left) + "."] if left else []
     page = [*table, *rest, "", "## Why not", "", *why, ""]
     PAGE.write_text(HEAD + "\n".join(page), encoding="utf-8")
+
+
+def _why(kind: str, reasons: dict[str, str]) -> list[str]:
+    columns: dict[str, list[str]] = {}
+    for column in ALL:
+        if column in reasons:
+            columns.setdefault(reasons[column], []).append(column)
+    return [f"| {kind} | {', '.join(where)} | {why} |" for why, where in columns.items()]
 
 
 def worst_of(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -97,13 +135,44 @@ def worst_of(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return worst
 
 
-def main(kinds: list[str]) -> None:
-    """Eight types at a time: what was measured stays when a later one fails."""
+def main(kinds: list[str], layouts: list[str], weights: bool) -> None:
+    """Eight types at a time, and one by one where one of them fails: what was measured stays.
+
+    Raises:
+        RuntimeError: with the types that fail.
+    """
+    failed: dict[str, str] = {}
     for first in range(0, len(kinds), 8):
         some = kinds[first : first + 8]
-        ranks = run_distributed(measure, 4, some, list(LAYOUTS), 10, timeout=3600.0)
-        write({kind: worst_of([rank[kind] for rank in ranks]) for kind in some})
+        try:
+            write(_found(some, layouts, weights))
+        except (AssertionError, RuntimeError):
+            for kind in some:
+                try:
+                    write(_found([kind], layouts, weights))
+                except (AssertionError, RuntimeError) as error:
+                    failed[kind] = next((x for x in str(error).splitlines() if "Error" in x), str(error)[-200:])
+                    print("failed:", kind, failed[kind], flush=True)
+    if failed:
+        raise RuntimeError(f"{len(failed)} types fail: {failed}")
+
+
+def _found(kinds: list[str], layouts: list[str], weights: bool) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    if layouts:
+        ranks = run_distributed(measure, 4, kinds, layouts, 10, timeout=3600.0)
+        found = {kind: worst_of([rank[kind] for rank in ranks]) for kind in kinds}
+    if weights:
+        for kind, columns in run_distributed(measure_weights, 2, kinds, timeout=3600.0)[0].items():
+            found[kind] |= columns
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or sorted(architectures()))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="of the processes; none: ''")
+    parser.add_argument("--no-weights", action="store_true", help="without the columns " + ", ".join(COLUMNS))
+    given = parser.parse_args()
+    chosen = [layout for layout in given.layouts.split(",") if layout]
+    main(given.types or sorted(architectures()), chosen, not given.no_weights)

@@ -65,9 +65,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
-DOUBLE = ("gemma4_unified_text",)
-"""Compared in fp64: half a unit in the last place of its weights moves its fp32 gradients by 1.5e-5, and its own, in
-one process, are 1.2e-5 from those in fp64."""
+DOUBLE = ("gemma4", "gemma4_unified_text")
+"""Compared in fp64: they amplify rounding. Half a unit in the last place of the last one's weights moves its fp32
+gradients by 1.5e-5, and its own, in one process, are 1.2e-5 from those in fp64."""
 
 
 def tiny(kind: Any) -> Any:

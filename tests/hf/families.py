@@ -92,8 +92,9 @@ def batch(seed: int, rows: int = 2, length: int = 10) -> dict[str, torch.Tensor]
 def gradients(model: nn.Module, micro_batches: int) -> dict[str, torch.Tensor]:
     """Accumulated over several micro-batches, whole."""
     model.zero_grad()
+    device = next(model.parameters()).device
     for seed in range(micro_batches):
-        model(**batch(seed)).loss.backward()
+        model(**{name: x.to(device) for name, x in batch(seed).items()}).loss.backward()
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -110,3 +111,8 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tu
     errors = {n: float((found[n] - g).norm()) / max(float(g.norm()), floor) for n, g in wanted.items()}
     name = max(errors, key=lambda n: errors[n])
     return errors[name], name
+
+
+def pattern(name: str) -> str:
+    """Of a parameter's name, that of its kind in all layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

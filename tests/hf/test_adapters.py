@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import smp
 from smp.config import ConfigError
 from tests.distributed import run_distributed
+from tests.hf.architectures import build as build_architecture
 from tests.hf.families import batch, build, whole, worst
 
 peft = pytest.importorskip("peft")
@@ -185,3 +186,25 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 def test_adapters_merge_into_the_cut_weights(tmp_path: Path) -> None:
     for weights, logits in run_distributed(_merged, 2, str(tmp_path)):
         assert weights <= 1e-6 and logits <= 1e-5
+
+
+def _on_mixers(rank: int, world_size: int) -> dict[str, tuple[float, str]]:
+    """Adapters on all linear layers, also those whose mixer reads a parameter of the layer under the adapter."""
+    found = {}
+    for kind in ("jamba", "qwen3_5", "bamba", "bloom"):
+        smp.state.reset()
+        smp.init({"tensor_parallel_degree": 2})
+        torch.manual_seed(3)
+        config = peft.LoraConfig(target_modules="all-linear", lora_dropout=0.0, r=4, init_lora_weights=False)
+        reference = peft.get_peft_model(build_architecture(kind), config)
+        model = smp.transform(copy.deepcopy(reference))
+        for one in (reference, model):
+            one(**batch(1), use_cache=False).loss.backward()
+        wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+        found[kind] = worst({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}, wanted)
+    return found
+
+
+def test_adapters_on_all_linear_layers_of_mixers() -> None:
+    for found in run_distributed(_on_mixers, 2):
+        assert max(error for error, _ in found.values()) <= 1e-5, found

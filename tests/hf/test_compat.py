@@ -77,6 +77,37 @@ def test_nothing_is_installed_unasked() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+_SEEN = """from torch.sagemaker.distributed.fsdp import checkpoint
+import smdistributed.dataparallel.torch.torch_smddp
+from torch.sagemaker.distributed.fsdp.checkpoint import EXPORT_KEY_TOKENS, save_model_checkpoint
+from torch.sagemaker.distributed.checkpoint.s3_filesystem import is_s3_uri
+from torch.sagemaker.moe.moe_layer import MoELayer
+from torch.sagemaker.tensor_parallel.utils import register_tp_processing_pre_comm_hook
+from torch.sagemaker.utils import utils as tsm_utils
+import smdistributed.modelparallel.torch as v1
+"""
+
+
+def test_modules_of_other_versions_import_and_say_so_when_they_are_used() -> None:
+    program = f"""import smp
+smp.compat.install()
+{_SEEN}
+import torch.distributed as dist
+assert is_s3_uri("s3://a/b") and not is_s3_uri("/a") and dist.Backend("smddp") == "smddp"
+for use in (lambda: MoELayer(1), lambda: exec("class A(MoELayer): pass"), lambda: isinstance(1, MoELayer),
+            lambda: checkpoint.save_model_checkpoint(), lambda: f"{{EXPORT_KEY_TOKENS}}",
+            lambda: register_tp_processing_pre_comm_hook(1), lambda: tsm_utils.other.more,
+            lambda: v1.init(), lambda: v1.step(print)):
+    try:
+        use()
+    except smp.hf.compat.ConfigError as error:
+        assert "does not exist here: " in str(error), error
+    else:
+        raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_the_page_says_what_became_of_every_symbol() -> None:
     table = PAGE.read_text(encoding="utf-8").split("## From SMP v2")[1]
     missing = [symbol for symbol in [*HERE, *INSTEAD] if symbol.rpartition(".")[2] not in table]

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp
 from smp.checkpoint import CheckpointError
 from smp.config import ConfigError
-from smp.hf.delayed import _check_rules
+from smp.convert.store import PieceStore
+from smp.hf.first_values import FirstValues
 from tests.distributed import run_distributed
+from tests.hf.architectures import architectures, tiny
+from tests.hf.architectures import build as build_architecture
 from tests.hf.families import FAMILIES, batch, build, whole
+from tests.hf.first_value_distance import ENOUGH, beyond_chance, bound, distance
 
 transformers = pytest.importorskip("transformers")
 LAYOUTS = [(1, 1), (4, 0), (2, 2), (1, 4)]
 CASES = ["Qwen3", "Qwen2", "Gemma 3"]  # q/k norms; tied; scaled embeddings, which are a buffer
+RENAMED = "mixtral qwen3_moe gpt_oss deepseek_v3 gemma3 falcon_h1 granitemoe jamba"
+"""Experts that the folder has one by one, renamed and whole ones; a buffer that a rule of another module computes."""
 
 
 def _config(family: str) -> Any:
@@ -135,14 +143,30 @@ def test_a_rank_holds_its_parts_and_one_tensor(tmp_path: Path) -> None:
             assert model / 4 <= peak <= model / 4 + tensor + norms, (peak, model, tensor)
 
 
-def test_rules_that_reach_into_children_are_found() -> None:
-    for config, reaches in (("NanoChatConfig", True), ("GPT2Config", True), ("Qwen3Config", False)):
-        model = _on_meta(getattr(transformers, config)(**({"num_hidden_layers": 1} | {"vocab_size": 96})))
-        if reaches:
-            with pytest.raises(ConfigError, match="PreTrainedModel gives first values from outside"):
-                _check_rules(model)
-        else:
-            _check_rules(model)
+FIRST_VALUES = """
+    gpt2 llama modernbert-decoder mamba2 nanochat olmo_hybrid qwen3_5 qwen3_moe qwen3_next vaultgemma youtu
+"""
+"""Rules that write parameters of other modules, tied tables, decays of gated delta nets and Mamba, experts."""
+
+
+@pytest.mark.parametrize("kind", FIRST_VALUES.split())
+def test_first_values_have_the_distributions_of_from_config(kind: str) -> None:
+    model_class = getattr(transformers, architectures()[kind])
+    assert beyond_chance(model_class, tiny(model_class.config_class)) == []
+
+
+def test_the_distance_sees_another_decay() -> None:
+    """The logarithms of numbers from 0 to 16 beside those from 0.01: what Qwen 3.5's gated delta nets got before."""
+    torch.manual_seed(0)
+    wide, right = torch.randn(ENOUGH) * 2.9 + 0.64, torch.empty(ENOUGH).uniform_(0.01, 16).log()
+    assert distance(wide, right) > bound(ENOUGH) > distance(right, torch.empty(ENOUGH).uniform_(0.01, 16).log())
+
+
+def test_what_no_rule_gives_a_value_is_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=4))
+    with pytest.raises(ConfigError, match=r"c_attn.weight: transformers' rules give OpenAIGPTLMHeadModel no first"):
+        FirstValues(model).draw("transformer.h.0.attn.c_attn.weight", 1)
 
 
 def _refused(rank: int, world_size: int, folder: str) -> None:
@@ -153,8 +177,6 @@ def _refused(rank: int, world_size: int, folder: str) -> None:
         smp.load_weights(model, f"{folder}/0")
     with pytest.raises(ConfigError, match="no parameter is on the meta device"):
         smp.delayed_param.DelayedParamIniter(build("Llama"))
-    with pytest.raises(ConfigError, match="GPT2PreTrainedModel gives first values from outside"):
-        smp.delayed_param.DelayedParamIniter(smp.transform(_on_meta(_config("GPT-2"))))
     initer = smp.delayed_param.DelayedParamIniter(smp.transform(_on_meta(_config("Llama"))))
     with (
         pytest.raises(AssertionError, match="is still on the meta device"),
@@ -168,7 +190,7 @@ def _refused(rank: int, world_size: int, folder: str) -> None:
 def _filled_from_rank_zero(rank: int, world_size: int) -> None:
     """SMP v2's scripts for fine-tuning call DelayedParamIniter on the ranks that had no weights, and not on rank 0."""
     smp.init({"tensor_parallel_degree": 2})
-    for family in ("Llama", "GPT-2"):  # the second's rules are refused where they are needed
+    for family in ("Llama", "GPT-2"):
         wanted = build(family).eval()(**batch(1)).logits
         model = _on_meta(_config(family)) if rank else build(family)
         smp.transform(model, load_state_dict_from_rank0=True)
@@ -186,3 +208,58 @@ def test_weights_of_rank_zero_stay() -> None:
 
 def test_what_cannot_be_filled_is_refused(tmp_path: Path) -> None:
     run_distributed(_refused, 2, str(tmp_path))
+
+
+def _renamed(rank: int, world_size: int, folder: str) -> None:
+    """Also after ``fully_shard``, which gives modules other classes; and what is saved has the names of the folder."""
+    for kind in RENAMED.split():
+        reference = build_architecture(kind)
+        config, wanted = copy.deepcopy(reference.config), reference.state_dict()
+        if rank == 0:
+            reference.save_pretrained(f"{folder}/{kind}")
+        torch.distributed.barrier()
+        for tp in (2, 1):
+            smp.state.reset()
+            smp.init({"tensor_parallel_degree": tp, "hybrid_shard_degree": 2 // tp})
+            with torch.device("meta"):
+                model = type(reference)(copy.deepcopy(config))
+            smp.transform(model)
+            fully_shard(model, mesh=smp.state.data_mesh)
+            smp.load_weights(model, f"{folder}/{kind}")
+            found = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+            assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted), (kind, tp)
+            model.save_pretrained(f"{folder}/{kind}-{tp}")
+            if rank == 0:
+                first, again = (load_file(f"{folder}/{name}/model.safetensors") for name in (kind, f"{kind}-{tp}"))
+                assert first.keys() == again.keys() and all(torch.equal(first[n], again[n]) for n in first), (kind, tp)
+
+
+def test_names_that_transformers_changes(tmp_path: Path) -> None:
+    run_distributed(_renamed, 2, str(tmp_path))
+
+
+def _experts_read(rank: int, world_size: int, folder: str) -> int:
+    """Bytes of the largest experts' stack, and those that a rank reads of it: its own."""
+    reference = build_architecture("mixtral")
+    config = copy.deepcopy(reference.config)
+    if rank == 0:
+        reference.save_pretrained(folder)
+    torch.distributed.barrier()
+    smp.init({"tensor_parallel_degree": 2})
+    with torch.device("meta"):
+        model = smp.transform(type(reference)(config))
+    read: list[str] = []
+    plain = PieceStore.read_into
+
+    def counting(self: PieceStore, name: str, *args: Any) -> None:
+        read.append(name)
+        plain(self, name, *args)
+
+    PieceStore.read_into = counting  # type: ignore[method-assign]
+    smp.load_weights(model, folder)
+    return len([name for name in read if ".experts." in name])
+
+
+def test_a_rank_reads_its_own_experts(tmp_path: Path) -> None:
+    layers, experts, matrices = 2, 4, 3
+    assert run_distributed(_experts_read, 2, str(tmp_path)) == [layers * experts * matrices // 2] * 2

@@ -197,10 +197,6 @@ def _mistakes(fresh: Any) -> None:
     _restart(1, 0, 1)
     _refused("LlamaForCausalLM has no experts", lambda: smp.transform(build("Llama"), config=smp.MoEConfig()))
     _refused("LlamaForCausalLM has no auxiliary loss", lambda: smp.transform(build("Llama"), config=aux))
-    smp.state.reset()
-    smp.init({"tensor_parallel_degree": 2, "sequence_parallel": True})
-    first = r"sequence_parallel: model\.layers\.\*\.mlp\.(experts \(experts\)|gate \(replicate\)) is not"
-    _refused(first, lambda: smp.transform(fresh))
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from torch import nn
 from smp.config import ConfigError
 from smp.hf.plan import check_untouched, make_plan
 from smp.hf.rows import SUMMED
+from smp.hf.share import Share
+from tests.hf import architectures
 from tests.hf.families import FAMILIES, build
 
 transformers = pytest.importorskip("transformers")
@@ -79,7 +81,7 @@ def tiny(config: str, **changes: object) -> nn.Module:
         ("MixtralConfig", {"num_local_experts": 3}, 2, REPLICATED, ""),
         ("MixtralConfig", {"router_jitter_noise": 0.1}, 2, None, "config.router_jitter_noise is 0.1: noise under"),
         ("MixtralConfig", {}, 2, {"model.layers.*.mlp.gate": "experts"}, "has not the interface experts("),
-        ("ApertusConfig", {}, 2, None, "mlp.act_fn (XIELUActivation) has parameters beside columns that are cut"),
+        ("ApertusConfig", {}, 2, None, ""),
         ("LlamaConfig", {"activation_dropout": 0.2}, 2, None, "config.activation_dropout is 0.2"),
         (
             "PhimoeConfig",
@@ -87,13 +89,6 @@ def tiny(config: str, **changes: object) -> nn.Module:
             2,
             None,
             "config.input_jitter_noise is 0.1: noise under",
-        ),
-        (
-            "BloomConfig",
-            {"n_head": 4},
-            2,
-            None,
-            "BloomForCausalLM has no tensor-parallel plan in transformers nor here",
         ),
     ],
 )
@@ -172,6 +167,22 @@ def test_the_plan_names_every_parameter_once() -> None:
         assert any(step.style.startswith("colwise") for step in plan.steps.values())
 
 
+def test_how_much_is_cut_is_said_and_nothing_is_refused() -> None:
+    llama, whole = tiny("LlamaConfig"), tiny("LlamaConfig")
+    share = Share.of(llama, make_plan(llama, None, 2, 0))
+    norms = sum(p.numel() for p in llama.parameters() if p.ndim == 1)
+    assert (share.total - share.cut, share.total) == (norms, sum(p.numel() for p in llama.parameters()))
+    share.check(llama, False)
+    assert len(share.lines(2)) == 1
+    assert f"a rank has {norms + share.cut // 2:,}" in share.lines(2)[0]
+    share = Share.of(whole, make_plan(whole, {"model.layers": "replicate"}, 2, 0))
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM: nothing of model.layers.\* is cut"):
+        share.check(whole, False)
+    share.check(whole, True)
+    assert "warning: less than a half is cut" in share.lines(2)[1]
+    assert "nothing of model.layers.*" in share.lines(2)[1]
+
+
 class _ReadsAGrandchild(transformers.LlamaForCausalLM):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.model(input_ids).last_hidden_state + self.model.embed_tokens.weight[0])
@@ -195,8 +206,44 @@ class _OnlyItsKind(transformers.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("kind", [_ReadsAGrandchild, _CallsAMethodOfOne, _TakesItsData])
-def test_a_forward_pass_that_reads_a_weight_further_down_is_refused(kind: Any) -> None:
+def test_a_table_that_a_forward_pass_reads_from_further_up_stays_whole(kind: Any) -> None:
+    """And is lent to it; a row that cuts it is refused."""
     model = kind(build("Llama").config)
-    with pytest.raises(ConfigError, match=rf"model.embed_tokens: {kind.__name__} reads its weight from further up"):
+    plan = make_plan(model, None, 2, 0)
+    assert plan.steps["model.embed_tokens"].style == "replicate"
+    assert plan.borrowed[""] == ((model.model.embed_tokens, "weight"),)
+    with pytest.raises(ConfigError, match=rf"model.embed_tokens: {kind.__name__} reads its weight, which is cut, from"):
+        make_plan(model, {"model.embed_tokens": "embedding_rowwise"}, 2, 0)
+    assert make_plan(_OnlyItsKind(model.config), None, 2, 0).steps["model.embed_tokens"].style == "embedding_rowwise"
+
+
+def test_an_activation_with_parameters_needs_a_row() -> None:
+    model = build("Llama")
+    model.model.layers[0].mlp.act_fn = nn.PReLU()
+    with pytest.raises(ConfigError, match=r"mlp.act_fn \(PReLU\) has parameters beside columns that are cut"):
         make_plan(model, None, 2, 0)
-    make_plan(_OnlyItsKind(model.config), None, 2, 0)
+    steps = make_plan(model, {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}, 2, 0).steps
+    assert steps["model.layers.0.mlp.act_fn"].style == "replicated_with_grad_allreduce"
+
+
+def test_numbers_for_each_head_are_cut() -> None:
+    """Attention sinks, by a row of transformers' plan for the parameter."""
+    model = architectures.build("granite_swa")
+    step = make_plan(model, None, 2, 0).steps["model.layers.0.self_attn"]
+    assert (step.style, step.cuts) == ("own parameters", {"sinks": 0})
+
+
+def test_linear_layers_that_no_plan_names_are_cut() -> None:
+    """With whole results; those of GPT-OSS's attention, which transformers' plan leaves whole, and of types that have
+    no plan. A weight that a module reads of its child stays whole, and so do small ones."""
+    model = tiny("GptOssConfig", head_dim=8, num_local_experts=4)
+    plan = make_plan(model, None, 2, 0)
+    styles = {name.partition("layers.0.")[2]: step.style for name, step in plan.steps.items()}
+    assert {styles[f"self_attn.{name}_proj"] for name in "qkv"} == {"colwise_gather_output"}
+    assert styles["self_attn.o_proj"] == "rowwise_split_input"
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1))
+    steps = make_plan(mamba, None, 2, 0).steps
+    assert steps["backbone.layers.0.mixer.in_proj"].style == "colwise_gather_output"
+    assert steps["backbone.layers.0.mixer.dt_proj"].style == "replicate"
+    with pytest.raises(ConfigError, match="Sequential has no tensor-parallel plan in transformers nor here"):
+        make_plan(nn.Sequential(nn.Linear(4, 4)), None, 2, 0)

@@ -18,7 +18,7 @@ from tests.hf.families import FAMILIES, batch, build, gradients, whole, worst
 pytest.importorskip("transformers")
 FAST = [("Qwen3", 2), ("Llama, one key/value head, tied", 4), ("OLMo 2", 2), ("Phi", 2)]
 """q/k norms; shared heads; all heads on every rank; biases of rows, attention and MLP side by side."""
-REFUSED = ("OPT", "Mixtral", "Qwen2 MoE", "Qwen3 MoE", "OLMoE")
+REFUSED = ("OPT",)
 SLOW = [(family, 2) for family in FAMILIES if family not in REFUSED]
 
 
@@ -67,23 +67,45 @@ def test_more_families_with_cut_tokens() -> None:
     _all_equal(SLOW)
 
 
+ON_ALL_TOKENS = "qwen3_moe qwen3_5 deepseek_v2 deepseek_v3 jamba gpt_oss nemotron_h gemma3 llama4_text bloom ernie xglm"
+"""Experts and routers, a gated delta net, latent attention, mixers, sinks, a tower beside the decoder, fused heads, a
+block of blocks, matrices that are a layer's own children."""
+
+
+def _blocks_on_all_tokens(rank: int, world_size: int) -> dict[str, tuple[float, str]]:
+    found = {}
+    for kind in ON_ALL_TOKENS.split():
+        reference = architectures.build(kind)
+        model = copy.deepcopy(reference)
+        smp.state.reset()
+        smp.init({"tensor_parallel_degree": 2, "sequence_parallel": True})
+        smp.transform(model)
+        model.gradient_checkpointing_enable()
+        data = {name: value[:, :8] for name, value in batch(3).items()}
+        for one in (reference, model):
+            one(**data, use_cache=False).loss.backward()
+        wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+        found[kind] = worst({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}, wanted)
+    return found
+
+
+def test_blocks_that_compute_on_all_tokens() -> None:
+    for found in run_distributed(_blocks_on_all_tokens, 2):
+        assert max(error for error, _ in found.values()) <= 1e-5, found
+
+
 def _others(rank: int, world_size: int) -> float:
     smp.init({"tensor_parallel_degree": 2, "sequence_parallel": True})
-    for family in REFUSED:
-        with pytest.raises(ConfigError, match="sequence_parallel: .* is not as in a decoder of attention and MLP"):
-            smp.transform(build(family))
-    # No plan cuts these mixers. They would see this rank's tokens only; that of OLMo Hybrid says nothing.
-    for kind, mixer in (("olmo_hybrid", r"linear_attn\.q_proj"), ("diffllama", r"self_attn\.q_proj")):
-        with pytest.raises(ConfigError, match=rf"layers\.\*\.{mixer} \(replicate\) is not as in a decoder"):
-            smp.transform(architectures.build(kind))
-    # Qwen 3.5's linear attention gathers the columns of each product, so nothing in it would scatter the tokens.
-    with pytest.raises(ConfigError, match=r"layers\.\*\.linear_attn \(Qwen3_5GatedDeltaNet\) has .* no rowwise layer"):
-        smp.transform(untouched := architectures.build("qwen3_5"))
+    with pytest.raises(ConfigError, match=r"layers.\*.fc1 \(Linear\) has columns that are cut and no rowwise layer"):
+        smp.transform(untouched := build("OPT"))
     assert not hasattr(untouched, "smp_report")
     assert all(type(parameter) is torch.nn.Parameter for parameter in untouched.parameters())
-    whole_mlp = {"model.layers.*.mlp.down_proj": "replicate", "model.layers.*.mlp.up_proj": "colwise_gather_output"}
-    with pytest.raises(ConfigError, match=r"mlp.down_proj \(replicate\) is not as in a decoder"):
-        smp.transform(build("Llama"), rows=whole_mlp, verify=False)
+    part = {"model.layers.*.mlp.down_proj": "replicate", "model.layers.*.mlp.up_proj": "colwise_gather_output"}
+    with pytest.raises(ConfigError, match=r"layers.\*.mlp \(LlamaMLP\) has columns that are cut and no rowwise layer"):
+        smp.transform(build("Llama"), rows=part, verify=False)
+    experts = smp.transform(build("Mixtral"))
+    with pytest.raises(ConfigError, match="MixtralTopKRouter is called from outside of its block"):
+        experts.model.layers[0].mlp.gate(torch.zeros(4, 32))
     model = smp.transform(build("Llama"), loss="chunked")
     with pytest.raises(ConfigError, match=r"hidden states \(2, 9, 32\): 2 ranks do not divide the length"):
         model(input_ids=batch(1)["input_ids"][:, :9])

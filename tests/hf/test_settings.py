@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import smp
 from smp.config import ConfigError
 from smp.hf.settings import LAUNCHER, NO_EFFECT, Settings, layout_of, read
 from smp.hf.state import State
+from tests.distributed import run_distributed
+from tests.hf.families import batch, build
 
 
 def test_the_keys_and_their_defaults() -> None:
@@ -116,3 +119,18 @@ def test_import_smp_loads_no_torch() -> None:
     program = "import smp, sys; assert 'transform' in dir(smp); assert 'torch' not in sys.modules; smp.nothing"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "AttributeError: module 'smp' has no attribute 'nothing'" in run.stderr
+
+
+def _threads_of_a_loop(rank: int, world_size: int) -> list[int]:
+    threads = []
+    for shard in (0, 1, 0, 1, 0, 1):
+        smp.state.reset()
+        smp.init({"tensor_parallel_degree": 2, "hybrid_shard_degree": shard})
+        smp.transform(build("Llama"))(**batch(1)).loss.backward()
+        threads.append(len(list(Path("/proc/self/task").iterdir())))
+    return threads
+
+
+def test_a_loop_over_models_has_no_more_threads_at_its_end() -> None:
+    for threads in run_distributed(_threads_of_a_loop, 2):
+        assert len(set(threads[1:])) == 1, threads

@@ -49,6 +49,8 @@ def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
     assert describe_kernels(kernels, reasons) == [
         "kernels: triton for cross_entropy (fused on CUDA)",
         "kernels: torch for norm, swiglu, rope, router, permute (torch.compile fuses it with its neighbours)",
+        "kernels: torch for delta_rule (flash-linear-attention was not measured here; --kernels triton takes it where "
+        "it is installed)",
     ]
 
 
@@ -76,6 +78,7 @@ def test_auto_does_not_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wish_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernels("torch", CUDA)[0] == TORCH
     assert choose_kernels("triton", CUDA, compile=True)[0] == Kernels(**EVERY)  # type: ignore[arg-type]
+    assert choose_kernels("triton", CUDA)[0].delta_rule == "fla"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_kernels("triton", CPU)[0] == Kernels(**EVERY, rope_in_place=True)  # type: ignore[arg-type]
 

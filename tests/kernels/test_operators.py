@@ -11,15 +11,20 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from smp.kernels import norm, permute, rope, router, swiglu
+from smp.kernels.attention_core import AttentionSpec
+from smp.kernels.fused_attention import FusedAttention
+from smp.kernels.quick_geglu import QuickGeglu
+from smp.kernels.token_layout import TokenLayout
 from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.layers.linear_functions import Linear, row_parallel_function
 from smp.parallel.collectives import Group
+from tests.graphs import Outputs
 
 ops = torch.ops.smp
 X, W, DY, BIAS = torch.randn(6, 8), torch.randn(8), torch.randn(6, 8), torch.randn(8)
 Q, K, COS, SIN = torch.randn(6, 2, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4)
 MEAN, SCALE, COLUMNS = torch.randn(6), torch.rand(6), torch.arange(6)
-COUNTS = torch.tensor([4, 0, 2])
+COUNTS, ORDER = torch.tensor([4, 0, 2]), torch.tensor([3, 0, 5, 1, 4, 2])
 CALLS = {
     "softmax_stats": (X, COLUMNS, 7, "torch"),
     "logits_to_gradient_": (X, torch.randn(3, 6), COLUMNS, 7, SCALE, "torch"),
@@ -50,7 +55,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(ops, name.split()[0]).default, arguments)
 
 
-SHARD = VocabShard.of(Group("", 1, 0), 7, 7)
+SHARD, FLASH = VocabShard.of(Group("", 1, 0), 7, 7), FusedAttention()
 FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "norm": (lambda x, w: norm._Norm.apply(x, None, w, None, 1e-5, "torch")[0], [X, W]),
     "add_norm": (lambda x, a, w, b: sum(norm._Norm.apply(x, a, w, b, 1e-5, "torch")), [X, DY, W, BIAS]),
@@ -58,6 +63,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "rope": (lambda q, k: sum(y.sum() for y in rope._Rope.apply(q, k, COS, SIN, 4, False, "torch")), [Q, K]),
     "router": (lambda z: router._ChooseExperts.apply(z, None, W, 3, "sigmoid", 2.0, "torch")[1], [X]),
     "permute": (lambda x: permute.permute_rows(x, torch.arange(5, -1, -1), torch.arange(5, -1, -1)), [X]),
+    "quick_geglu": (QuickGeglu(clamp=0.8, offset=1.0), [X, DY]),
+    "sinks": (lambda q, k, v, s: FLASH(q, k, v, TokenLayout(1, 6), AttentionSpec(), sinks=s)[0], [Q, K, COS, W[:2]]),
+    "repeat": (lambda x: permute.repeat_rows(x, ORDER, ORDER.argsort(), 2), [X[:3]]),
     "combine": (lambda r, w: permute.combine_rows(r, w, torch.arange(6), torch.arange(6)), [X, torch.rand(3, 2)]),
     "cross_entropy": (lambda z: vocab_parallel_cross_entropy(z, COLUMNS, SHARD), [X]),
 }
@@ -69,13 +77,26 @@ def gradients(run: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch
     return [out.detach(), *torch.autograd.grad((out * out).sum(), leaves)]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_compiles_as_one_graph(name: str) -> None:
+def compiles_right(name: str) -> None:
     function, inputs = FUNCTIONS[name]
     torch._dynamo.reset()
-    compiled = gradients(torch.compile(function, fullgraph=True, backend="aot_eager"), inputs)
+    graphs = Outputs()
+    compiled = gradients(torch.compile(function, fullgraph=True, backend=graphs), inputs)
     for got, want in zip(compiled, gradients(function, inputs), strict=True):
         torch.testing.assert_close(got, want)
+    assert graphs.functions >= 1 and graphs.shared == []
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiles_as_one_graph(name: str) -> None:
+    compiles_right(name)
+
+
+@pytest.mark.parametrize("name", ["repeat", "combine"])
+def test_what_a_gpu_compiles_has_the_same_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There rows are summed by operators of PyTorch's."""
+    monkeypatch.setattr(permute, "_of_operators", lambda x: True)
+    compiles_right(name)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

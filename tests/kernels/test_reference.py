@@ -95,6 +95,18 @@ def test_the_operator_of_a_router_is_plain_pytorch_and_has_its_gradient(scores: 
     assert experts[:2].tolist() == [list(range(k))] * 2
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_gradients_of_scores_near_1_keep_fp32s_precision(k: int) -> None:
+    """1 - s of a score s = 0.99 has lost a hundredth of its digits, of 0.9999 all but four."""
+    logits = draw(500, 4, seed=0) + 3 * torch.arange(4.0)
+    experts, _ = router.choose_experts(logits, k, "sigmoid")
+    dweights = draw(500, k, seed=1)
+    exact = router.backward_reference(dweights.float().double(), logits.float().double(), experts, "sigmoid", 2.5)
+    found = router.backward_reference(dweights.float(), logits.float(), experts, "sigmoid", 2.5)
+    apart = (found.double() - exact).norm() / exact.norm()
+    assert apart < 3e-7, apart
+
+
 def test_swiglu_of_bf16_rounds_once() -> None:
     """To 8 bits, an error of 2^-8 at most, but for what fp32 inside adds."""
     da, gate, up = (draw(2000, 8, seed=i, dtype=torch.float32).bfloat16() for i in range(3))

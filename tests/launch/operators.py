@@ -44,6 +44,18 @@ _KUBEFLOW_REPLICA = _object(
     restartPolicy={"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
     template=_POD,
 )
+_LOG_RULE = _object(
+    "name logPattern",
+    name=_STRING,
+    logPattern=_STRING,
+    stopPattern=_STRING,
+    expectedStartCutOffInSeconds=_INTEGER,
+    expectedRecurringFrequencyInSeconds=_INTEGER,
+    metricThreshold={"type": "number"},
+    metricEvaluationDataPoints=_INTEGER,
+    operator={"enum": ["gt", "gteq", "lt", "lteq", "eq"]},
+    faultOnMatch={"type": "boolean"},
+)
 OPERATORS: dict[str, Schema] = {
     "PyTorchJob": _resource(
         "kubeflow.org/v1",
@@ -70,6 +82,7 @@ OPERATORS: dict[str, Schema] = {
                 activeDeadlineSeconds=_INTEGER,
                 cleanPodPolicy=_CLEAN,
                 jobMaxRetryCount=_INTEGER,
+                logMonitoringConfiguration={"type": "array", "items": _LOG_RULE},
                 suspend={"type": "boolean"},
                 ttlSecondsAfterFinished=_INTEGER,
             ),

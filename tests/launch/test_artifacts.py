@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -20,10 +21,14 @@ from smp.config import ConfigError
 from smp.launch import in_sagemaker, sm_jobs
 from smp.launch.backend import write_artifacts
 from smp.launch.cli import main, prepare
-from smp.launch.job import Job
+from smp.launch.job import Job, to_yaml
+from smp.launch.secrets import is_private, is_secret, without_secrets
 from smp.launch.yaml_text import load_text
+from smp.training.console import log_line, short_line
+from smp.training.goodput import Account, in_words
 from tests.launch.operators import OPERATORS, definition
 from tests.programs import run_program
+from tests.training.test_metrics import CONFIG, RECORD
 
 GOLDEN = Path(__file__).parent / "golden"
 ROLE = "arn:aws:iam::123456789012:role/training"
@@ -105,11 +110,11 @@ def test_scripts_are_scripts(recipe: str, backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_folder_with_a_line_break_is_refused(backend: str) -> None:
     with pytest.raises(ConfigError, match="base_results_dir: .*line breaks"):
-        artifacts("custom", backend, 'base_results_dir="/fsx/a\\nb"')
+        artifacts("custom", backend, "base_results_dir=/fsx/a\nb")
 
 
 def test_sbatch_fills_in_nothing_of_the_folder() -> None:
-    script = artifacts("pretrain", "slurm", "base_results_dir='/fsx/90%j it''s'")["submit.sbatch"]
+    script = artifacts("pretrain", "slurm", "base_results_dir=/fsx/90%j it's")["submit.sbatch"]
     output = next(line for line in script.splitlines() if line.startswith("#SBATCH --output="))
     assert shlex.split(output.partition("=")[2])[0].startswith("/fsx/90%%j it's/")
     with pytest.raises(ConfigError, match="backslash"):
@@ -202,11 +207,146 @@ def test_pods_ask_for_the_network_of_their_machine_and_for_no_privilege() -> Non
         (["+cluster.queue=x"], "did you mean queue_name?"),
         (["stages=[training,export]"], "stages"),
         (["instance_type=p9.48xlarge"], "how many GPUs has p9.48xlarge"),
+        (["recipes.run.name=123"], "run.name: 123 must begin with a letter"),
+        (["recipes.run.name=" + 62 * "a"], "has 62 letters"),
+        (["cluster.namespace=A"], "cluster.namespace: 'A' must be of"),
+        (["+cluster.custom_labels.team=a b"], "cluster.custom_labels.team: 'a b'"),
+        (["+cluster.custom_labels.-=a"], "cannot be the name of a label"),
+        (["cluster.shm_size=much"], "cluster.shm_size: 'much' is no amount"),
+        (["cluster.persistent_volume_claims.1={claimName:b,mountPath:fsx}"], "mountPath /fsx is given twice"),
+        (["cluster.persistent_volume_claims.1={claimName:b,mountPath:/config}"], "mountPath /config is given twice"),
+        (["cluster.persistent_volume_claims.1={claimName:B,mountPath:/b}"], "claimName: 'B' must be of"),
+        (["cluster.volumes=[{volumeName:shm,hostPath:/a,mountPath:/a}]"], "the volumeName shm is taken"),
+        (["cluster.resources={limits:{memory:lots}}"], "cluster.resources.limits.memory: 'lots' is no amount"),
+        (["base_results_dir=s3://b/x"], "base_results_dir: s3://b/x is no folder"),
+        (["cluster.termination_seconds=soon"], "cluster.termination_seconds: 'soon' is not a number of seconds"),
+        (["cluster.termination_seconds=-1"], "cluster.termination_seconds: -1 is not a number of seconds"),
+        (["cluster.service_account_name=A_b"], "cluster.service_account_name: 'A_b' must be of"),
+        (["cluster.priority_class_name=a b"], "cluster.priority_class_name: 'a b' must be of"),
+        (["container=my image:1"], "container: 'my image:1' has blanks"),
+        (["cluster.tolerations=[{key:a,operator:In}]"], "cluster.tolerations.operator: 'In' is none of Exists, Equal"),
+        (["cluster.tolerations=[{key:a,operator:Exists,value:b}]"], "'b' does not go with the operator Exists"),
+        (["cluster.tolerations=[{name:a}]"], "cluster.tolerations.name: .* must have some of key, value"),
+        (["cluster.tolerations=[a]"], "cluster.tolerations: 'a' must have some of"),
+        (["cluster.envFrom=[{secretRef:{name:A_B}}]"], "cluster.envFrom.secretRef.name: 'A_B' must be of"),
+        (["cluster.envFrom=[{secret:{name:a}}]"], "cluster.envFrom: .* must have secretRef or configMapRef"),
+        (["cluster.envFrom=[{secretRef:hub}]"], "cluster.envFrom.secretRef: 'hub' must have name"),
     ],
 )
 def test_what_kubernetes_cannot_do_is_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         artifacts("lora", "k8s", *words)
+
+
+def pod_of(*words: str) -> Any:
+    """The pod of a job of Kubernetes, which its models take."""
+    models = pytest.importorskip("kubernetes.client.models")
+    manifests = list(map(load_text, artifacts("lora", "k8s", *words)["manifest.yaml"].split("---\n")))
+    models.V1Job.model_validate(manifests[-1])
+    return manifests[-1]["spec"]["template"]["spec"]
+
+
+def test_claims_are_volumes_of_their_own_whatever_their_names() -> None:
+    claims = "[{claimName:fsx,mountPath:/fsx},{claimName:fsx,mountPath:/b},{claimName:config,mountPath:/c}]"
+    pod = pod_of(f"cluster.persistent_volume_claims={claims}")
+    assert [volume["name"] for volume in pod["volumes"]] == ["config", "shm", "fsx", "config-1"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts == {"/config": "config", "/dev/shm": "shm", "/fsx": "fsx", "/b": "fsx", "/c": "config-1"}
+
+
+def test_pods_have_what_a_cluster_asks_for() -> None:
+    words = ["cluster.tolerations=[{key:gpu,operator:Exists}]", "cluster.envFrom.0.secretRef.name=hub"]
+    pod = pod_of(*words, "cluster.resources={limits:{memory:1Ti},requests:{cpu:90}}")
+    container = pod["containers"][0]
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    assert container["envFrom"] == [{"secretRef": {"name": "hub"}}]
+    assert container["resources"]["limits"]["memory"] == "1Ti" and container["resources"]["requests"]["cpu"] == "90"
+    for given, amounts in (
+        ("{limits:{nvidia.com/gpu:null,vpc.amazonaws.com/efa:null}}", None),
+        ("{requests:{nvidia.com/gpu:null,vpc.amazonaws.com/efa:4}}", {"vpc.amazonaws.com/efa": "4"}),
+        ("{limits:{amd.com/gpu:8,nvidia.com/gpu:null}}", {"amd.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}),
+    ):
+        found = pod_of(f"cluster.resources={given}")["containers"][0].get("resources")
+        assert found == (amounts and {"limits": amounts, "requests": amounts})
+    assert "resources" not in pod_of("+env_vars.CUDA_VISIBLE_DEVICES=")["containers"][0]  # a run on CPUs
+
+
+TOKEN = "hf_AbCdEfGhIjKl"
+
+
+@pytest.mark.parametrize("backend", ["local", "slurm", "k8s", "sm_jobs"])
+def test_secrets_are_where_the_run_reads_them_alone(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for word in BACKENDS[backend] if "claims" not in word] + [f"base_results_dir={tmp_path}"]
+    words += [f"cluster.persistent_volume_claims=[{{claimName:fsx,mountPath:{tmp_path}}}]"] * (backend == "k8s")
+    words += ["recipes=laptop/debug", f"+env_vars.HF_TOKEN={TOKEN}", f"env_vars={{PGPASSWORD:{TOKEN}}}", "dry_run=true"]
+    setup = [f"setup=['export MY_API_KEY={TOKEN}']"] * (backend == "local")
+    assert main([*words, *setup]) == 0
+    assert TOKEN not in capsys.readouterr().out
+    folder = tmp_path / "debug"
+    names = {"local": {"secrets.sh", "train.sh"}, "k8s": {"secret.yaml"}, "sm_jobs": {"secrets.json"}}
+    having = {path.name for path in folder.iterdir() if TOKEN in path.read_text()}
+    assert having == names.get(backend, {"secrets.sh"})
+    assert all((folder / name).stat().st_mode & 0o077 == 0 for name in having)
+    if backend in ("local", "slurm"):
+        show = f'. {folder}/secrets.sh; printf %s "$HF_TOKEN$PGPASSWORD"'
+        assert subprocess.run(["bash", "-c", show], capture_output=True, text=True).stdout == 2 * TOKEN
+        assert '. "$files/secrets.sh"' in (folder / "train.sh").read_text()
+    if backend == "k8s":
+        assert load_text((folder / "secret.yaml").read_text())["stringData"]["HF_TOKEN"] == TOKEN
+        assert "secretKeyRef" in (folder / "manifest.yaml").read_text()
+    assert main([*words, f"+recipes.{TOKEN}.hf_token={TOKEN}", f"++recipes.hf_token={TOKEN}x"]) == 2
+    assert f"{TOKEN}x" not in capsys.readouterr().err
+
+
+FORM = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz12345678"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *(
+            f"+env_vars.{name}={TOKEN}"
+            for name in ("DB_PASSWORD_RO", "SSHPASS", "HF_TOKENS", "accessToken", "MYSQL_PWD")
+        ),
+        f"+env_vars.MINE={FORM}",
+        *(f"setup=['{line}']" for line in (f"wandb login {TOKEN}", f"x --token {TOKEN}", f"mine {FORM}")),
+        f"setup=['curl -H \"Authorization: Bearer {TOKEN}\" https://x']",
+        f"+cluster.annotations.api_token={TOKEN}",
+        f"recipes.training_cfg.script_args=[{FORM}]",
+    ],
+)
+def test_secrets_are_known_by_name_and_by_form(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    backend = "k8s" if "annotations" in word else "slurm"
+    words = [word for word in BACKENDS[backend] if "claims" not in word] + [f"base_results_dir={tmp_path}"]
+    words += [f"cluster.persistent_volume_claims=[{{claimName:fsx,mountPath:{tmp_path}}}]"] * (backend == "k8s")
+    assert main([*RECIPES["custom" if "script_args" in word else "lora"], *words, word, "dry_run=true"]) == 0
+    assert TOKEN not in capsys.readouterr().out
+    [folder] = tmp_path.iterdir()
+    having = [path for path in folder.iterdir() if TOKEN in path.read_text()]
+    assert having and all(path.stat().st_mode & 0o077 == 0 for path in having)
+    assert {path.name for path in having} <= {"secrets.sh", "train.sh", "manifest.yaml"}
+
+
+def test_columns_of_data_are_no_secrets() -> None:
+    for name in ("prompt_key", "recipes.data.messages_key", "--max-tokens", "num_tokens", "tokenizer", "topologyKey"):
+        assert not is_secret(name)
+    assert without_secrets({"prompt_key": "prompt", "note": "a prompt"}) == {"prompt_key": "prompt", "note": "a prompt"}
+    assert not is_private("prompt_key: prompt\ntolerations:\n- key: gpu\n") and is_private("a:\n  api_key: abc\n")
+
+
+@pytest.mark.parametrize("text", ["1e3", "1E-5", "+1e3", ".5e3", "0o17", "0x1F", "1_000", "y", "N", "on", ".inf", "1."])
+def test_texts_stay_texts_for_kubectl(text: str) -> None:
+    """Its reader takes more for numbers and truth values than PyYAML does."""
+    written = to_yaml({text: [text]})
+    assert written == f"'{text}':\n- '{text}'\n" and load_text(written) == {text: [text]}
+
+
+def test_a_secret_argument_of_a_script_is_a_variable() -> None:
+    found = artifacts("custom", "slurm", f"recipes.training_cfg.script_args=[--hf_token,{TOKEN}]")
+    assert [name for name, text in found.items() if TOKEN in text] == ["secrets.sh"]
+    assert '--hf_token "$SMP_ARGUMENT_' in found["train.sh"]
 
 
 @pytest.mark.parametrize("kind", ["Job", "PyTorchJob"])
@@ -369,3 +509,46 @@ if __name__ == "__main__":
             target = GOLDEN / place / name / file
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(written)
+
+
+ONE_NODE = ("recipes.trainer.num_nodes=1", "recipes.hybrid_shard_degree=8")
+
+
+def rules_of(*words: str) -> list[dict[str, Any]]:
+    return rules_in(artifacts("pretrain", "k8s", "cluster.kind=HyperPodPyTorchJob", *ONE_NODE, *words))
+
+
+def rules_in(files: dict[str, str]) -> list[dict[str, Any]]:
+    manifests = files["manifest.yaml"].split("---\n")
+    (job,) = [found for found in map(load_text, manifests) if found["kind"] == "HyperPodPyTorchJob"]
+    return job["spec"]["runPolicy"].get("logMonitoringConfiguration", [])
+
+
+def test_hyperpod_watches_the_lines_that_a_run_prints() -> None:
+    """The patterns are those of the lines of both formats, and of the last one."""
+    start, hang, slow = rules_of("cluster.log_monitoring.min_tokens_per_second=5000")
+    assert start["expectedStartCutOffInSeconds"] == 3600 and hang["expectedRecurringFrequencyInSeconds"] == 1800
+    record = {**RECORD, "goodput": 0.9}
+    for line in (log_line(CONFIG, 120, record), short_line(CONFIG, 120, record)):
+        for rule in (start, hang, slow):
+            assert re.fullmatch(rule["logPattern"], line), line
+        assert re.fullmatch(slow["logPattern"], line)[1] == "2000000"  # type: ignore[index]
+    spent = Account(0.0, 0.0)
+    assert re.fullmatch(hang["stopPattern"], in_words(spent)) and not re.fullmatch(start["logPattern"], in_words(spent))
+    assert (slow["operator"], slow["metricThreshold"], slow["metricEvaluationDataPoints"]) == ("lt", 5000, 5)
+
+
+@pytest.mark.parametrize(("nodes", "word", "noted"), [(2, "", True), (1, "", False), (2, "=null", False)])
+def test_several_nodes_have_no_rules_for_only_the_first_prints_iterations(nodes: int, word: str, noted: bool) -> None:
+    words = ["cluster.kind=HyperPodPyTorchJob", *(ONE_NODE if nodes == 1 else ())]
+    words += [f"cluster.log_monitoring{word}"] if word else []
+    _, files = prepare([*RECIPES["pretrain"], *BACKENDS["k8s"], "base_results_dir=/fsx/results", *words])
+    assert bool(rules_in(files)) == (nodes == 1)
+    assert ("cluster.log_monitoring: HyperPod's agent reads" in files.get("notes.txt", "")) == noted
+
+
+def test_rules_can_be_left_out_and_are_checked() -> None:
+    assert rules_of("cluster.log_monitoring=null") == []
+    assert [rule["name"] for rule in rules_of("cluster.log_monitoring.start_seconds=null")] == ["Hang"]
+    with pytest.raises(ConfigError, match="cluster.log_monitoring.hang_seconds: 0 is no number above 0"):
+        rules_of("cluster.log_monitoring.hang_seconds=0")

@@ -83,6 +83,40 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert tensors(killed) and tensors(killed) == tensors(whole)
 
 
+def test_a_killed_run_that_began_from_a_model_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
+    """Not from the model again; and it knows what model that is, which no flag says."""
+    words = ["--mock-data --vocab-size 120 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"]
+    words = [*words[0].split(), "--train-iters", "1", "--save", tmp_path / "model", "--log-dir", tmp_path / "logs"]
+    assert run_program(ROOT / "pretrain_gpt.py", words, tmp_path).returncode == 0
+    own = tmp_path / "own.yaml"
+    recipe = {"load": f"{tmp_path}/model", "finetune": "true", "mock_data": "true", "vocab_size": 120, "seq_length": 32}
+    recipe |= {"train_iters": 12, "save_interval": 2, "log_interval": 1}
+    own.write_text("".join(f"{name}: {value}\n" for name, value in recipe.items()))
+    job = tmp_path / "own"
+    launched = launcher(
+        f"recipes={own}", f"base_results_dir={tmp_path}", "recipes.trainer.devices=2", "cluster.background=true"
+    )
+    assert launched.returncode == 0, launched.stderr
+    wait_for(lambda: (job / "checkpoints/latest").exists())
+    os.kill(workers(job)[0], signal.SIGKILL)
+    wait_for(lambda: (job / "end.json").exists())
+    log = (job / "log.txt").read_text()
+    assert len(re.findall("launcher: the run ended with", log)) == 2, log
+    assert f"holds this run, which began from --load {tmp_path}/model: it goes on" in log and "resumed from" in log
+    assert "done; the run says done at iteration 12" in launcher("status", job).stdout
+    whole = [
+        "--config",
+        job / "settings.yaml",
+        "--save",
+        tmp_path / "whole/checkpoints",
+        "--log-dir",
+        tmp_path / "whole",
+    ]
+    assert run_program(ROOT / "pretrain_gpt.py", whole, tmp_path, processes=2).returncode == 0
+    assert records(job) == records(tmp_path / "whole") and len(records(job)) > 0
+    assert tensors(job) and tensors(job) == tensors(tmp_path / "whole")
+
+
 def test_a_job_that_is_not_in_the_background_shows_its_log_and_ends_well(tmp_path: Path) -> None:
     words = ["recipes=laptop/debug", "recipes.train_iters=2", "recipes.trainer.devices=1"]
     done = launcher(*words, f"base_results_dir={tmp_path}")
@@ -139,15 +173,17 @@ def test_a_crash_loop_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_this_machine_cannot_do_is_one_line(tmp_path: Path) -> None:
     cases = {
-        "recipes.trainer.num_nodes=2": "trainer.num_nodes: 2 with cluster=local",
+        "recipes.trainer.num_nodes=2 cluster=local": "trainer.num_nodes: 2 with cluster=local",
         "env_vars={A-B: 1}": "env_vars: 'A-B' cannot be the name of a variable",
-        "container=image": "container: image with cluster=local",
+        "container=image cluster=local": "container: image with cluster=local",
         "+cluster.partition=gpu": "cluster.partition: there is no such key",
         "recipes.lrr=1": "lrr: there is no such key: did you mean lr?",
         "recipes.tensor_model_parallel_size=4": "--tensor-model-parallel-size 4",
     }
-    for word, message in cases.items():
-        done = launcher("recipes=laptop/debug", f"base_results_dir={tmp_path}", word)
+    for words, message in cases.items():
+        # One of them has spaces of its own.
+        typed = words.split() if "cluster=local" in words else [words]
+        done = launcher("recipes=laptop/debug", f"base_results_dir={tmp_path}", *typed)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1) and message in done.stderr, done.stderr
     assert not (tmp_path / "debug").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from smp.launch.job import Job
 from smp.launch.recipe import Recipe, read_recipe
 from smp.launch.yaml_text import load_text
 from smp.models.presets import PRESETS
+from tools.recipes import catalogue, summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -192,7 +194,7 @@ def test_qlora_is_lora_on_weights_in_4_bits(v1: str) -> None:
         ("recipes.model.max_position_embeddings=${.nothing}", "nothing"),
         ("base_result_dir=x", "did you mean base_results_dir?"),
         ("cluster_type=k8s", "contradicts"),
-        ("cluster.mem=[1", "cluster.mem=[1"),
+        ("cluster.srun_args=[1", "cluster.srun_args=[1"),
         ("word", "unexpected 'word'"),
     ],
 )
@@ -250,8 +252,24 @@ def test_the_cluster_says_its_type(tmp_path: Path, v1: str, monkeypatch: pytest.
     (own / "cluster/big.yaml").write_text("cluster_type: slurm\nrequeue: false\npartition: big\n")
     (own / "recipes/mine/tiny.yaml").write_text(V1)
     composed = compose(["recipes=mine/tiny", "cluster=big"])
-    assert composed.backend == "slurm" and composed.tree["cluster"] == {"requeue": False, "partition": "big"}
+    assert composed.backend == "slurm" and composed.tree["cluster"]["signal_seconds"] == 600  # of this project's file
+    assert {"requeue": False, "partition": "big"}.items() <= composed.tree["cluster"].items()
     assert "mine/tiny" in list_recipes() and get_recipe("mine/tiny")["use_smp_model"] is True
+
+
+def test_a_cluster_file_that_leaves_a_key_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes_collection/cluster").mkdir(parents=True)
+    text = "namespace: null\nkind:\npullPolicy: null\nshm_size:\nqueue_name: null\n"
+    (tmp_path / "recipes_collection/cluster/k8s.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    cluster = compose(["recipes=laptop/debug", "cluster=k8s"]).tree["cluster"]
+    assert [cluster[key] for key in ("kind", "namespace", "pullPolicy", "shm_size")] == [
+        "Job",
+        "default",
+        "Always",
+        "64Gi",
+    ]
+    assert cluster["queue_name"] is None
 
 
 def test_yaml_means_what_flags_mean() -> None:
@@ -271,7 +289,7 @@ def test_yaml_means_what_flags_mean() -> None:
         ("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]\n"
          "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b]\nd: [*c, *c, *c, *c, *c, *c, *c, *c, *c, *c, *c]", "values"),
         ("training_cfg: {entry_script: x, script_args: 'a \"b'}", "training_cfg.script_args: No closing quotation"),
-        ("training_cfg: {entry_script: x, script_args: [{--a: {b: 1}}]}", "training_cfg.script_args: {'b': 1}"),
+        ("training_cfg: {entry_script: x, script_args: [{--a: {b: 1}}]}", "training_cfg.script_args: {'b': '1'}"),
         ("training_cfg: {entry_script: [x]}", "training_cfg.entry_script: ['x']"),
         ("training_cfg: {entry_script: ''}", "training_cfg.entry_script: ''"),
         ("training_cfg: {entry_script: x, run: 3}", "training_cfg.run: expected"),
@@ -309,13 +327,27 @@ def test_a_password_in_a_url_is_where_the_run_reads_it_alone() -> None:
 def test_every_recipe_of_the_collection_fits_together(name: str) -> None:
     composed = compose([f"recipes={name}"])
     found = read_recipe(composed.tree["recipes"], composed.source.stem)
-    assert set(found.missing) <= {"data_path", "load", "tokenizer_model"}
+    assert set(found.missing) <= {"data_path", "load", "tokenizer_model", "reward_funcs"}
     assert found.config is not None or name.startswith("laptop/")
 
 
-def test_pages_and_scripts_are_in_step() -> None:
+def test_pages_are_in_step() -> None:
     done = subprocess.run([sys.executable, "tools/recipes.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    "SMP_HYPERPOD_RECIPES" not in os.environ, reason="SMP_HYPERPOD_RECIPES names no folders of releases"
+)
+def test_every_recipe_of_a_release_loads_or_is_refused_by_feature() -> None:
+    """With the files of a job of every back-end."""
+    for folder in os.environ["SMP_HYPERPOD_RECIPES"].split(os.pathsep):
+        found = catalogue(Path(folder))
+        assert {one.name: one.said for one in found if one.kind == "bad"} == {}, summary(found)
+        open_models = [one for one in found if "Amazon's own model" not in one.said]
+        assert sum(one.kind == "loads" for one in open_models) > 0.85 * len(open_models), summary(found)
 
 
 def test_the_launcher_needs_no_torch() -> None:
@@ -397,7 +429,7 @@ def check_random(name: str, cluster: str, overrides: list[tuple[str, str, str]])
     except ConfigError as error:
         line = str(error)
         assert line.strip() and "\n" not in line, words
-        message = line.replace("-", "_")
+        message = line.rpartition(".yaml: ")[2].replace("--", " ").replace("-", "_")  # its file has keys' names too
         assert ".yaml" in line or any(word.lstrip("+")[:20] in line for word in words) or "given twice" in line, (
             words,
             line,

@@ -138,6 +138,22 @@ def test_a_signal_reaches_the_workers_and_not_torchrun(tmp_path: Path, cancelled
     assert (process.returncode, end(tmp_path)) == ((0, "cancelled") if cancelled else (75, "requeue")), output
 
 
+def test_a_torchrun_of_a_range_of_nodes_is_asked_itself(tmp_path: Path) -> None:
+    """It would start workers again that end while it was not asked."""
+    (tmp_path / "torchrun.sh").write_text(
+        "stop() { touch $RUN/torchrun-was-signalled; " + says("requeue") + "exit 143; }; trap stop TERM\n"
+        "touch $RUN/up; for i in $(seq 300); do sleep 0.1; done"
+    )
+    words = ["node", str(tmp_path / "status.json"), "--", "bash", str(tmp_path / "torchrun.sh"), "--nnodes", "2:4"]
+    environment = {**os.environ, "RUN": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, str(SUPERVISE), *words], env=environment)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == 75 and (tmp_path / "torchrun-was-signalled").exists()
+
+
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("requeue", 75), ("bad_config", 2), ("failed", 1)])
 def test_a_node_ends_as_its_run_says(tmp_path: Path, status: str, code: int) -> None:
     """torchrun's own exit code is 1 for all that is not done, and 0 for a run that wants to be queued again."""

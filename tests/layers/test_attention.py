@@ -80,7 +80,7 @@ def formula(x: torch.Tensor, w: dict[str, torch.Tensor], options: dict[str, Any]
 def token_layout(tokens: int = PADDED) -> TokenLayout:
     positions = torch.arange(tokens) % LENGTH
     table = rope_table(positions, rope_frequencies(4, 100.0, None, torch.device("cpu")))
-    return TokenLayout(BATCH, LENGTH, tokens - BATCH * LENGTH, rope=table, token_index=NUMBERS[:tokens])
+    return TokenLayout(BATCH, LENGTH, tokens - BATCH * LENGTH, prepared={"rope": table}, token_index=NUMBERS[:tokens])
 
 
 def kernels(grouped: bool) -> Kernels:
@@ -99,7 +99,7 @@ def attention(options: dict[str, Any], context: ParallelContext) -> SelfAttentio
         HEADS,
         context,
         head_dim=WIDTH,
-        query_key=QueryKeyOptions(norm_eps=options.get("qk_norm_eps")),
+        query_key=QueryKeyOptions(norm_eps=options.get("qk_norm_eps"), rope="rope"),
         spec=AttentionSpec(
             causal=options.get("causal", True), window=options.get("window"), dropout=options.get("dropout", 0.0)
         ),
@@ -156,7 +156,14 @@ def test_values_and_gradients_are_those_of_the_formula() -> None:
 
 
 def one_rank_attention(context: Any, dropout: float = DROPOUT) -> SelfAttention:
-    layer = SelfAttention(HIDDEN, HEADS, context.tp, head_dim=WIDTH, spec=AttentionSpec(dropout=dropout))
+    layer = SelfAttention(
+        HIDDEN,
+        HEADS,
+        context.tp,
+        head_dim=WIDTH,
+        query_key=QueryKeyOptions(rope="rope"),
+        spec=AttentionSpec(dropout=dropout),
+    )
     load_all(layer)
     return layer
 

@@ -29,12 +29,14 @@ def _capped(shard: Any, hidden: Any, weight: Any, mine: Any, labels: Any, counts
     x, mine = hidden.clone().requires_grad_(), mine.clone().requires_grad_()
     linear_cross_entropy(copy_to_group(x, shard.group), mine, labels, counts, shard, chunk_tokens=4).backward()
     grad = F.pad(matrix.grad, (0, 0, 0, 64))[rank * ROWS : (rank + 1) * ROWS]
-    found = linear_token_losses(hidden, mine.detach(), labels, shard, chunk_tokens=4)
-    valid = counts > 0
+    found, entropy = linear_token_losses(hidden, mine.detach(), labels, shard, chunk_tokens=4, with_entropy=True)
+    valid, log_p = counts > 0, (cap * torch.tanh(exact @ matrix.t() / cap)).log_softmax(1).detach()
+    assert entropy is not None
     return {
         "dx, capped": ((x.grad - exact.grad).norm() / exact.grad.norm()).item(),
         "dw, capped": ((mine.grad - grad).norm() / matrix.grad.norm()).item(),
         "losses, capped": ((found - want)[valid].norm() / want[valid].norm()).item(),
+        "entropies, capped": (entropy + (log_p.exp() * log_p).sum(1)).abs().max().item(),
     }
 
 

@@ -29,7 +29,7 @@ def attention_of(context: Any, queries: int | None) -> LatentAttention:
 def token_layout() -> TokenLayout:
     positions = torch.arange(LENGTH).repeat(BATCH)
     freqs = rope_frequencies(ROPE, 100.0, None, torch.device("cpu"))
-    return TokenLayout(BATCH, LENGTH, position_ids=positions, rope=rope_table(positions, freqs))
+    return TokenLayout(BATCH, LENGTH, position_ids=positions, prepared={"rope": rope_table(positions, freqs)})
 
 
 def results(rank: int, world: int, sp: bool, queries: int | None) -> dict[str, torch.Tensor]:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp.config import ModelConfig
+from smp.config.layers import rope_scaling
 from smp.layers import LinearScaling, RopeScaling, YarnScaling, apply_rope, rope_frequencies, rope_table
-from smp.models.rope_scaling import rope_scaling
+from smp.models.rope_scaling import scaling_of
 from tests.layers.whole import draw, error
 
 CPU = torch.device("cpu")
@@ -136,7 +137,7 @@ def test_scalings_are_those_of_transformers(theirs: dict[str, Any], ours: dict[s
         rope_parameters={"rope_theta": base, **theirs, **beside},
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, CPU)
-    scaling = rope_scaling(ModelConfig(use_rope_scaling=True, rope_scaling_type=kind, **ours))
+    scaling = scaling_of(rope_scaling(ModelConfig(use_rope_scaling=True, rope_scaling_type=kind, **ours)))
     assert scaling is not None
     assert scaling.amplitude == pytest.approx(factor, rel=1e-12)
     assert torch.allclose(rope_frequencies(128, base, scaling, CPU), frequencies, rtol=2e-6)

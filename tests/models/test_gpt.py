@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.config import Layout, ModelConfig
+from smp.config.layers import activation_of
 from smp.kernels.token_layout import TokenLayout
 from smp.layers import init_weights
-from smp.models.build_layers import activation_of
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from tests.fake_group import fake_context
@@ -172,7 +172,7 @@ def test_dropout_needs_the_samples_numbers_and_depends_on_nothing_else() -> None
         alone = torch.cat([numbered(model, t[None], n[None]) for t, n in zip(tokens, numbers, strict=True)])
         assert error(alone, together) < 1e-6
         assert error(numbered(model, tokens, numbers + 1), together) > 0.1
-        model.seed = 2
+        model.tokens.seed = 2
         assert error(numbered(model, tokens, numbers), together) > 0.1
         model.eval()
         assert torch.equal(model(MicroBatch(tokens)).logits, without)
@@ -221,7 +221,7 @@ def test_residual_writers_start_smaller() -> None:
 def test_activation_is_the_one_that_is_named() -> None:
     plain = replace(LLAMA, swiglu=False)
     named = [LLAMA, plain, replace(plain, squared_relu=True), replace(plain, tanh_gelu=True)]
-    assert [activation_of(config) for config in named] == ["swiglu", "gelu", "squared_relu", "tanh_gelu"]
+    assert [activation_of(config).kind for config in named] == ["swiglu", "gelu", "squared_relu", "tanh_gelu"]
 
 
 def test_tokens_are_padded_for_sequence_parallelism_in_one_place() -> None:

@@ -39,6 +39,8 @@ def shrunk(name: str, **changes: object) -> ModelConfig:
         small["q_lora_rank"] = None if model.q_lora_rank is None else 14
     if model.moe_layer_freq.startswith("["):
         small["moe_layer_freq"] = "[0]*1+[1]*2"
+    if model.linear_attention_freq is not None:
+        small["linear_attention_freq"] = "3"  # the last of these layers has attention
     return resolve_model(replace(model, **(small | changes)))  # type: ignore[arg-type]
 
 

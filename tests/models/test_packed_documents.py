@@ -23,6 +23,17 @@ MODELS = {
     "window": replace(LLAMA, window_size=3),
     "chunks": replace(LLAMA, attention_chunk_size=4, no_rope_freq="2", attn_temperature_tuning=True, floor_scale=2),
     "LongRoPE": replace(LONG, longrope_short_factor=FACTORS.replace("1", "2"), longrope_long_factor=FACTORS),
+    "dynamic NTK": replace(LONG, rope_scaling_type="dynamic", rope_scaling_factor=3.0),
+    "recurrence": replace(
+        LLAMA,
+        **{"linear_attention_type": "gated_delta_net", "linear_attention_freq": "2", "norm_epsilon": 1e-2},
+        **{
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 5,
+        },
+    ),
     "query and key norms": replace(LLAMA, qk_layernorm=True, num_query_groups=1),
 }
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.config import ConfigError, Layout, ModelConfig, OptimizerConfig, ParallelConfig
-from smp.layers import init_weights
+from smp.layers import GatedDeltaNet, init_weights
 from smp.layers.score import ScoreHead
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
@@ -376,3 +376,12 @@ def test_muon_leaves_the_head_of_a_reward_model_alone() -> None:
         score = ScoreHead(8, context)
         model = nn.Sequential(nn.Linear(8, 8), score)
     assert matrices_of(model) == {model[0].weight}
+
+
+def test_muon_leaves_kernels_of_convolutions_alone() -> None:
+    """A few numbers for each channel: orthogonalized, channels would mix."""
+    with fake_context(Layout()) as context:
+        net = GatedDeltaNet(8, 1, 2, context, key_dim=4, value_dim=4)
+    left = {name for name, p in net.named_parameters() if p not in matrices_of(net)}
+    assert left == {"query_conv", "key_conv", "value_conv", "decay_log", "decay_bias", "norm.weight"}
+    assert matrices_of(nn.Sequential(nn.Conv1d(4, 4, 3, groups=4))) == set()

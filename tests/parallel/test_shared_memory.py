@@ -14,12 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import smp
-from smp.parallel import shared_memory
+from smp.parallel import node_group, shared_memory
 from smp.parallel.network.group import CollectiveError
 from tests.distributed import run_distributed
 from tests.parallel.test_backend import each_collective, same
@@ -30,16 +31,17 @@ LIMIT = 2.0
 
 def as_on_gloo(rank: int, world: int) -> None:
     """Each collective gives gloo's bits on whole numbers, also in several chunks."""
-    group: Any = dist.new_group(backend=shared_memory.NAME)
+    group: Any = dist.new_group(backend=node_group.NAME)
     for size in (shared_memory.SLOT_BYTES, 1 << 12):
         shared_memory.SLOT_BYTES = size
-        made: Any = dist.new_group(backend=shared_memory.NAME)
+        made: Any = dist.new_group(backend=node_group.NAME)
         found, expected = (each_collective(rank, world, g) for g in (made, dist.group.WORLD))
         assert found.keys() == expected.keys()
         for name in found:
             assert same(found[name], expected[name]), name
         counts = {name for name in made.counts if name.startswith("memory")}
-        assert counts == {"memory all-reduce", "memory all-gather", "memory reduce-scatter"}
+        kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "barrier")
+        assert counts == {f"memory {kind}" for kind in kinds}
     gaps = torch.arange(12.0).view(3, 4)[:, ::2]
     dist.all_reduce(gaps, AVG, group=group)
     assert gaps.tolist() == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
@@ -68,7 +70,7 @@ def whatever_lies_in_memory(rank: int, world: int, group: Any) -> None:
     dist.reduce_scatter_tensor(torch.empty(0), torch.empty(0), group=group)
     with torch.inference_mode():
         frozen = torch.ones(3)
-        made: Any = dist.new_group(backend=shared_memory.NAME)
+        made: Any = dist.new_group(backend=node_group.NAME)
     for one in (group, made):
         dist.all_reduce(frozen, group=one)
     dist.all_reduce(x := torch.ones(3), group=made)
@@ -82,7 +84,7 @@ def test_collectives_are_those_of_gloo() -> None:
 
 
 def sums(rank: int, world: int) -> list[torch.Tensor]:
-    group = dist.new_group(backend=shared_memory.NAME)
+    group = dist.new_group(backend=node_group.NAME)
     out = []
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -124,6 +126,19 @@ CALLS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
         lambda g, world: dist.reduce_scatter_tensor(torch.ones(10), torch.ones(10 * world), group=g),
         "reduce-scatter of 120 bytes (float32, SUM)",
     ),
+    "largest": (
+        lambda g, _: dist.all_reduce(torch.ones(10), dist.ReduceOp.MAX, group=g),
+        "all-reduce of 40 bytes (float32, MAX)",
+    ),
+    "broadcast": (
+        lambda g, _: dist.broadcast(torch.ones(10), 2, group=g),
+        "broadcast of 40 bytes (float32, from rank 2)",
+    ),
+    "barrier": (lambda g, _: dist.barrier(group=g), "barrier"),
+    "all-to-all": (
+        lambda g, world: dist.all_to_all_single(torch.ones(world), torch.ones(world), group=g),
+        "all-to-all",
+    ),
 }
 """What one rank calls while others sum ten numbers."""
 
@@ -132,7 +147,7 @@ def call_differently(rank: int, world: int) -> None:
     """Rank 1 calls something else after sums that all take part in."""
     shared_memory.SLOT_BYTES = 1 << 12
     for name, (call, says) in CALLS.items():
-        group = dist.new_group(backend=shared_memory.NAME)
+        group = dist.new_group(backend=node_group.NAME)
         for _ in range(2):
             dist.all_reduce(torch.full((1000,), 9.0), group=group)
         with pytest.raises(CollectiveError, match="call different collectives") as caught:
@@ -150,7 +165,7 @@ def test_ranks_that_call_different_collectives_all_get_an_error() -> None:
 def interrupt(rank: int, world: int) -> None:
     """Rank 0 is interrupted in the first of four chunks, and rank 1 comes only then. It does not wait for rank 0."""
     shared_memory.SLOT_BYTES = 1 << 12
-    group = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(hours=1))
+    group = dist.new_group(backend=node_group.NAME, timeout=timedelta(hours=1))
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
 
@@ -174,10 +189,43 @@ def test_an_interrupted_rank_gives_no_wrong_numbers() -> None:
     run_distributed(interrupt, 2)
 
 
+def exchange(rank: int, world: int) -> None:
+    """Parts of random sizes, empty ones too, and around a ring, in several chunks; all dtypes; ranks that disagree."""
+    shared_memory.SLOT_BYTES = 1 << 8
+    group: Any = dist.new_group(backend=node_group.NAME)
+    random = np.random.default_rng(0)
+    for dtype in (*shared_memory.DTYPES, torch.bfloat16):
+        rows = random.integers(0, 40, (world, world))  # from, to
+        given = (torch.arange(int(rows[rank].sum()) * 3) % 7 + rank).to(dtype).view(-1, 3)
+        into = [torch.empty(int(rows[:, rank].sum()), 3, dtype=dtype) for _ in range(2)]
+        for output, one in zip(into, (group, None), strict=True):
+            # gloo knows no 8-bit floats: as bytes
+            received, sent = (x if one is group else x.view(torch.uint8) for x in (output, given))
+            dist.all_to_all_single(received, sent, rows[:, rank].tolist(), rows[rank].tolist(), group=one)
+        assert torch.equal(*(x.view(torch.uint8) for x in into)), dtype
+        x, shifted = torch.full((100,), rank + 1).to(dtype), torch.zeros(100).to(dtype)
+        assert group.shift(shifted, x, (rank - 1) % world) is not None
+        assert (
+            shifted.to(torch.complex64) == torch.full((100,), (rank - 1) % world + 1).to(dtype).to(torch.complex64)
+        ).all()
+    assert set(group.counts) == {"memory all-to-all", "memory shift"}
+    if rank == 0:  # it sends itself two, and expects one
+        with pytest.raises(CollectiveError, match="rank 0 sends 8 bytes to rank 0, which expects 4"):
+            dist.all_to_all_single(torch.empty(2), torch.ones(3), [1, 1], [2, 1], group=group)
+    else:
+        dist.all_to_all_single(torch.empty(2), torch.ones(2), [1, 1], [1, 1], group=group)
+    with pytest.raises(CollectiveError, match="an earlier collective" if rank == 0 else "rank 0 of the group"):
+        dist.barrier(group=group)
+
+
+def test_parts_go_to_all_ranks_and_around_a_ring() -> None:
+    run_distributed(exchange, 2)
+
+
 def overlap(rank: int, world: int) -> None:
     """What is sent and what arrives share memory, in every position, over several chunks."""
     shared_memory.SLOT_BYTES = 1 << 6
-    group = dist.new_group(backend=shared_memory.NAME)
+    group = dist.new_group(backend=node_group.NAME)
     n = 40
     every = [torch.arange(float(world * n)) * (r + 1) for r in range(world)]
     for start in range((world - 1) * n + 1):
@@ -195,7 +243,7 @@ def test_results_may_lie_in_the_memory_of_the_input() -> None:
 
 def on_two_threads(rank: int, world: int) -> None:
     """Both call the same, so any order of theirs is right."""
-    group: Any = dist.new_group(backend=shared_memory.NAME)
+    group: Any = dist.new_group(backend=node_group.NAME)
 
     def sum_often(_: int) -> set[float]:
         found = set()
@@ -216,7 +264,7 @@ def test_threads_of_one_process_share_a_group() -> None:
 
 def nested(rank: int, world: int) -> None:
     """The handler of a signal calls a collective inside of another: an error at once, and the outer one goes on."""
-    group = dist.new_group(backend=shared_memory.NAME)
+    group = dist.new_group(backend=node_group.NAME)
     store = dist.distributed_c10d._get_default_store()
 
     def call(*_: Any) -> None:
@@ -241,7 +289,7 @@ def test_a_collective_inside_of_another_is_an_error() -> None:
 def lose(rank: int, world: int, how: str) -> str:
     """Rank 1 takes no part in the second sum, or only after rank 0 has given up, or not, for ten seconds."""
     limit = LIMIT if how in ("late", "stopped") else 60
-    group: Any = dist.new_group(backend=shared_memory.NAME, timeout=timedelta(seconds=limit))
+    group: Any = dist.new_group(backend=node_group.NAME, timeout=timedelta(seconds=limit))
     store = dist.distributed_c10d._get_default_store()
     dist.all_reduce(torch.ones(10), group=group)
     if rank == 1:
@@ -317,7 +365,7 @@ def without_memory(rank: int, world: int, what: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     assert shared_memory.join(rank, world, dist.PrefixStore(what, dist.distributed_c10d._get_default_store())) is None
     assert len(os.listdir("/proc/self/fd")) == before
-    group: Any = dist.new_group(backend=shared_memory.NAME)
+    group: Any = dist.new_group(backend=node_group.NAME)
     dist.all_reduce(x := torch.ones(10), group=group)
     assert x.tolist() == [world] * 10
     assert group.memory is None and dict(group.counts) == {"gloo all-reduce": 1}

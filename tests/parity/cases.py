@@ -192,6 +192,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **{"attn_logit_softcapping": 1.0, "final_logit_softcapping": 0.8, "softmax_scale": 0.3},
         **{"embedding_multiplier": 10.0},
     },
+    "attention bias": {"add_qkv_bias": True, "add_attention_output_bias": True},
+    "mlp bias": {"add_mlp_bias": True},
+    "dynamic": {
+        **{"rotary_base": 100.0, "use_rope_scaling": True, "rope_scaling_type": "dynamic"},
+        **{"rope_scaling_factor": 3.0, "rope_original_max_position": 6},
+    },
     "olmo": {"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True, "no_rope_freq": "2"},
     "command": {
         **{"normalization": "LayerNorm", "layernorm_bias": False, "parallel_residual": True},
@@ -201,6 +207,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {
         **{"normalization": "LayerNorm", "swiglu": False, "tanh_gelu": True, "disable_bias_linear": False},
         **{"position_embedding_type": "alibi", "embedding_layernorm": True},
+    },
+    "hybrid": {
+        **{"linear_attention_type": "gated_delta_net", "linear_attention_freq": "2", "linear_conv_kernel_dim": 3},
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 5, "norm_epsilon": 1e-3},
+        **{"linear_value_head_dim": 3, "attention_output_gate": True, "qk_layernorm": True},
+        **{"apply_layernorm_1p": True, "rotary_base": 100.0, "rotary_percent": 0.5},
     },
     "opt": {
         **{"normalization": "LayerNorm", "swiglu": False, "relu": True, "disable_bias_linear": False},

@@ -30,7 +30,10 @@ def global_batch(problem: Problem, step: int) -> RankBatch:
     begins[:, 0] = True
     documents, place = begins.cumsum(dim=1), torch.arange(problem.length)
     first = torch.where(begins, place, 0).cummax(dim=1).values
-    return replace(batch, document_ids=documents[None], position_ids=(place - first)[None])
+    lengths = (documents[:, :, None] == documents[:, None, :]).sum(-1)
+    return replace(
+        batch, document_ids=documents[None], position_ids=(place - first)[None], sequence_lengths=lengths[None]
+    )
 
 
 def share(problem: Problem, spread: Spread, data_rank: int, step: int) -> RankBatch:

@@ -20,9 +20,18 @@ def fast_cases() -> list[Case]:
         _case("gemma", {"tied": True, "clip": True}, tp=2, sp=True, recompute="selective", chunk_bytes=1000),
         _case("gemma", {}, cp=2, exchange="p2p"),
         _case("gemma", {"layers": 4, "micro_batch": 1}, pp=2, schedule="1f1b", accumulation=2),
+        _case("attention bias", {}, tp=2, sp=True, shard=2),
+        _case("mlp bias", {"clip": True}, tp=2, sp=True, recompute="selective"),
+        _case("dynamic", {"packed": True}, cp=2, exchange="p2p"),
         _case("olmo", {"kv_heads": 4}, tp=2, sp=True, recompute="full"),
         _case("command", {}, tp=2, shard=2),
         _case("bloom", {"kv_heads": 4, "tied": True}, cp=2, exchange="a2a"),
+        _case("hybrid", {"packed": True}, tp=2, sp=True, recompute="selective"),
+        _case("hybrid", {"layers": 4, "micro_batch": 1, "experts": "qwen2"}, pp=2, schedule="1f1b", accumulation=2),
+        _case("hybrid", {"experts": "qwen2"}, shard=2, ep=2),
+        _case("hybrid", {"packed": True}, cp=2, exchange="p2p"),
+        _case("hybrid", {"packed": True}, cp=2, exchange="a2a"),
+        _case("hybrid", {}, cp=4, exchange="p2p"),
     ]
 
 
@@ -40,9 +49,35 @@ def slow_cases() -> list[Case]:
         ),
         _case("gemma", {"layers": 4, "micro_batch": 1}, schedule="zb-v", **pipeline),
         _case("gemma", {"clip": True}, shard=2, replicate=2, recompute="selective"),
+        _case("attention bias", {"layers": 4, "micro_batch": 1}, schedule="zb-h1", tp=2, **pipeline),
+        _case("attention bias", {"packed": True}, cp=2, exchange="a2a", tp=2, sp=True),
+        _case("attention bias", {"dropout": True}, shard=2, replicate=2, recompute="full"),
+        _case("mlp bias", {"layers": 4, "micro_batch": 1}, schedule="zb-v", **pipeline),
+        _case("mlp bias", {"tied": True}, cp=2, exchange="all_gather", shard=2),
+        _case("mlp bias", {"dropout": True}, tp=4, sp=True, accumulation=2),
+        _case("dynamic", {"packed": True}, cp=4, exchange="p2p"),
+        _case("dynamic", {"packed": True}, tp=2, sp=True, recompute="full"),
+        _case("dynamic", {"layers": 4, "micro_batch": 1}, schedule="1f1b", **pipeline),
         _case("command", {"dropout": True}, tp=2, sp=True, recompute="selective"),
         _case("command", {"tied": True, "layers": 4, "micro_batch": 1}, schedule="zb-h1", **pipeline),
         _case("olmo", {"kv_heads": 4, "dropout": True}, tp=4, sp=True),
+        _case("hybrid", {"packed": True, "clip": True}, tp=4, sp=True, recompute="full"),
+        _case("hybrid", {"tied": True, "dropout": True}, tp=2, shard=2, accumulation=2),
+        _case("hybrid", {"packed": True}, shard=2, replicate=2, recompute="full"),
+        _case("hybrid", {"layers": 4, "micro_batch": 1, "packed": True}, schedule="zb-v", **pipeline),
+        _case("hybrid", {"layers": 4, "micro_batch": 1}, schedule="zb-h1", tp=2, sp=True, **pipeline),
+        _case("hybrid", {"layers": 4, "micro_batch": 1}, schedule="interleaved", **pipeline),
+        _case("hybrid", {"experts": "qwen2"}, tp=2, sp=True, shard=2, ep=2),
+        _case("hybrid", {"length": 70, "packed": True}, tp=2, sp=True),
+        _case("hybrid", {}, cp=2, exchange="all_gather", tp=2, sp=True, recompute="full"),
+        _case("hybrid", {"packed": True}, cp=4, exchange="p2p", tp=2, sp=True),
+        _case("hybrid", {"packed": True, "length": 160}, cp=4, exchange="all_gather"),
+        _case("hybrid", {}, cp=4, exchange="a2a", recompute="selective"),
+        _case("hybrid", {"packed": True}, cp=2, exchange="a2a", tp=2, sp=True, shard=2),
+        _case("hybrid", {"packed": True, "experts": "qwen2"}, cp=2, exchange="p2p", shard=2, ep=2),
+        _case(
+            "hybrid", {"packed": True, "layers": 4, "micro_batch": 1}, cp=2, exchange="p2p", schedule="zb-v", **pipeline
+        ),
         _case("opt", {"dropout": True, "tied": True}, tp=2, sp=True, shard=2),
         _case("opt", {}, cp=2, exchange="p2p"),
         _case("bloom", {"packed": True, "kv_heads": 4}, tp=2, sp=True, recompute="full"),
@@ -56,6 +91,7 @@ def compiled_cases() -> list[Case]:
         _case("gemma", {"tied": True}, tp=2, sp=True, compile=True),
         _case("command", {}, shard=2, compile=True),
         _case("bloom", {"kv_heads": 4}, compile=True),
+        _case("hybrid", {"packed": True}, tp=2, sp=True, compile=True, recompute="selective"),
     ]
 
 
@@ -65,4 +101,5 @@ def bf16_cases() -> list[Case]:
     return [
         _case("gemma", {"steps": 4}, tp=2, sp=True, bf16=True),
         _case("command", {"steps": 4}, tp=2, shard=2, bf16=True),
+        _case("hybrid", {"steps": 4}, tp=2, sp=True, bf16=True),
     ]

@@ -17,8 +17,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.distributed import run_distributed
 from tests.parity.fuzz_cases import STEPS, Layout, Problem, draw, write_inputs
 from tests.parity.result import TOLERANCE, tensor_errors
 from tests.parity.table import FUZZ, PAGE, measured
+from tests.parity.worker import fp64
 from tests.training.tuning_lab import pretrain, together, tune
 
 RUNS_PER_START = 12
@@ -50,7 +52,15 @@ compared with as many. Left out of the draw: pairs of DPO that are told apart af
 are then exp(-margin), whose relative error is the absolute one of a sum of a hundred log-probabilities (seed 19 on one
 rank, another attention kernel: at a learning rate of 0.01 the loss falls to 0.0058, with errors of 5.7e-6 and, in a
 gradient, 1.1e-5; at 0.001 to 0.20, with 1.2e-6 and 3.1e-6).
+
+Rounding that training amplifies is told apart by fp64: where a chain differs by more than the bound, the problem is
+also trained on one rank in fp64, and each measure of each step may differ by 4 times what one rank in fp32 differs from
+that. Seed 90873 (GPT-2 style, eight layers of width 18, Adam with lr / eps = 1): in its fourth step a gradient of one
+rank in fp32 is 3.2e-4 from fp64 and that of TP 2 3.3e-4, with 7.3e-6 and 8.5e-6 in the third; one rank with another
+attention kernel differs by 2.7e-4 in fp32 and by 1.4e-13 in fp64. Such chains are counted, and are not in the table.
 """
+AMPLIFIED = 4.0
+"""How much further from one rank a layout may be than that is from fp64: both round, in different orders."""
 Chain = tuple[Layout, ...]
 Found = dict[str, Any]
 
@@ -76,19 +86,21 @@ class Task:
         return self.problem.command(self.chain[self.part], self.save, self.part > 0)
 
 
-def run_all(rank: int, world: int, tasks: list[tuple[bool, str]], folder: str) -> None:
-    """Runs of one start, one after the other; ``<number>.<rank>`` holds what a rank saw."""
+def run_all(rank: int, world: int, tasks: list[tuple[bool, str]], folder: str, wide: bool = False) -> None:
+    """Runs of one start, one after the other, in fp64 if ``wide``; ``<number>.<rank>`` holds what a rank saw."""
     for number, (pretrains, flags) in enumerate(tasks):
         logs = f"--log-dir {folder}/logs{number}"
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+        with silent[0], silent[1], fp64() if wide else contextlib.nullcontext():
             found = (pretrain if pretrains else tune)(rank, world, f"{flags} {logs}")
         part = Path(folder) / f"{number}.{rank}.part"
         torch.save(found, part)
         part.rename(part.with_suffix(""))  # a file under its final name is whole
 
 
-def run_tasks(tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, Found | str]]:
-    """Each task with what it did, or why it failed. Tasks behind one that failed get another start."""
+def run_tasks(tasks: Sequence[Task], folder: Path, wide: bool = False) -> Iterator[tuple[Task, Found | str]]:
+    """Each task with what it did, in fp64 if ``wide``, or why it failed. Tasks behind one that failed get another
+    start."""
     left = sorted(tasks, key=lambda task: task.chain[task.part].world)
     starts = itertools.count()
     while left:
@@ -99,7 +111,7 @@ def run_tasks(tasks: Sequence[Task], folder: Path) -> Iterator[tuple[Task, Found
         failure = ""
         try:
             commands = [(task.problem.pretrains, task.flags) for task in batch]
-            run_distributed(run_all, world, commands, str(place), timeout=900)
+            run_distributed(run_all, world, commands, str(place), wide, timeout=900)
         except RuntimeError as error:
             failure = str(error)
         for number, task in enumerate(batch):
@@ -132,31 +144,43 @@ class Report:
         worst: by measure, the largest error and the command lines of the chain it is of.
         failures: what nothing explains.
         kinds: chains by kind of problem; ``runs`` counts their runs, and those of one rank.
-        steps: optimizer steps that were compared.
+        rounding: chains that differ as much as one rank in fp32 does from fp64, and by what.
     """
 
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    rounding: list[str] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     runs: Counter[int] = field(default_factory=Counter)
     resumed: int = 0
     seeds: list[int] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
-    def note(self, problem: Problem, chain: Chain, errors: dict[str, float], still: str) -> None:
-        """Count a chain and what it differs by."""
+    def note(
+        self,
+        problem: Problem,
+        chain: Chain,
+        errors: dict[str, float],
+        still: str,
+        explained: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Count a chain and what it differs by; ``explained`` tells whether an error above the bound is rounding."""
         name = f"seed {problem.seed}, {problem.kind}: {problem.flags} || " + " -> ".join(
             f"{layout.world} ranks until {layout.until}: {' '.join(layout.flags.split())}" for layout in chain
         )
         self.kinds[problem.kind] += 1
         self.resumed += len(chain) > 1
+        if still:
+            self.failures.append(f"{still} does not change in {name}")
+        large = {measure: f"{error:.1e}" for measure, error in errors.items() if not error <= TOLERANCE}
+        if large and explained():
+            self.rounding.append(f"{large} in {name}")
+            return
+        if large:
+            self.failures.append(f"{large} in {name}")
         for measure, error in errors.items():
             if error >= self.worst.get(measure, (-1.0, ""))[0]:
                 self.worst[measure] = error, name
-        if still:
-            self.failures.append(f"{still} does not change in {name}")
-        if large := {measure: f"{error:.1e}" for measure, error in errors.items() if not error <= TOLERANCE}:
-            self.failures.append(f"{large} in {name}")
 
     def table(self) -> str:
         """For the page and the terminal."""
@@ -167,6 +191,7 @@ class Report:
             f"{sum(self.runs.values())} runs ({runs} processes), "
             f"seeds {min(self.seeds)} to {max(self.seeds)}, "
             f"{(time.monotonic() - self.started) / 60:.0f} minutes; {len(self.failures)} differences without a reason.",
+            *(f"Rounding: {text.partition(': --')[0]}." for text in self.rounding),
             "",
             "| measure | worst | seed |",
             "|---|---|---|",
@@ -178,22 +203,46 @@ class Report:
 def compare(got: Found, want: Found, same_micro_batches: bool = False) -> dict[str, float]:
     """Errors of a run against one rank's; see ``tests.parity.result``. Of what is logged that which routers and further
     predictions measure, the fullest expert's load with ``same_micro_batches`` only, on whose number it depends."""
-    relative = lambda xs, ys: max((abs(x - y) / max(abs(y), 1e-30) for x, y in zip(xs, ys, strict=True)), default=0.0)  # noqa: E731
-    errors = {"loss": relative(got["losses"], want["losses"]), "gradient norm": relative(got["norms"], want["norms"])}
-    gradients = (
+    by_step = {name: max(errors, default=0.0) for name, errors in errors_by_step(got, want).items()}
+    return by_step | _of_the_whole(got, want, same_micro_batches)
+
+
+def relative(xs: Sequence[float], ys: Sequence[float]) -> list[float]:
+    """Relative errors of ``xs``."""
+    return [abs(x - y) / max(abs(y), 1e-30) for x, y in zip(xs, ys, strict=True)]
+
+
+def errors_by_step(got: Found, want: Found) -> dict[str, list[float]]:
+    """Of the losses, gradient norms and gradients of each step."""
+    gradients = [
         max(tensor_errors(mine, theirs, theirs).values())
         for mine, theirs in zip(got["gradients"], want["gradients"], strict=True)
-    )
-    errors["gradient"] = max(gradients)
+    ]
+    losses, norms = relative(got["losses"], want["losses"]), relative(got["norms"], want["norms"])
+    return {"loss": losses, "gradient norm": norms, "gradient": gradients}
+
+
+def _of_the_whole(got: Found, want: Found, same_micro_batches: bool) -> dict[str, float]:
+    errors: dict[str, float] = {}
     names = {*_LOGGED, EXPERT_LOAD} if same_micro_batches else _LOGGED
     logs = [[step[name] for step in run["more"] for name in sorted(names & step.keys())] for run in (got, want)]
-    errors["log"] = relative(*logs)
+    errors["log"] = max(relative(*logs), default=0.0)
     moved = {name: w.double() - want["initial"][name].double() for name, w in want["final"].items()}
     errors["weight"] = max(tensor_errors(got["final"], want["final"], moved).values())
     if want["validation"] is not None:
-        errors["validation loss"] = relative([got["validation"][1]], [want["validation"][1]])
+        errors["validation loss"] = relative([got["validation"][1]], [want["validation"][1]])[0]
     bits = all(torch.equal(got["initial"][name], tensor) for name, tensor in want["initial"].items())
     return errors | {"initial weights": 0.0 if bits else float("inf")}
+
+
+def is_rounding(got: Found, want: Found, exact: Found) -> bool:
+    """Whether a run differs from that of one rank as that one differs from fp64's, in each measure and each step: a
+    wrong layout is wrong in the first steps as well, where rounding is small."""
+    errors, own = errors_by_step(got, want), errors_by_step(want, exact)
+    pairs = [pair for name in errors for pair in zip(errors[name], own[name], strict=True)]
+    whole, own_whole = _of_the_whole(got, want, False), _of_the_whole(want, exact, False)
+    pairs += [(whole[name], own_whole[name]) for name in whole if name != "initial weights"]
+    return whole["initial weights"] == 0.0 and all(e <= max(TOLERANCE, AMPLIFIED * mine) for e, mine in pairs)
 
 
 def without_change(got: Found, want: Found, first: int = 0) -> str:
@@ -233,12 +282,24 @@ def run_seeds(
                 report.runs[task.chain[task.part].world] += 1
                 known = parts.get(key, [])
                 parts[key] = found if isinstance(found, str) or isinstance(known, str) else [*known, found]
-    for problem in problems:
-        report.seeds.append(problem.seed)
-        _judge(problem, parts, report)
+        for problem in problems:
+            report.seeds.append(problem.seed)
+            _judge(problem, parts, report, partial(_in_fp64, problem, folder / f"exact{problem.seed}"))
 
 
-def _judge(problem: Problem, parts: dict[tuple[int, Chain], list[Found] | str], report: Report) -> None:
+@cache
+def _in_fp64(problem: Problem, folder: Path) -> Found | str:
+    """The problem on one rank, in fp64; once for all of its chains."""
+    [(_, found)] = run_tasks([Task(problem, (problem.alone,), 0, None)], folder, wide=True)
+    return found
+
+
+def _judge(
+    problem: Problem,
+    parts: dict[tuple[int, Chain], list[Found] | str],
+    report: Report,
+    exact: Callable[[], Found | str] = lambda: "",
+) -> None:
     alone = parts[problem.seed, (problem.alone,)]
     if isinstance(alone, str):
         report.failures.append(f"seed {problem.seed}, {problem.kind}: {problem.flags} on one rank: {alone}")
@@ -253,9 +314,14 @@ def _judge(problem: Problem, parts: dict[tuple[int, Chain], list[Found] | str], 
             report.failures.append(f"seed {problem.seed}, {problem.flags} || {chain}: {found}")
         else:
             got = joined(found)
-            report.note(
-                problem, chain, compare(got, want, problem.micro_batches is not None), without_change(got, want, first)
-            )
+            errors = compare(got, want, problem.micro_batches is not None)
+            still = without_change(got, want, first)
+
+            def explained(got: Found = got) -> bool:
+                truth = exact()
+                return not isinstance(truth, str) and is_rounding(got, want, truth)
+
+            report.note(problem, chain, errors, still, explained)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

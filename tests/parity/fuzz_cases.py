@@ -28,6 +28,9 @@ DEGREES = {
 BATCH, STEPS = 8, 4
 KINDS = ("pretrain", "pretrain", "pretrain", "sft", "lora", "dpo", "dpo lora")
 QUIET = "--no-tensorboard --no-progress-bar --log-interval 1"
+HYBRID = "--linear-attention-type gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
+HYBRID += "--linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5 --attention-output-gate "
+HYBRID += "--norm-epsilon 1e-3"
 LLAMA = (
     "",
     "--qk-layernorm",
@@ -35,6 +38,7 @@ LLAMA = (
     "--parallel-residual --rotary-percent 0.5",
     "--use-rope-scaling --rope-original-max-position 64",
     "--no-disable-bias-linear --no-swiglu --squared-relu",
+    HYBRID,
 )
 GPT2 = "--normalization LayerNorm --no-swiglu --position-embedding-type learned_absolute --no-disable-bias-linear"
 GPT2_MORE = ("", "--tanh-gelu", "--window-size 3", "--qk-layernorm", "--parallel-residual --squared-relu")
@@ -76,6 +80,7 @@ BESIDE_EXPERTS = (
     "--no-swiglu --squared-relu",
     "--no-swiglu --no-disable-bias-linear --tanh-gelu",
     "--attention-chunk-size 6 --no-rope-freq 2",
+    HYBRID,
     "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm",
 )
 SCHEDULES = (

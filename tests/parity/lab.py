@@ -36,7 +36,7 @@ class Lab:
     Args:
         cases: all that will be asked for.
         folder: an empty folder for what the ranks write.
-        device: cpu, or cuda with a GPU for each rank.
+        device: cpu, cuda with a GPU for each rank, or one card for all of them.
     """
 
     def __init__(self, cases: Iterable[Case], folder: Path, device: str = "cpu") -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from smp.config import ModelConfig
-from smp.config.moe import has_experts
+from smp.config.layers import layer_specs
 from smp.data.loader import RankBatch
 from smp.kernels.dropout import keyed_dropout
 from smp.parallel.rng import dropout_keys
@@ -43,8 +43,8 @@ class Dropout:
 
 
 class Layout:
-    """Where each token stands, (batch, length), how many of its document are before it, and which two are of one
-    document, (batch, 1, length, length)."""
+    """Where each token stands, (batch, length), how many of its document are before it, which two are of one document,
+    (batch, 1, length, length), and how many positions are counted without a new start."""
 
     def __init__(self, batch: RankBatch) -> None:
         shape = batch.input_ids[0].shape
@@ -52,6 +52,8 @@ class Layout:
         self.places = torch.arange(shape[1]).expand(shape) if batch.position_ids is None else batch.position_ids[0]
         self.together = (documents[:, :, None] == documents[:, None, :])[:, None]
         self.before = self.together[:, 0].tril(-1).sum(-1)
+        whole = torch.full(shape, shape[1])
+        self.lengths = whole if batch.position_ids is None else self.together[:, 0].sum(-1)
 
 
 def norm(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
@@ -89,7 +91,7 @@ def frequencies(config: ModelConfig, local_base: float | None) -> torch.Tensor:
         if local_base is not None:
             out.append(f)
             continue
-        if config.use_rope_scaling:
+        if config.use_rope_scaling and config.rope_scaling_type == "llama3":
             wavelength, original = 2 * math.pi / f, config.rope_original_max_position
             low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
             if wavelength > original / low:
@@ -101,10 +103,23 @@ def frequencies(config: ModelConfig, local_base: float | None) -> torch.Tensor:
     return torch.tensor(out, dtype=torch.float64)
 
 
+def dynamic(config: ModelConfig, lengths: torch.Tensor) -> torch.Tensor:
+    """RoPE's frequencies under dynamic NTK, of each token, (batch, 1, length, dim / 2), in Python's numbers."""
+    dim, original = round((config.kv_channels or 0) * config.rotary_percent), config.rope_original_max_position
+
+    def of(length: int) -> list[float]:
+        growth = config.rope_scaling_factor * max(length, original) / original - (config.rope_scaling_factor - 1)
+        base = config.rotary_base * growth ** (dim / (dim - 2))
+        return [base ** (-i / dim) for i in range(0, dim, 2)]
+
+    rows = [[of(length) for length in row] for row in lengths.tolist()]
+    return torch.tensor(rows, dtype=torch.float64)[:, None]
+
+
 def rotate(x: torch.Tensor, freqs: torch.Tensor, places: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """RoPE as a product of complex numbers; channel i pairs with channel i + dim / 2, interleaved 2 i with 2 i + 1.
     x (batch, heads, length, dim)."""
-    half = len(freqs)
+    half = freqs.shape[-1]
     angles = places.double()[:, None, :, None] * freqs
     turn = torch.polar(torch.ones_like(angles), angles)
     if interleaved:
@@ -123,7 +138,7 @@ def attention(
     name = f"layers.{layer}.attention"
     if config.multi_latent_attention:
         q, k, v = latent(x, weights, name, config, layout)
-        return attend(q, k, v, weights, layer, config, dropout, layout, config.window_size)
+        return attend(q, k, v, weights, layer, config, dropout, layout, config.window_size, x)
 
     def split(part: str) -> torch.Tensor:
         y = linear(x, weights, f"{name}.{part}")
@@ -131,6 +146,8 @@ def attention(
             y = norm(y, weights, f"{name}.{part}_norm", config)
         return y.view(batch, length, -1, config.kv_channels or 0).transpose(1, 2)
 
+    if f"{name}.decay_log" in weights:
+        return delta_net(x, weights, name, config, layout)
     q, k, v = split("query"), split("key"), split("value")
     if config.qk_layernorm and not config.qk_layernorm_across_heads:
         q, k = norm(q, weights, f"{name}.query_norm", config), norm(k, weights, f"{name}.key_norm", config)
@@ -140,6 +157,8 @@ def attention(
     still = config.no_rope_freq is not None and (kind + 1) % int(config.no_rope_freq) == 0
     if config.position_embedding_type == "rope" and not still:
         freqs = frequencies(config, None if window is None else config.rotary_base_local)
+        if config.use_rope_scaling and config.rope_scaling_type == "dynamic":
+            freqs = dynamic(config, layout.lengths)
         q, k = (rotate(y, freqs, layout.places, config.rotary_interleaved) for y in (q, k))
     if config.qk_l2_norm and not still:
         q, k = (y / (y.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() for y in (q, k))
@@ -150,7 +169,45 @@ def attention(
         chunks = layout.before // config.attention_chunk_size
         layout = copy(layout)
         layout.together = layout.together & (chunks[:, :, None] == chunks[:, None, :])[:, None]
-    return attend(q, k, v, weights, layer, config, dropout, layout, window)
+    return attend(q, k, v, weights, layer, config, dropout, layout, window, x)
+
+
+def delta_net(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig, layout: Layout) -> torch.Tensor:
+    """Qwen3-Next's recurrence, one token of one head after the other, with a state that a document begins empty."""
+    heads, served = config.linear_num_value_heads, config.linear_num_value_heads // config.linear_num_key_heads
+
+    def convolved(part: str, width: int) -> torch.Tensor:
+        y, kernel = linear(x, weights, f"{name}.{part}"), weights[f"{name}.{part}_conv"]
+        out = torch.zeros_like(y)
+        for t in range(y.shape[1]):
+            for back in range(min(kernel.shape[1], t + 1)):
+                same = layout.together[:, 0, t, t - back, None]
+                out[:, t] = out[:, t] + same * kernel[:, -1 - back] * y[:, t - back]
+        return F.silu(out).unflatten(-1, (-1, width))  # (batch, length, heads, width)
+
+    q, k = (convolved(part, config.linear_key_head_dim) for part in ("query", "key"))
+    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    v, z = convolved("value", config.linear_value_head_dim), linear(x, weights, f"{name}.gate")
+    rate = linear(x, weights, f"{name}.beta").sigmoid()
+    step = F.softplus(linear(x, weights, f"{name}.decay") + weights[f"{name}.decay_bias"])
+    kept = torch.exp(-weights[f"{name}.decay_log"].exp() * step)
+    rows = []
+    for row in range(x.shape[0]):
+        outs = []
+        for head in range(heads):
+            state, out = torch.zeros(q.shape[-1], v.shape[-1], dtype=x.dtype), []
+            for t in range(x.shape[1]):
+                state = state * kept[row, t, head] * (layout.before[row, t] > 0)
+                key = k[row, t, head // served]
+                state = state + torch.outer(key, rate[row, t, head] * (v[row, t, head] - key @ state))
+                out.append(q[row, t, head // served] @ state / math.sqrt(q.shape[-1]))
+            outs.append(torch.stack(out))
+        rows.append(torch.stack(outs, 1))
+    mixed = torch.stack(rows)  # (batch, length, heads, width)
+    mixed = (
+        mixed / (mixed.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weights[f"{name}.norm.weight"]
+    )
+    return linear(mixed.flatten(2) * F.silu(z), weights, f"{name}.output")
 
 
 def latent(
@@ -192,8 +249,9 @@ def attend(
     dropout: Dropout,
     layout: Layout,
     window: int | None,
+    attended_of: torch.Tensor,
 ) -> torch.Tensor:
-    """Scores, their softmax, the weighted sum and the output projection."""
+    """Scores, their softmax, the weighted sum, its gate and the output projection."""
     length, heads, name = q.shape[2], config.num_attention_heads, f"layers.{layer}.attention"
     shared = torch.arange(heads) // (heads // k.shape[1])  # the key/value head of each query head
     scale = config.softmax_scale or 1 / math.sqrt(q.shape[-1])
@@ -211,6 +269,8 @@ def attend(
         probabilities = scores.softmax(-1)
     probabilities = dropout.of_probabilities(probabilities, 3 * layer)
     merged = (probabilities @ v[:, shared]).transpose(1, 2).flatten(2)
+    if config.attention_output_gate:
+        merged = merged * linear(attended_of, weights, f"{name}.gate").sigmoid()
     return linear(merged, weights, f"{name}.output")
 
 
@@ -369,7 +429,7 @@ def block(
     if not config.parallel_residual_shared_norm:
         inner = x if config.parallel_residual else x + attended
         inner = maybe_norm(inner, weights, f"{name}.mlp_norm", config)
-    if has_experts(config, layer):
+    if layer_specs(config)[layer].has_experts:
         bias = f"layers.{layer}.mlp.router.expert_bias"
         total = (batch.labels[0] != -100).sum()
         fed, aux, seen[bias] = experts(inner, weights, layer, config, labels, micro_batches, total)

@@ -16,7 +16,7 @@ from smp.kernels import TORCH
 from smp.pipeline.actions import Action, Op
 from smp.pipeline.plan import plan_pipeline
 from smp.training.build import RunSetup, build_forward_backward, build_model
-from smp.training.objective import NextToken
+from smp.training.objectives.next_token import NextToken
 from smp.training.pipelined import Pipelined
 from tests.fake_group import fake_context
 from tests.parity.cases import Case, Problem, Spread, config_of

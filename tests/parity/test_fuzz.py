@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.parity import fuzz
-from tests.parity.fuzz import Report, compare, run_seeds, without_change
+from tests.parity.fuzz import Report, compare, is_rounding, run_seeds, without_change
 from tests.parity.fuzz_cases import KINDS, draw, write_inputs
 
 pytest.importorskip("transformers")
@@ -79,6 +79,36 @@ def test_a_difference_is_measured() -> None:
     assert compare(loaded, found())["log"] == 0.0 and compare(loaded, found(), same_micro_batches=True)["log"] == 0.5
 
 
+def run_of(steps: list[float], final: float = 0.0) -> dict[str, Any]:
+    """A run whose gradients are off by these factors, and its last weights by ``final``."""
+    tensors = found()["initial"]
+    gradients = [{name: x * (1 + e) for name, x in tensors.items()} for e in steps]
+    return found(gradients=gradients, final={name: x * (2 + final) for name, x in tensors.items()})
+
+
+def test_rounding_is_as_far_from_one_rank_as_that_is_from_fp64_in_every_step() -> None:
+    want, exact = run_of([0.0, 0.0]), run_of([1e-6, 3e-4], final=6e-5)
+    assert compare(run_of([1e-6, 4e-4], 8e-5), want)["gradient"] > 1e-5
+    assert is_rounding(run_of([1e-6, 4e-4], 8e-5), want, exact)
+    assert not is_rounding(run_of([1e-6, 2e-3], 8e-5), want, exact), "more than rounding"
+    assert not is_rounding(run_of([2e-5, 4e-4], 8e-5), want, exact), "wrong before rounding is amplified"
+    assert not is_rounding(run_of([1e-6, 4e-4], 1e-3), want, exact), "wrong weights"
+    assert not is_rounding(run_of([1e-6, float("nan")]), want, exact)
+    assert not is_rounding(run_of([1e-6, 4e-4]) | {"losses": [2.0, 1.001]}, want, exact)
+    other = {"layers.0.w": torch.ones(2, 2), "layers.0.b": torch.full((2,), 1.5)}
+    assert not is_rounding(run_of([1e-6, 4e-4]) | {"initial": other}, want, exact)
+
+
+@pytest.mark.slow
+def test_a_problem_that_amplifies_rounding_is_told_by_fp64(inputs: Path) -> None:
+    """One rank's own error in the fourth step is 30 times the bound."""
+    report = Report()
+    run_seeds([90873], inputs, report, worlds=(2,), chains=2)
+    assert report.failures == [] and len(report.rounding) >= 1
+    assert all("gradient" in text and "90873" in text for text in report.rounding)
+    assert report.worst.get("gradient", (0.0, ""))[0] <= 1e-5
+
+
 def test_a_parameter_that_a_step_leaves_alone_is_named() -> None:
     everything = set(found()["initial"])
     assert without_change(found(), found()) == ""
@@ -91,6 +121,6 @@ def test_a_parameter_that_a_step_leaves_alone_is_named() -> None:
 
 def test_a_run_that_fails_is_a_difference(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report()
-    monkeypatch.setattr(fuzz, "run_tasks", lambda tasks, folder: ((task, "it broke") for task in tasks))
+    monkeypatch.setattr(fuzz, "run_tasks", lambda tasks, folder, wide=False: ((task, "it broke") for task in tasks))
     run_seeds([0], inputs, report, worlds=(2,), chains=1)
     assert len(report.failures) == 1 and "it broke" in report.failures[0]

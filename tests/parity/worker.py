@@ -21,6 +21,7 @@ from smp.data.sample import IGNORE_INDEX
 from smp.kernels.copier import copier_of
 from smp.layers.fp8 import history, scaling
 from smp.layers.head import CHUNK_BYTES, ModelOutput
+from smp.models import tokens
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
 from smp.optim.optimizer import build_optimizer
@@ -33,13 +34,14 @@ from smp.pipeline.run import Runner
 from smp.sharding import parallelize
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix
-from smp.training import objective as objective_module
 from smp.training.build import RunSetup, build_forward_backward, build_model, choose_backends
 from smp.training.exchange import exchange_of
 from smp.training.forward_backward import ForwardBackward
 from smp.training.micro_batches import MicroBatches
-from smp.training.objective import NextToken
+from smp.training.objectives import next_token as objective_module
+from smp.training.objectives.next_token import NextToken
 from smp.training.trainer import Progress, Trainer
+from tests.one_card import device_of
 from tests.parity.cases import Case, config_of
 from tests.parity.communication import Recorder
 from tests.parity.data import share
@@ -55,11 +57,11 @@ def run_cases(rank: int, world_size: int, cases: list[Case], folder: str, device
     for number, case in enumerate(cases):
         with pytest.MonkeyPatch.context() as patch:
             if case.spread.chunk_bytes is not None:
-                patch.setitem(CHUNK_BYTES, "cpu", case.spread.chunk_bytes)
+                patch.setitem(CHUNK_BYTES, device_of(device, rank).type, case.spread.chunk_bytes)
             if case.sabotage:
                 SABOTAGE[case.sabotage](patch)
             with fp64() if case.problem.fp8 else nullcontext():
-                record = train(case, contexts, torch.device(f"cuda:{rank}" if device == "cuda" else device))
+                record = train(case, contexts, device_of(device, rank))
         part = Path(folder) / f"{number}.{rank}.part"
         torch.save(record, part)
         part.rename(part.with_suffix(""))  # a file under its final name is whole
@@ -91,7 +93,7 @@ def train(case: Case, contexts: Contexts, device: torch.device) -> dict[str, Any
     """One run, and this rank's part of its result."""
     config, problem, spread = config_of(case), case.problem, case.spread
     layout = Layout.from_config(config.parallel, spread.world_size)
-    key = layout, exchange_of(config, "cpu").heads_group
+    key = layout, exchange_of(config, device.type).heads_group
     if key not in contexts:
         contexts[key] = build_context(layout, device.type, heads_group=key[1])
     context = replace(contexts[key], sequence_parallel=config.parallel.sequence_parallel)
@@ -208,8 +210,8 @@ def _average_gradients(patch: pytest.MonkeyPatch) -> None:
 def _count_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """Each rank divides by its own number of valid tokens, and the ranks' losses are averaged."""
 
-    def count(self: Trainer, batch: RankBatch) -> tuple[int, int, int]:
-        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.data_size, 0, 0
+    def count(self: Trainer, batch: RankBatch) -> tuple[int, int, int, int]:
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.data_size, 0, 0, 1
 
     patch.setattr(Trainer, "_counts", count)
 
@@ -229,8 +231,8 @@ def _drop_a_weight_gradient(patch: pytest.MonkeyPatch) -> None:
 def _count_on_every_stage(patch: pytest.MonkeyPatch) -> None:
     """Every stage counts the tokens of the batch that all of them read."""
 
-    def count(self: Trainer, batch: RankBatch) -> tuple[int, int, int]:
-        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.pp_size, 0, 0
+    def count(self: Trainer, batch: RankBatch) -> tuple[int, int, int, int]:
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.pp_size, 0, 0, 1
 
     patch.setattr(Trainer, "_counts", count)
 
@@ -252,8 +254,8 @@ def _swap_two_sends(patch: pytest.MonkeyPatch) -> None:
 def _count_on_every_part(patch: pytest.MonkeyPatch) -> None:
     """Every context-parallel rank counts the tokens of the batch that all of them read."""
 
-    def count(self: Trainer, batch: RankBatch) -> tuple[int, int, int]:
-        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.cp_size, 0, 0
+    def count(self: Trainer, batch: RankBatch) -> tuple[int, int, int, int]:
+        return int((batch.labels != IGNORE_INDEX).sum()) * self.context.cp_size, 0, 0, 1
 
     patch.setattr(Trainer, "_counts", count)
 
@@ -271,7 +273,7 @@ def _place_tokens_per_rank(patch: pytest.MonkeyPatch) -> None:
 
 def _number_tokens_per_rank(patch: pytest.MonkeyPatch) -> None:
     """Under sequence parallelism every rank drops as if it held the first tokens."""
-    patch.setattr(GPT, "_own", lambda self, x: x[: x.shape[0] // self.group.size])
+    patch.setattr(tokens, "_own", lambda x, group: x if group is None else x[: x.shape[0] // group.size])
 
 
 def _scale_by_own_maximum(patch: pytest.MonkeyPatch) -> None:

@@ -49,9 +49,8 @@ def step_of_all(name: str, ranks: int, micro_batches: int, chunks: int, tied: bo
         runner.run(training, stages)
         weight = torch.zeros(2)
         weight.grad = torch.full((2,), 1.0 + rank)
-        model = SimpleNamespace(
-            embedding=SimpleNamespace(weight=SimpleNamespace(grad=weight.grad.as_subclass(Sharded)))
-        )
+        matrix = SimpleNamespace(grad=weight.grad.as_subclass(Sharded))
+        model = SimpleNamespace(embedding_matrix=lambda: matrix)
         if tied:
             TiedMatrix(model, own, ends).sum_gradients()  # type: ignore[arg-type]
         runner.run(evaluation, stages)

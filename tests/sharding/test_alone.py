@@ -18,7 +18,7 @@ from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer
 from smp.sharding.parallelize import parallelize, shard
 from smp.training.build import RunSetup, assemble, build_forward_backward, build_model, choose_backends
-from smp.training.objective import NextToken
+from smp.training.objectives.next_token import NextToken
 from smp.training.trainer import Progress, Trainer
 from tests.fake_group import fake_context, lone_context
 from tests.parity.cases import case_of, config_of

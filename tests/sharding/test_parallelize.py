@@ -9,17 +9,20 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp import layers
 from smp.config import Config, DataConfig, Layout, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
+from smp.config.resolve import resolve_model
 from smp.data.loader import RankBatch
 from smp.models.gpt import GPT
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import build_context
-from smp.sharding.parallelize import shard
+from smp.sharding.parallelize import parallelize, shard
+from smp.training.build import compiles_experts
 from smp.training.forward_backward import Accumulation
-from smp.training.objective import NextToken
+from smp.training.objectives.next_token import NextToken
 from smp.training.trainer import Progress, Trainer
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
@@ -290,3 +293,19 @@ def norms_by_layout(rank: int, world: int) -> dict[int, float]:
 def test_own_parameters_count_once() -> None:
     norms = run_distributed(norms_by_layout, 2)[0]
     assert norms[2] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_blocks_with_experts_can_be_left_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where their gradients were wrong, on CUDA and with torch 2.11: the others are compiled."""
+    sizes: dict[str, Any] = {"num_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+    config = resolve_model(replace(MODEL, **sizes, moe_layer_freq="[0,1]"))
+    with fake_context() as context:
+        for experts in (True, False):
+            model = GPT(config, context, device="meta")
+            parallelize(model, context, ParallelConfig(compile=True), compile_experts=experts)
+            eager = [block.run == block._run for block in model.layers.values()]  # type: ignore[union-attr]
+            assert eager == [False, not experts]
+    assert not compiles_experts(torch.device("cuda"))
+    for version, compiled in (("2.13.0+cpu", True), ("2.11.0", False)):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        assert compiles_experts(torch.device("cpu")) == compiled

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +28,7 @@ from smp.training.memory import kept_by_blocks, largest_memory
 from smp.training.offload import HOST_ADAM
 from smp.training.settings import read_settings
 from smp.training.weight_memory import trained_by_muon
-from tools.plan import asked_for, main
+from tools.plan import _check_failures, asked_for, failures_in_words, main
 
 EIGHT = "--gpus 8 --gpu h100 --model llama3-8b --seq-length 8192 --global-batch-size 32"
 IDEAL = Device(
@@ -77,15 +79,21 @@ def test_a_schedule_of_batches_decides_the_batch() -> None:
     assert found and {c.config.data.global_batch_size for c in found} == {4096}
 
 
-def test_a_batch_that_suits_no_layout_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not the number of GPUs; and what would suit them is said."""
+def test_what_suits_no_layout_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--gpus 8 --gpu h100 --model llama3-8b --micro-batch-size 8"
-    assert main([*flags.split(), "--global-batch-size", "12"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --global-batch-size 12 suits no layout of 8 GPUs")
-    assert "which is 8 or 16 or 32 or 64 in those" in line
     assert main([*flags.split(), "--seq-length", "999999"]) == 2
     assert "no layout of 8 GPUs can train this: --seq-length 999999" in capsys.readouterr().err
+
+
+def test_a_batch_that_processes_do_not_divide_is_filled_up() -> None:
+    """Three data-parallel processes of eight samples take as long as those of nine."""
+    flags = ["--model", "llama3-8b", "--bf16", "--tensor-model-parallel-size", "2", "--global-batch-size"]
+    decided = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size"}
+    times = [
+        [c.time.total for c in candidates(asked_for([*flags, size], 6), 6, DEVICES["h200"], decided) if c.time]
+        for size in ("8", "9")
+    ]
+    assert times[0] and times[0] == times[1]
 
 
 def test_what_was_decided_stays() -> None:
@@ -374,3 +382,25 @@ def test_a_mean_block_is_offloaded_not_the_largest() -> None:
     kept = kept_by_blocks(resolved, layout)
     assert len(set(kept)) == 2
     assert _offloaded(resolved, layout) == pytest.approx(sum(kept) / 4)
+
+
+def test_goodput_and_how_often_to_save(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["--model", "llama3-8b", "--gpus", "64", "--gpu", "h100", "--top", "1"]
+    assert main([*base, "--mtbf-hours", "60", "--save-seconds", "2", "--recovery-seconds", "300"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("With a failure every 60 h: ")]
+    found = re.search(r"--save-interval (\d+) \(every ([\d,]+) s of steps\), goodput ([\d.]+) %", line)
+    assert found is not None
+    assert float(found[2].replace(",", "")) == pytest.approx((2 * 2 * 60 * 3600) ** 0.5, rel=0.02)
+    assert 98 < float(found[3]) < 99.9
+    assert main([*base, "--mtbf-hours", "60"]) == 2
+    assert "goodput needs --save-seconds and --recovery-seconds, too" in capsys.readouterr().err
+    assert main([*base, "--mtbf-hours", "0", "--save-seconds", "2", "--recovery-seconds", "300"]) == 2
+    assert "--mtbf-hours 0 has to be above 0" in capsys.readouterr().err
+
+
+def test_goodput_of_saves_that_cost_nothing_and_of_failures_in_every_step() -> None:
+    given = SimpleNamespace(mtbf_hours=60.0, save_seconds=0.0, recovery_seconds=300.0)
+    _check_failures(given)
+    assert "--save-interval 1 (every 10 s of steps), goodput 99." in failures_in_words(given, 10.0)
+    given = SimpleNamespace(mtbf_hours=1e-6, save_seconds=0.0, recovery_seconds=300.0)
+    assert "goodput 0.0 %" in failures_in_words(given, 10.0)

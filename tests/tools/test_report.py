@@ -82,8 +82,33 @@ def test_the_page_shows_the_run_and_loads_nothing(run: Run, capsys: pytest.Captu
     best = min(record["validation loss"] for record in records if "validation loss" in record)
     for shown in (f"{last:.4f}", f"{best:.4f}", "--weight-decay", "0.25", "done: 4 iterations trained"):
         assert shown in page.words
-    assert page.pictures == 7  # all but MFU, which a CPU has not
+    assert page.pictures == 8  # all but MFU, which a CPU has not
+    spent = json.loads((logs / "goodput.json").read_text())["seconds"]
+    assert {name for name, seconds in spent.items() if seconds} <= set(page.words)
+    assert any(word.startswith("goodput ") and "(1 start)" in word for word in page.words)
     assert "<title>Run logs</title>" in html
+
+
+def test_slow_ranks_are_a_section(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run.folder / "logs/stragglers.jsonl"
+    assert "Slow ranks" not in Text(page(path.parent)).words
+    found = {"iteration": 40, "rank": 2, "host": "n2", "what": "own computation", "seconds": 0.2219, "usual": 0.0212}
+    path.write_text(json.dumps(found) + "\n")
+    words = Text(page(path.parent)).words
+    path.unlink()
+    assert {"Slow ranks", "40", "2", "n2", "own computation", "221.9 ms", "21.2 ms"} <= set(words)
+
+
+def test_completions_of_the_first_and_last_generation_are_a_section(run: Run) -> None:
+    path = run.folder / "logs/completions.jsonl"
+    rows = [
+        {"iteration": i, "prompt": f"p{i}", "completion": f"<b>{i}", "reward": i / 3, "truncated": i == 3}
+        for i in (1, 2, 3)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = Text(page(path.parent)).words
+    path.unlink()
+    assert {"Completions", "p1", "<b>1", "0.3333", "p3", "<b>3 …", "1"} <= set(words) and "p2" not in words
 
 
 def test_a_start_is_recorded_with_all_that_repeats_it(run: Run) -> None:

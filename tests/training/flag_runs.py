@@ -93,8 +93,10 @@ class Run:
 
     @property
     def status(self) -> dict[str, Any]:
+        """How it ended, without where its time went."""
         path = self.config.logging.status_file or self.config.logging.log_dir + "/status.json"
-        return json.loads((self.folder / path).read_text())
+        said = json.loads((self.folder / path).read_text())
+        return {name: said[name] for name in ("status", "reason", "iteration")}
 
     @property
     def files(self) -> set[str]:

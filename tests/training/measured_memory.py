@@ -28,10 +28,11 @@ from smp.training import run as run_module
 from smp.training.build import choose_backends
 from smp.training.fake_step import StepMeasures, fake_step
 from smp.training.finetune_settings import read_finetune_settings
-from smp.training.finetuning import finetuning
-from smp.training.pretraining import pretraining
+from smp.training.finetuning import Finetuning
+from smp.training.kind import RunKind
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
-from smp.training.run import Run, RunParts
+from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
@@ -52,12 +53,12 @@ def settings(flags: str, world: int) -> Config:
     return parts_of(flags, world).config
 
 
-def parts_of(flags: str, world: int) -> RunParts:
+def parts_of(flags: str, world: int) -> RunKind:
     if "--load" not in flags:
-        return pretraining(read_settings([*SMALL.split(), *shlex.split(flags)], PRESETS, world))
+        return Pretraining(read_settings([*SMALL.split(), *shlex.split(flags)], PRESETS, world))
     config, data = read_finetune_settings([*TUNED.split(), *shlex.split(flags)], world)
     assert data is not None
-    return finetuning(config, data)
+    return Finetuning(config, data)
 
 
 def fake(config: Config, world: int, rank: int = 0) -> StepMeasures:
@@ -112,7 +113,7 @@ def measure(rank: int, world: int, folder: str, flag_lines: list[str], steps: in
     return [_peak(parts_of(f"{flags} --log-dir {i}", world), rank, world, steps) for i, flags in enumerate(flag_lines)]
 
 
-def _peak(parts: RunParts, rank: int, world: int, steps: int) -> int:
+def _peak(parts: RunKind, rank: int, world: int, steps: int) -> int:
     """What is there between steps, and the largest sum of what the allocator of torch was asked for since. The least of
     some steps, because gloo lets go of a tensor some time after it was sent; one process sends none, and takes one."""
     with pytest.MonkeyPatch.context() as patch:

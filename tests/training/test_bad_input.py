@@ -47,7 +47,6 @@ CASES = {
         RUN + "--num-layers 32 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*16|t*15L",
         "names 31 layers of 32",
     ),
-    "micro-batches": (RUN + "--pipeline-model-parallel-size 2 --global-batch-size 3 --micro-batch-size 2", "divisible"),
     "no data": ("--data-path nowhere --vocab-size 9 --train-iters 1", "--data-path nowhere: there is no file"),
     "vocabulary": (RUN + "--tokenizer-model TOKENIZER", "has 400 token ids but the model's vocabulary holds 97"),
     "no folder": (RUN + "--load nowhere", "--load nowhere: there is no such folder"),

@@ -15,7 +15,7 @@ import torch
 from smp.layers.cross_entropy import linear_token_losses
 from smp.layers.parameter import local
 from smp.models.presets import PRESETS
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
@@ -40,7 +40,7 @@ def first_loss(rank: int, world: int, model: str, exchange: str) -> Found:
     cut = f"--context-parallel-size {world} --cp-comm-type {exchange}" if world > 1 else ""
     words = f"{TINY} {MODELS[model]} --log-dir {model}-{world}-{exchange} {cut}".split()
     config = read_settings(words, PRESETS, world)
-    run = Run(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    run = Run(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
     batches: list[Any] = []
     seen: list[Any] = []
     run.trainer.model.register_forward_pre_hook(lambda module, args: batches.append(args[0]))
@@ -49,7 +49,7 @@ def first_loss(rank: int, world: int, model: str, exchange: str) -> Found:
     def note(module: Any, args: Any) -> None:
         hidden, labels, _, tied = args[:4]
         weight = local(tied if head.weight is None else head.weight, hidden.dtype)
-        losses = linear_token_losses(hidden, weight, labels, head.shard, chunk_tokens=4096)
+        losses, _ = linear_token_losses(hidden, weight, labels, head.shard, chunk_tokens=4096)
         seen.append((hidden.detach().clone(), losses))
 
     head.register_forward_pre_hook(note)

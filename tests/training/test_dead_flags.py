@@ -48,15 +48,32 @@ TEXTS = (
     "--no-mock-data --data-path {0}/texts.jsonl --tokenizer-model {0}/llama/tokenizer.json --vocab-size 300 "
     "--reset-attention-mask"
 )
+ONLINE = (
+    "--data-path {0}/sft.jsonl --reward-funcs exact_match --num-generations 2 --max-completion-length 4 "
+    "--eval-interval 2 --split 50,50"
+)
 BASES: dict[str, tuple[EntryPoint, str]] = {
     "pretraining": (PRETRAIN, f"{TINY} {ALONE}"),
     "pretraining with experts": (PRETRAIN, f"{TINY} {ALONE} --num-experts 4 --moe-aux-loss-coeff 0.01"),
     "pretraining on texts": (PRETRAIN, f"{TINY} {ALONE} {TEXTS}"),
     "pretraining on texts, no positions": (PRETRAIN, f"{TINY} {ALONE} {TEXTS} --position-embedding-type none"),
+    "pretraining without attention": (
+        PRETRAIN,
+        f"{TINY} {ALONE} --num-query-groups 4 --linear-attention-type gated_delta_net",
+    ),
     "SFT": (FINETUNE, f"{TUNED} --data-path {{0}}/sft.jsonl"),
     "LoRA": (FINETUNE, f"{TUNED} --data-path {{0}}/sft.jsonl --lora-rank 2"),
     "DPO": (FINETUNE, f"{TUNED} --data-path {{0}}/dpo.jsonl --objective dpo"),
     "ORPO": (FINETUNE, f"{TUNED} --data-path {{0}}/dpo.jsonl --objective orpo"),
+    "GRPO": (FINETUNE, f"{TUNED} {ONLINE} --objective grpo"),
+    "GRPO, LoRA, reference": (FINETUNE, f"{TUNED} {ONLINE} --objective grpo --lora-rank 2 --beta 0.1"),
+    "RLOO, ahead": (FINETUNE, f"{TUNED} {ONLINE} --objective rloo --one-step-off-policy"),
+    "distillation": (FINETUNE, f"{TUNED} --data-path {{0}}/sft.jsonl --objective distill --teacher {{0}}/llama"),
+    "distillation on policy": (
+        FINETUNE,
+        f"{TUNED} --data-path {{0}}/sft.jsonl --objective distill --teacher {{0}}/llama --lmbda 0.5 "
+        "--max-completion-length 4",
+    ),
     "DPO, LoRA": (FINETUNE, f"{TUNED} --data-path {{0}}/dpo.jsonl --objective dpo --lora-rank 2"),
 }
 

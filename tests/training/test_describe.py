@@ -12,7 +12,7 @@ from smp.config import Config, Layout, load_config, resolve
 from smp.config.cli import build_tree
 from smp.config.entry_points import FINETUNE
 from smp.config.finetune import fill_in
-from smp.config.schema import ObjectiveConfig
+from smp.config.objectives import ObjectiveConfig
 from smp.convert.hf_config import resolved
 from smp.kernels import matmul
 from smp.layers import add_adapters

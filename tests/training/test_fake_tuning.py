@@ -15,7 +15,7 @@ from smp.config import Config, Layout
 from smp.config.cli import build_tree
 from smp.config.entry_points import FINETUNE
 from smp.config.finetune import fill_in
-from smp.config.schema import ObjectiveConfig
+from smp.config.objectives import ObjectiveConfig
 from smp.convert.hf_config import resolved
 from smp.kernels import TORCH, nf4
 from smp.models.arithmetic import count_parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import finetune
+from smp.data.tuning.tokenizer import FolderTokenizer
 from tests.convert.tiny import SCALED, TINY, save_theirs
 from tests.distributed import run_distributed
 from tests.training.flag_runs import clean_process
@@ -77,8 +79,37 @@ def test_layouts_tune_it_alike(folder: Path) -> None:
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-5)
 
 
+def test_dynamic_rope_beyond_the_models_length_is_that_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of several lengths, each with the frequencies of its own, packed into one sequence."""
+    from transformers import AutoModelForCausalLM
+
+    name, settings = TINY["llama-dynamic"]
+    monkeypatch.setitem(TINY, "llama-dynamic", (name, {**settings, "vocab_size": 300}))
+    base = save_theirs("llama-dynamic", tmp_path)
+    write_tokenizer(base)
+    texts = [" ".join(["one two three four five six seven"] * n) for n in (1, 5, 8)]
+    (base / "sft.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    total = count = 0.0
+    for text in texts:
+        ids = torch.tensor([[*FolderTokenizer(base).encode(text), 2]])
+        model = AutoModelForCausalLM.from_pretrained(base)  # anew: it keeps the frequencies of the longest so far
+        with torch.no_grad():
+            total += torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="sum").item()
+        count += ids.shape[1] - 1
+    assert ids.shape[1] > 2 * settings["max_position_embeddings"]
+    said = run(
+        base,
+        "--max-position-embeddings 256 --seq-length 256 --split 1,0,0 --train-iters 1 --global-batch-size 1 --lr 1e-9",
+    )
+    assert "--max-position-embeddings 24 -> 256" in said and "training: 3 texts in 1 sequences" in said
+    [loss] = re.findall(r"lm loss: ([0-9.E+-]+)", said)
+    assert float(loss) == pytest.approx(total / count, rel=1e-5)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("kind", [*SCALED, "llama-attention-bias", "llama-mlp-bias"])
 def test_every_family_is_tuned_whole_and_by_adapters(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,14 +13,18 @@ from typing import Any
 
 import pytest
 
+from smp.config import ConfigError
 from smp.config.entry_points import FINETUNE
 from smp.config.fields import settings
 from smp.training.finetune_settings import read_finetune_settings
 from tests.distributed import run_distributed
+from tests.training import test_distilling, test_environments, test_flags_elastic, test_reinforcement_runs
 from tests.training.flag_runs import proves
 from tests.training.test_finetune_runs import command
 from tests.training.tiny_hf import TEMPLATE, write_adapter, write_model, write_pieces, write_samples, write_tokenizer
 from tests.training.tuning_lab import QUIET, tune_all
+from tools.convert_checkpoint import main as convert
+from tools.merge_lora import main as merge
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -67,6 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(path)
     write_samples(path)
     write_tokenizer(path / "wide")
+    write_tokenizer(path / "bare", template=None)
     write_model(path / "wide", layers=1, hidden=64)
     write_adapter(path, path / "theirs", r=3, lora_alpha=10, target_modules=["q_proj"])
     return path
@@ -195,6 +200,25 @@ def test_reading(folder: Path, tmp_path: Path) -> None:
     assert f"the chat template in {tmp_path}/pieces/chat_template.jinja is not read beside" in err
 
 
+@proves("apply_chat_template")
+def test_texts_as_messages(folder: Path) -> None:
+    """Samples that say more than is used, and texts that are trained without the template, are told in a line each."""
+    (folder / "more.jsonl").write_text('{"prompt": "hi ", "completion": "it is", "id": 1}\n' * 3)
+    argv = f"--load {folder} --train-iters 1 --data-path {folder}/more.jsonl --split 1,0,0 --preview 1"
+    code, out, _ = command(folder, argv)
+    assert code == 0 and "\nhi ⟦it is<|im_end|>⟧" in out
+    assert "note: rows also have id (3): not used" in out
+    assert "note: 3 samples have a prompt and an answer as text" in out and "--apply-chat-template makes" in out
+    code, out, _ = command(folder, f"{argv} --apply-chat-template")
+    assert code == 0 and "<|im_start|>assistant\n⟦it is<|im_end|>⟧" in out and "as text" not in out
+    assert "names sep_token" not in out
+    (folder / "sep.jinja").write_text("{{ sep_token }}" + TEMPLATE)
+    code, out, _ = command(folder, f"{argv} --chat-template {folder}/sep.jinja")
+    assert code == 0 and "note: the chat template names sep_token, which the tokenizer does not have" in out
+    code, out, _ = command(folder, f"{argv} --tokenizer-model {folder}/bare")
+    assert code == 0 and "as text" not in out, "there is no template to apply"
+
+
 @proves(
     *("load", "ckpt_step", "save", "resume", "save_interval", "save_mtbf_hours", "async_save", "keep_last_k"),
     *("save_retain_interval", "keep_best_k"),
@@ -217,7 +241,7 @@ def test_checkpoints(folder: Path, tmp_path: Path) -> None:
     assert "iter_0000001" in tuned("e", "--save-mtbf-hours 1000")
     assert tuned("a", "--resume --train-iters 5") == {*every, "iter_0000005"} and "resumed from" in seen[-1]
     code, out, err = command(folder, f"{flags(folder, '--train-iters 4')} --save {tmp_path / 'a'}")
-    assert code == 2 and "--resume goes on from there" in err and "trained parameters" not in out, "no model yet"
+    assert code == 0 and "resumed from" in out, "the same run, started again"
     losses = []
     for step in ("", "--ckpt-step 1"):  # a checkpoint of ours is a model to start from
         argv = flags(folder, f"--train-iters 1 --lr 0.05 --tokenizer-model {folder} {step}")
@@ -228,12 +252,61 @@ def test_checkpoints(folder: Path, tmp_path: Path) -> None:
     assert losses[0] != losses[1], "--ckpt-step"
 
 
+@proves("save_hf")
+@pytest.mark.parametrize("more", ["", "--lora-rank 2", "--bf16"])
+def test_the_end_is_a_hugging_face_folder(folder: Path, tmp_path: Path, more: str) -> None:
+    """The same files as the tools write of the run's last checkpoint, also when the run is asked for again."""
+    argv = f"{flags(folder, '--train-iters 2 --lr 0.05')} --save {tmp_path}/run {more} --no-tensorboard"
+    for _ in range(2):
+        code, out, err = command(folder, f"{argv} --save-hf --resume --no-progress-bar")
+        assert code == 0 and f"Hugging Face folder: {tmp_path}/run/hf_model\n" in out, err
+        tool = f"--load {tmp_path}/run --save {tmp_path}/other" + (" --dtype bf16" if "bf16" in more else "")
+        words = f"--load {folder} --adapter {tmp_path}/run/adapter --save {tmp_path}/other"
+        code, _, err = command(folder, words if "lora" in more else tool, merge if "lora" in more else convert)
+        assert code == 0, err
+        names = {path.name for path in (tmp_path / "other").iterdir()}
+        assert names == {path.name for path in (tmp_path / "run/hf_model").iterdir()} >= {"config.json"}
+        for name in names:
+            assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "run/hf_model" / name).read_bytes(), name
+        shutil.rmtree(tmp_path / "other")
+    assert sorted(path.name for path in (tmp_path / "run").glob("hf_model*")) == ["hf_model"]
+    code, _, err = command(folder, flags(folder, "--train-iters 1 --save-hf"))
+    assert code == 2 and "--save-hf needs --save" in err
+    code, _, err = command(folder, flags(folder, "--train-iters 1 --save-hf --save s3://bucket/run"))
+    assert code == 2 and "--save-hf writes to a file system" in err
+
+
+@proves("truncation_side")
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_long_texts_lose_one_of_their_ends(folder: Path, tmp_path: Path, side: str) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"prompt": "this one is first ", "completion": "it is and here it ends"}) + "\n")
+    argv = f"--load {folder} --train-iters 1 --data-path {file} --split 1,0,0 --truncation-side {side}"
+    config, whole = read_finetune_settings(shlex.split(f"{argv} --seq-length 64"), 1)
+    assert config.data.truncation_side == side and whole is not None
+    ids, trained = (list(part) for part in whole.samples[0])
+    length = len(ids) - 3
+    assert 12 < len(ids) < 64 and trained[-1]
+    cut = read_finetune_settings(shlex.split(f"{argv} --seq-length {length - 1}"), 1)[1]
+    assert cut is not None and "1 texts cut" in " ".join(cut.lines)
+    kept, of_them = (list(part) for part in cut.samples[0])
+    where = slice(0, length) if side == "right" else slice(3, None)
+    assert kept == ids[where] and of_them[1:] == trained[where][1:] and not of_them[0]
+    short = next(n for n in range(2, len(ids)) if not any(trained[1:n]) and trained[n])
+    try:
+        left = read_finetune_settings(shlex.split(f"{argv} --seq-length {short - 1}"), 1)[1]
+        assert side == "left" and left is not None and left.samples[0][1][1:].all()
+    except ConfigError as error:
+        assert side == "right" and f"nothing in its first {short} tokens is trained" in str(error)
+
+
 def test_every_setting_of_its_own_is_proven() -> None:
-    module = sys.modules[__name__]
     proofs: dict[str, Callable[..., Any]] = {}
-    for _, test in inspect.getmembers(module, inspect.isfunction):
-        proofs |= dict.fromkeys(getattr(test, "proves", ()), test)
+    modules = sys.modules[__name__], test_reinforcement_runs, test_distilling, test_environments, test_flags_elastic
+    for module in modules:
+        for _, test in inspect.getmembers(module, inspect.isfunction):
+            proofs |= dict.fromkeys(getattr(test, "proves", ()), test)
     shared = settings()
     own = {n for n, s in settings(FINETUNE).items() if n not in shared or s.group in ("data", "checkpoint")}
     own |= {n for n, s in settings(FINETUNE).items() if n in shared and s.default != shared[n].default}
-    assert own == set(proofs)
+    assert own <= set(proofs) and set(proofs) - own <= set(shared)

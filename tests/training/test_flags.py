@@ -12,7 +12,8 @@ import pytest
 from smp.config.fields import settings
 
 HERE = Path(__file__).parent
-MODULES = [*sorted(path.stem for path in HERE.glob("test_flags_*.py")), "test_runtime"]
+OTHERS = ("test_runtime", "test_stragglers", "test_spikes", "test_rerun", "test_replica_runs")
+MODULES = [*sorted(path.stem for path in HERE.glob("test_flags_*.py")), *OTHERS]
 
 
 def proofs() -> dict[str, list[ModuleType]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from smp.checkpoint import save
 from smp.checkpoint.lock import Holder
@@ -139,6 +140,17 @@ def test_keep_last_k(runs: Runs) -> None:
     assert {path.name for path in (background.folder / "ck").iterdir()} == {
         *("latest", "iter_0000005", "iter_0000006", "iter_0000007")
     }
+
+
+@proves("save_hf")
+def test_save_hf(runs: Runs) -> None:
+    run = runs("--train-iters 2 --save ck --save-hf")
+    weights = load_file(run.folder / "ck/hf_model/model.safetensors")
+    assert torch.equal(weights["model.norm.weight"], run.final["final_norm.weight"])
+    assert len(lines(run, "Hugging Face folder: ")) == 1
+    assert not (runs("--train-iters 2 --save ck").folder / "ck/hf_model").exists()
+    refused = runs.fresh("--train-iters 2 --save ck --save-hf --parallel-residual --norm-placement sandwich")
+    assert refused.code == 2 and not refused.losses, "before it trains"
 
 
 @proves("save_retain_interval")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from smp.models.presets import PRESETS
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
@@ -33,11 +33,12 @@ Measured = dict[str, dict[str, Any]]
 
 def measure(flags: str, rank: int, world: int) -> dict[str, Any]:
     """Two steps: losses, tokens of the second, collectives, and what was said."""
-    flags = f"{LENGTH} --context-parallel-size {world} {flags}"
+    # gloo, whose messages can be counted.
+    flags = f"{LENGTH} --context-parallel-size {world} --cpu-collectives gloo {flags}"
     config = read_settings([*TINY.split(), *flags.split()], PRESETS, world)
     said: list[str] = []
     kind = type("Saying", (Run,), {"say": lambda self, line: said.append(line)})
-    run = kind(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    run = kind(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
     seen: list[Any] = []
     run.trainer.model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     first = run.trainer.train_step(next(run.batches))

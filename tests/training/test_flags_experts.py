@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from smp.checkpoint import load, read_manifest
 from smp.checkpoint.folder import open_folder
 from smp.models.presets import PRESETS
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run as TrainingRun
 from smp.training.runtime import StopSignal
@@ -167,7 +167,7 @@ def test_a_coefficient_may_change_on_a_resume(tmp_path: Path) -> None:
     changed = f"{MOE} --load {tmp_path}/saved --train-iters 4 --moe-aux-loss-coeff 0.1"
     second = run_here(tmp_path, changed)
     assert (first.code, second.code) == (0, 0), second.err
-    assert "moe_aux_loss_coeff was 0.01 in the checkpoint and is 0.1 now" in second.out
+    assert "differs from how it was trained: --moe-aux-loss-coeff 0.01 -> 0.1\n" in second.out
 
 
 APART = "--expert-tensor-parallel-size 1"
@@ -189,7 +189,7 @@ def step_and_save(rank: int, world: int, folder: str, number: int) -> tuple[int,
     said += "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     said += f" --load {number - 1}" if number else ""
     config = read_settings([*TINY.split(), *said.split()], PRESETS, world)
-    run = TrainingRun(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    run = TrainingRun(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
     weight = run.trainer.model.get_parameter("layers.0.mlp.experts.up.weight")
     assert isinstance(weight, DTensor)
     mesh = weight.device_mesh
@@ -233,6 +233,6 @@ def test_the_share_of_further_predictions_may_change_on_a_resume(tmp_path: Path)
     first = run_here(tmp_path, f"{flags} 0.1 --train-iters 2 --save {tmp_path}/saved")
     second = run_here(tmp_path, f"{flags} 0.3 --train-iters 3 --load {tmp_path}/saved")
     assert (first.code, second.code) == (0, 0), second.err
-    assert "note: mtp_loss_scaling_factor was 0.1 in the checkpoint and is 0.3 now" in second.out
+    assert "differs from how it was trained: --mtp-loss-scaling-factor 0.1 -> 0.3\n" in second.out
     other = run_here(tmp_path, f"--mtp-num-layers 2 --train-iters 3 --load {tmp_path}/saved")
     assert other.code == 2 and "the checkpoint was trained with --mtp-num-layers 1, this run has 2" in other.err

@@ -18,7 +18,7 @@ from smp.models.inventory import inventory
 from smp.models.presets import PRESETS
 from smp.training.eight_bit import choose_fp8
 from smp.training.fake_step import fake_gpu_step
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run as TrainingRun
 from smp.training.runtime import StopSignal
@@ -220,7 +220,7 @@ def go_on(flags: str, rank: int, world: int) -> tuple[list[float], dict[str, tor
     """Three steps after the checkpoint, and the history that was loaded."""
     config = read_settings([*TINY.split(), *flags.split()], PRESETS, world)
     kind = type("Quiet", (TrainingRun,), {"say": lambda self, line: None})
-    run: Any = kind(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    run: Any = kind(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
     loaded = state_of(run)
     losses = [run.trainer.train_step(next(run.batches)).loss for _ in range(3)]
     run.close()

@@ -12,6 +12,8 @@ from smp.models.micro_batch import MicroBatch
 from tests.training.flag_runs import Run, Runs, Watched, proves
 
 Check = Callable[[Run, Run], object]
+DELTA_NET = "--linear-attention-type gated_delta_net --linear-num-key-heads 2 --linear-num-value-heads 4 "
+DELTA_NET += "--linear-key-head-dim 6 --linear-value-head-dim 5 --num-query-groups 4 "
 FURTHER = "--mtp-num-layers 1"
 
 
@@ -119,11 +121,13 @@ YARN = ROPE + "--rope-scaling-type yarn "
 TUNED = "--no-rope-freq 2 --attn-temperature-tuning --floor-scale 4"
 ALONE = "--yarn-attention-factor 1"
 LONG = "--rotary-base 10 --use-rope-scaling --rope-scaling-type longrope --rope-original-max-position"
+DYNAMIC = "--rotary-base 10 --use-rope-scaling --rope-scaling-type dynamic --rope-original-max-position"
 FACTORS = "--longrope-attention-factor 1 --longrope-short-factor 1 1 1 1 --longrope-long-factor 1 2 3 4"
 PLAIN_MLP = "--no-swiglu "
 QUICK = PLAIN_MLP + "--quick-geglu "
 QKV_BIAS = dict.fromkeys(("query.bias",), (32,)) | dict.fromkeys(("key.bias", "value.bias"), (16,))
-ALL_BIASES = QKV_BIAS | {"output.bias": (32,), "gate.bias": (64,), "up.bias": (64,), "down.bias": (32,)}
+MLP_BIAS = {"gate.bias": (64,), "up.bias": (64,), "down.bias": (32,)}
+ALL_BIASES = QKV_BIAS | {"output.bias": (32,)} | MLP_BIAS
 
 # setting, flags, flags of what it is compared with, check
 TABLE: list[tuple[str, str, str, Check]] = [
@@ -178,6 +182,9 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("longrope_long_factor", f"{LONG} 16 {FACTORS} --longrope-long-factor 1 1 1 1", "--rotary-base 10", same_run),
     ("longrope_short_factor", f"{LONG} 17 {FACTORS} --longrope-short-factor 1 1 2 1", "--rotary-base 10", other_math),
     ("longrope_attention_factor", f"{LONG} 17 {FACTORS} --longrope-attention-factor 2", "--rotary-base 10", other_math),
+    ("rope_scaling_type", f"{DYNAMIC} 16", "--rotary-base 10", other_math),
+    ("rope_scaling_type", f"{DYNAMIC} 17", "--rotary-base 10", same_run),
+    ("rope_scaling_type", f"{DYNAMIC} 16 --rope-scaling-factor 1", "--rotary-base 10", other_math),
     ("normalization", "--normalization LayerNorm", "", with_suffix({"norm.bias": (32,)})),
     ("norm_epsilon", "--norm-epsilon 1e30", "", no_signal),
     ("swiglu", PLAIN_MLP, "", with_suffix({"gate.weight": ()})),
@@ -186,6 +193,9 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("untie_embeddings_and_output_weights", "--no-untie-embeddings-and-output-weights", "", tied),
     ("disable_bias_linear", "--no-disable-bias-linear", "", with_suffix(ALL_BIASES)),
     ("add_qkv_bias", "--add-qkv-bias", "", with_suffix(QKV_BIAS)),
+    ("add_attention_output_bias", "--add-attention-output-bias", "", with_suffix({"output.bias": (32,)})),
+    ("add_mlp_bias", "--add-mlp-bias", "", with_suffix(MLP_BIAS)),
+    ("add_mlp_bias", "--add-mlp-bias --add-attention-output-bias --add-qkv-bias", "--no-disable-bias-linear", same_run),
     ("qk_layernorm", "--qk-layernorm", "", with_suffix({"query_norm.weight": (8,), "key_norm.weight": (8,)})),
     (
         "qk_layernorm_across_heads",
@@ -215,6 +225,20 @@ TABLE: list[tuple[str, str, str, Check]] = [
         f"{LATENT} {YARN} {ALONE}",
         other_math,
     ),
+    ("attention_output_gate", "--attention-output-gate", "", with_suffix({"attention.gate.weight": (32, 32)})),
+    ("linear_attention_type", DELTA_NET, "", with_suffix({"decay_log": (4,)})),
+    (
+        "linear_attention_freq",
+        DELTA_NET + "--linear-attention-freq 2",
+        DELTA_NET,
+        with_suffix({"1.attention.beta.weight": ()}),
+    ),
+    ("linear_attention_freq", DELTA_NET + "--linear-attention-freq [1,1]", DELTA_NET, same_run),
+    ("linear_conv_kernel_dim", DELTA_NET + "--linear-conv-kernel-dim 2", DELTA_NET, with_suffix({"key_conv": (12, 2)})),
+    ("linear_key_head_dim", DELTA_NET + "--linear-key-head-dim 8", DELTA_NET, with_suffix({"key_conv": (16, 4)})),
+    ("linear_value_head_dim", DELTA_NET + "--linear-value-head-dim 8", DELTA_NET, with_suffix({"value_conv": (32, 4)})),
+    ("linear_num_key_heads", DELTA_NET + "--linear-num-key-heads 4", DELTA_NET, with_suffix({"key_conv": (24, 4)})),
+    ("linear_num_value_heads", DELTA_NET + "--linear-num-value-heads 8", DELTA_NET, with_suffix({"decay_log": (8,)})),
     ("window_size", "--window-size 4", "", other_math),
     ("window_attn_skip_freq", "--window-size 4 --window-attn-skip-freq 2", "--window-size 4", other_math),
     ("window_attn_skip_freq", "--window-size 4 --window-attn-skip-freq [1,1]", "--window-size 4", same_run),
@@ -358,3 +382,13 @@ def test_a_window_of_w_sees_itself_and_the_w_minus_1_before(runs: Runs) -> None:
     assert runs.fresh(one + "4", probe=reach).probed == [0, 1, 2, 3]
     assert runs.fresh(one + "none", probe=reach).probed == list(range(17))
     assert runs.fresh("--num-layers 2 --window-size 4", probe=reach).probed == list(range(7))  # two blocks look twice
+
+
+@proves("layer_types")
+def test_layer_types_say_what_lets_tokens_of_a_layer_see_each_other(runs: Runs) -> None:
+    import examples.own_mixer  # noqa: F401 (it registers one)
+
+    plain, mixed = runs(), runs("--layer-types ema attention")
+    assert "layers.0.attention.decay" in mixed.final and "layers.1.attention.query.weight" in mixed.final
+    assert "layers.0.attention.query.weight" in plain.final and mixed.losses != plain.losses
+    assert runs("--layer-types attention").losses == plain.losses

@@ -14,7 +14,7 @@ import torch
 
 from smp.config import ConfigError
 from smp.models.presets import PRESETS
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
@@ -40,18 +40,18 @@ FILES: dict[str, Any] = {
     "halves": {"nodes": [[0, 1, 2, 3], [4, 5, 6, 7]]},
     "eight": {"nodes": [[0, 1, 2, 3, 4], [5, 6, 7]]},
 }
-EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --global-batch-size 8"
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --global-batch-size 8 --cpu-collectives gloo"
 APART = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 HIERARCHICAL = "--data-parallel-collectives hierarchical --network-topology nodes.json"
 CASES = {
-    "flat": "",
+    "flat": "--cpu-collectives gloo",
     "two nodes": HIERARCHICAL,
     "again": HIERARCHICAL,
     "unequal": "--data-parallel-collectives hierarchical --network-topology three.json",
     "auto": "--data-parallel-collectives auto --network-topology slow.json",
     "auto fast": "--data-parallel-collectives auto --network-topology fast.json",
     "auto measured": "--data-parallel-collectives auto --network-topology nodes.json",
-    "auto one": "--data-parallel-collectives auto",
+    "auto one": "--data-parallel-collectives auto --cpu-collectives gloo",
     "rounded weights": f"{HIERARCHICAL} --zero-quantized-weights",
     "rounded gradients": f"{HIERARCHICAL} --zero-quantized-gradients",
     "nothing to round": f"{HIERARCHICAL} --zero-quantized-weights --hybrid-shard-degree 1 --global-batch-size 8",
@@ -94,7 +94,7 @@ def run_case(rank: int, world: int, name: str, flags: str) -> Any:
     with contextlib.redirect_stdout(said):
         try:
             config = read_settings(words, PRESETS, world)
-            run = Run(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+            run = Run(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
         except ConfigError as error:
             return str(error)
         assert run.run().status == "done"

@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from smp.layers.block import TransformerBlock
 from smp.models.presets import PRESETS
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
@@ -102,7 +102,7 @@ COMMUNICATION = ("all_gather_into_tensor", "_allgather_base_", "reduce_scatter",
 
 def measure(flags: str, rank: int, world: int) -> dict[str, Any]:
     """What one layout costs a rank; the way of ``launch`` without its reports."""
-    run = start(flags, rank, world)
+    run = start(f"{flags} --cpu-collectives gloo", rank, world)  # whose operators can be counted
     rows: list[int] = []
     run.trainer.model.layers["1"].register_forward_hook(lambda module, args, out: rows.append(out.shape[0]))  # type: ignore[union-attr, index]
     shapes = {name: tuple(local(p).shape) for name, p in run.trainer.model.named_parameters()}
@@ -125,7 +125,26 @@ def measure(flags: str, rank: int, world: int) -> dict[str, Any]:
 
 def start(flags: str, rank: int, world: int) -> Run:
     config = read_settings([*TINY.split(), *flags.split()], PRESETS, world)
-    return Run(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    return Run(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+
+
+def exchange(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """What went through memory, the loss, and what was said, by --cpu-collectives."""
+    found = {}
+    for way in ("auto", "gloo"):
+        said: list[str] = []
+        flags = f"{TINY} --tensor-model-parallel-size 2 --cpu-collectives {way}"
+        kind = type("Saying", (Run,), {"say": lambda self, line, said=said: said.append(line)})
+        config = read_settings(flags.split(), PRESETS, world)
+        run = kind(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+        group = run.context.tp.get_group()
+        before = dict(getattr(group, "counts", {}))
+        loss = run.trainer.train_step(next(run.batches)).loss
+        counts = {k: n - before.get(k, 0) for k, n in group.counts.items()} if hasattr(group, "counts") else None
+        run.close()
+        lines = [line for line in said if line.startswith("collectives: ")]
+        found[way] = {"counts": counts, "loss": loss, "said": lines}
+    return found
 
 
 def skip_on_one_rank(rank: int, world: int) -> list[tuple[bool, int, int]]:
@@ -158,10 +177,10 @@ def stop_by_one_rank(rank: int, world: int) -> tuple[str, str, int]:
 
 def measure_all(
     rank: int, world: int, folder: str
-) -> tuple[Measured, list[tuple[bool, int, int]], tuple[str, str, int]]:
+) -> tuple[Measured, list[tuple[bool, int, int]], tuple[str, str, int], dict[str, dict[str, Any]]]:
     os.chdir(folder)
     measured = {name: measure(flags, rank, world) for name, flags in LAYOUTS.items()}
-    return measured, skip_on_one_rank(rank, world), stop_by_one_rank(rank, world)
+    return measured, skip_on_one_rank(rank, world), stop_by_one_rank(rank, world), exchange(rank, world)
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +193,18 @@ def test_the_layouts_train_alike(two: list[Any], runs: Runs) -> None:
     for measured, *_ in two:
         for name, got in measured.items():
             assert got["losses"] == pytest.approx(runs().losses[:2], rel=1e-5), name
+
+
+@proves("cpu_collectives")
+def test_cpu_collectives_are_what_tensors_go_through(two: list[Any], runs: Runs) -> None:
+    for *_, shared in two:
+        counts = shared["auto"]["counts"]
+        assert counts.keys() == {"memory all-reduce", "memory all-gather"} and shared["gloo"]["counts"] is None
+        assert counts["memory all-reduce"] >= 2 * 4  # two of each block in each pass
+        assert shared["auto"]["said"] == ["collectives: shared memory (tp)"]
+        assert shared["gloo"]["said"] == ["collectives: gloo (tp)"]
+        # Sums of two have the same bits in any order.
+        assert shared["auto"]["loss"] == shared["gloo"]["loss"] == pytest.approx(runs().losses[0], rel=1e-5)
 
 
 @proves("hybrid_shard_degree")
@@ -218,12 +249,12 @@ def test_sequence_parallelism_splits_the_residual_stream(two: list[Any]) -> None
 
 def test_a_nan_on_one_rank_is_skipped_on_all(two: list[Any]) -> None:
     expected = [(False, 0, 0), (True, 1, 1), (False, 1, 1)]
-    assert [skips for _, skips, _ in two] == [expected, expected]
+    assert [skips for _, skips, *_ in two] == [expected, expected]
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_iteration(two: list[Any]) -> None:
     reasons = ["stopped by a signal to another rank", "stopped by SIGTERM"]
-    assert [stop for *_, stop in two] == [("requeue", reason, 2) for reason in reasons]
+    assert [stop for *_, stop, _ in two] == [("requeue", reason, 2) for reason in reasons]
 
 
 def test_every_group_of_the_mesh_has_the_timeout_of_the_run(two: list[Any]) -> None:

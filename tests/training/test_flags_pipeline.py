@@ -13,7 +13,7 @@ import torch
 from smp.models.presets import PRESETS
 from smp.pipeline.actions import COMPUTE, Op
 from smp.pipeline.timeline import Timeline
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
@@ -38,7 +38,7 @@ KEPT = PIPE + "--pipeline-model-parallel-size 2 --global-batch-size 16"
 
 def start(flags: str, rank: int, world: int) -> Run:
     config = read_settings([*TINY.split(), *flags.split()], PRESETS, world)
-    return Run(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    return Run(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
 
 
 def train(name: str, flags: str, rank: int, world: int) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def count_gathers(rank: int, world: int, folder: str) -> list[tuple[int, int]]:
     os.chdir(folder)
     counts = []
     for flags in ("", " --pipeline-reshard"):
-        run = start(KEPT + flags, rank, world)
+        run = start(f"{KEPT}{flags} --cpu-collectives gloo", rank, world)  # whose operators can be counted
         run.trainer.train_step(next(run.batches))
         with torch.profiler.profile() as profile:
             run.trainer.train_step(next(run.batches))

@@ -17,7 +17,7 @@ from smp.training.build import choose_backends
 from smp.training.describe import describe
 from smp.training.fake_step import StepMeasures, fake_step
 from smp.training.memory import estimate_memory
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
@@ -97,7 +97,7 @@ def train(rank: int, world: int, folder: str) -> dict[str, list[float]]:
         flags = f"--global-batch-size 24 --bf16 --clip-grad 0.1 --eval-interval 2 --eval-iters 1 --log-dir {strategy} "
         flags += f"--hybrid-shard-degree 2 --data-parallel-sharding-strategy {strategy} --save {strategy}"
         run = Run(
-            pretraining(read_settings([*SMALL.split(), *flags.split()], PRESETS, world)),
+            Pretraining(read_settings([*SMALL.split(), *flags.split()], PRESETS, world)),
             Process(rank, world, rank),
             torch.device("cpu"),
             StopSignal(),

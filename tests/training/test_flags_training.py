@@ -141,7 +141,7 @@ def test_checkpoints_are_saved_when_and_where_was_said(runs: Runs) -> None:
     run = runs("--train-iters 5 --save other/ck --save-interval 2")
     assert folders(run, "other/ck") == {f"iter_{i:07d}" for i in (2, 4, 5)}
     assert (run.folder / "other/ck/latest").read_text() == "iter_0000005\n"
-    assert runs().files == {"logs/metrics.jsonl", "logs/starts.jsonl", "logs/status.json"}
+    assert runs().files == {f"logs/{name}" for name in ("goodput.json", "metrics.jsonl", "starts.jsonl", "status.json")}
 
 
 @proves("load")

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from smp.config import Config, Layout, LoggingConfig, ModelConfig, resolve_model
-from smp.config.schema import LoraConfig, ObjectiveConfig
+from smp.config.distillation import DistillationConfig
+from smp.config.objectives import ObjectiveConfig
+from smp.config.rollouts import RolloutConfig
+from smp.config.schema import LoraConfig
 from smp.models.arithmetic import training_flops_per_token
 from smp.training.console import Console
 from tests.training.flag_runs import Watched, run_here
@@ -72,6 +75,8 @@ def test_only_an_entropy_has_a_perplexity(objective: Any, tmp_path: Path, capsys
         model=resolve_model(ModelConfig(vocab_size=32)),
         objective=None if objective is None else ObjectiveConfig(objective),
         lora=None if objective is None else LoraConfig(),
+        rollouts=None if objective is None else RolloutConfig(),
+        distillation=None if objective is None else DistillationConfig(),
         logging=LoggingConfig(log_dir=str(tmp_path), tensorboard=False, progress_bar=False),
     )
     console = Console(config, Layout(), 0, torch.device("cpu"), 0)

@@ -127,6 +127,7 @@ def test_a_line_that_cannot_run_writes_nothing(tmp_path: Path) -> None:
         ({"add_qkv_bias": True, "window_size": 9}, "heads of 32 that see 9 tokens"),
         ({"add_qkv_bias": True, "qk_layernorm": True}, "each with a norm"),
         ({"add_qkv_bias": True}, "biases on queries, keys and values, untied embeddings"),
+        ({"add_attention_output_bias": True, "add_mlp_bias": True}, "biases on attention's output and on MLPs, untied"),
         ({"rotary_percent": 0.5, "use_rope_scaling": True}, "RoPE on 16 channels (base 10000, llama3 scaling by 8)"),
         ({"parallel_residual": True}, "4 parallel blocks"),
     ],

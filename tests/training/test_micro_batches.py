@@ -8,11 +8,11 @@ import torch
 from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.batches import PairBatch
-from smp.layers.preference import Preference
+from smp.layers.answers import AnswerLoss
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group
 from smp.training.micro_batches import token_micro_batch
-from smp.training.objective import answer_micro_batches
+from smp.training.objectives.contract import answer_micro_batches
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 3, 24
@@ -75,10 +75,9 @@ def test_answers_of_a_pair_are_cut_alike_and_keep_their_order() -> None:
         texts=torch.zeros(2, 2, dtype=torch.int64),
     )
     for rank in range(2):
-        wanted = Preference(rows=2, length=LENGTH)
+        wanted = AnswerLoss()
         made = answer_micro_batches(pairs, lambda _, wanted=wanted: wanted, CPU, Group("", 2, rank))[0]
-        assert made.preference is not None
-        assert (made.preference.rows, made.preference.length) == (2, LENGTH // 2)
+        assert made.answers is wanted and made.input_ids.shape == (2, LENGTH // 2)
         assert torch.equal(made.input_ids[1], made.input_ids[0] + LENGTH)
 
 

@@ -13,7 +13,7 @@ from smp.checkpoint import load, read_manifest
 from smp.checkpoint.folder import open_folder
 from smp.checkpoint.tensor_bytes import DTYPES
 from smp.models.presets import PRESETS
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
@@ -67,7 +67,7 @@ STATE = {"muon": 2e-5, "experts": 2e-5, "bf16": 2e-3, "fp8": 2e-2, "decoupled": 
 def start(kind: str, layout: str, rank: int, world: int, more: str) -> Run:
     flags = [*TINY.split(), *SIZES.split(), *KINDS[kind].split(), *LAYOUTS[layout][1].split(), *more.split()]
     config = read_settings(flags, PRESETS, world)
-    return Run(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    return Run(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
 
 
 def losses(run: Run, steps: int) -> list[float]:

@@ -19,7 +19,7 @@ from smp.models.micro_batch import MicroBatch
 from smp.parallel.boxes import local_part
 from smp.training.describe import predicted_memory
 from smp.training.finetune_settings import read_finetune_settings
-from smp.training.finetuning import finetuning
+from smp.training.finetuning import Finetuning
 from smp.training.process import Process
 from smp.training.runtime import StopSignal
 from tests.distributed import run_distributed
@@ -119,7 +119,7 @@ def logits_of(rank: int, world: int, flags: str) -> tuple[dict[str, torch.Tensor
     config, data = read_finetune_settings(shlex.split(f"{QUIET} {flags}"), world)
     assert data is not None
     double = config.lora is not None and config.lora.bnb_4bit_use_double_quant
-    run = Recording(finetuning(config, data), Process(rank, world, rank), torch.device("cpu"), StopSignal()).record()
+    run = Recording(Finetuning(config, data), Process(rank, world, rank), torch.device("cpu"), StopSignal()).record()
     try:
         run.run()
         model = run.trainer.model.eval()
@@ -166,7 +166,7 @@ def trained(rank: int, world: int, lines: list[str]) -> list[dict[str, Any]]:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             config, data = read_finetune_settings(shlex.split(f"{QUIET} {flags}"), world)
             assert data is not None
-            run = Recording(finetuning(config, data), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+            run = Recording(Finetuning(config, data), Process(rank, world, rank), torch.device("cpu"), StopSignal())
             run.record().run()
             model = run.trainer.model
             up = local_part(model.get_parameter("layers.0.mlp.up.weight")).clone()
@@ -208,7 +208,7 @@ def bytes_of(rank: int, world: int, flags: list[str]) -> list[tuple[int, int]]:
     for each in flags:
         config, data = read_finetune_settings(shlex.split(f"{QUIET} {each}"), world)
         assert data is not None
-        run = Recording(finetuning(config, data), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+        run = Recording(Finetuning(config, data), Process(rank, world, rank), torch.device("cpu"), StopSignal())
         held = sum(local_part(p).nbytes for p in run.trainer.model.parameters())
         found.append((held, predicted_memory(config, world).parameters))
         run.close()

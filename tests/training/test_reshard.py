@@ -13,7 +13,7 @@ import torch
 from smp.checkpoint import load, read_manifest
 from smp.checkpoint.folder import open_folder
 from smp.models.presets import PRESETS
-from smp.training.pretraining import pretraining
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
@@ -53,7 +53,7 @@ Losses = dict[str, list[float]]
 
 def start(flags: str, rank: int, world: int) -> Run:
     config = read_settings([*TINY.split(), *COMMON.split(), *flags.split()], PRESETS, world)
-    return Run(pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
+    return Run(Pretraining(config), Process(rank, world, rank), torch.device("cpu"), StopSignal())
 
 
 def losses(run: Run, steps: int) -> list[float]:

@@ -11,13 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from smp.models.presets import PRESETS
 from smp.training.finetune_settings import read_finetune_settings
-from smp.training.finetuning import finetuning
-from smp.training.pretraining import pretraining
+from smp.training.kind import RunKind
+from smp.training.pretraining import Pretraining
 from smp.training.process import Process
-from smp.training.run import Run, RunParts
+from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from smp.training.trainer import Progress, StepResult
+from smp.training.tuning_kinds import tuning_kind
 from tests.parity.worker import fp64
 
 QUIET = "--no-tensorboard --no-progress-bar --clip-grad 0 --lr-decay-style constant --weight-decay 0.1"
@@ -71,22 +72,27 @@ class Recording(Run):
             self.more.append(dict(result.metrics))
 
 
-def tune(rank: int, world_size: int, flags: str) -> dict[str, Any]:
+def tune(rank: int, world_size: int, flags: str, watch: type[Recording] = Recording) -> dict[str, Any]:
     """One fine-tuning run in an existing process group."""
     config, data = read_finetune_settings(shlex.split(f"{QUIET} {flags}"), world_size)
     assert data is not None
-    return observe(finetuning(config, data), rank, world_size)
+    return observe(tuning_kind(config, data), rank, world_size, watch)
 
 
 def pretrain(rank: int, world_size: int, flags: str) -> dict[str, Any]:
     """One pretraining run in an existing process group."""
-    return observe(pretraining(read_settings(shlex.split(flags), PRESETS, world_size)), rank, world_size)
+    return observe(Pretraining(read_settings(shlex.split(flags), PRESETS, world_size)), rank, world_size)
 
 
-def observe(parts: RunParts, rank: int, world_size: int) -> dict[str, Any]:
+def pretrain_all(rank: int, world_size: int, flags: list[str]) -> list[dict[str, Any]]:
+    """Several runs in one start."""
+    return [pretrain(rank, world_size, each) for each in flags]
+
+
+def observe(parts: RunKind, rank: int, world_size: int, watch: type[Recording] = Recording) -> dict[str, Any]:
     """What one run does, as far as this rank sees it."""
     process = Process(rank, world_size, rank)
-    run = Recording(parts, process, torch.device("cpu"), StopSignal()).record()
+    run = watch(parts, process, torch.device("cpu"), StopSignal()).record()
     try:
         initial = run.whole()
         run.run()
@@ -114,6 +120,7 @@ def observe(parts: RunParts, rank: int, world_size: int) -> dict[str, Any]:
         "validation": run.validation,
         "tokens": run.tokens,
         "held": sum(p.numel() for p in held_parameters(run)),
+        "batches": getattr(run, "seen", [])[: len(run.losses)],
     }
 
 

@@ -106,7 +106,7 @@ MODEL: tuple[Row, ...] = (
     ),
     refused(
         "--fp32-residual-connection --qk-clip --qk-clip-alpha:1 --qk-clip-threshold:1 --log-max-attention-logit "
-        "--attention-output-gate --no-weight-decay-cond-type:1",
+        "--no-weight-decay-cond-type:1",
         _NO,
     ),
     becomes("--export-moe-apply-probs-on-input", "--moe-apply-probs-on-input"),
@@ -122,6 +122,18 @@ MODEL: tuple[Row, ...] = (
         "--multi-latent-attention --q-lora-rank:1 --kv-lora-rank:1 --qk-head-dim:1 --qk-pos-emb-head-dim:1 "
         "--v-head-dim:1"
     ),
+    same(
+        "--attention-output-gate --linear-attention-freq:1 --linear-conv-kernel-dim:1 --linear-key-head-dim:1 "
+        "--linear-value-head-dim:1 --linear-num-key-heads:1 --linear-num-value-heads:1"
+    ),
+    *(
+        chosen(
+            f"{flag}:1",
+            {"gated_delta_net": "--linear-attention-type gated_delta_net"},
+            f"{flag} takes gated_delta_net",
+        )
+        for flag in ("--linear-attention-type", "--experimental-attention-variant")
+    ),
     left_out("--cache-mla-latents --mla-down-proj-fusion", "latents are kept while text is generated; " + _KERNELS),
     Row("--mtp-num-layers:1", "same", "the same", values={"0": ""}),
     same("--mtp-loss-scaling-factor:1"),
@@ -129,9 +141,7 @@ MODEL: tuple[Row, ...] = (
     refused(
         "--hybrid-attention-ratio:1 --hybrid-mlp-ratio:1 --hybrid-override-pattern:1 --hybrid-layer-pattern:1 "
         "--is-hybrid-model --mamba-state-dim:1 --mamba-head-dim:1 --mamba-num-groups:1 --mamba-num-heads:1 "
-        "--disable-mamba-mem-eff-path --linear-attention-type:1 --linear-attention-freq:1 "
-        "--experimental-attention-variant:1 --linear-conv-kernel-dim:1 --linear-key-head-dim:1 "
-        "--linear-value-head-dim:1 --linear-num-key-heads:1 --linear-num-value-heads:1 --dsa-indexer-n-heads:1 "
+        "--disable-mamba-mem-eff-path --dsa-indexer-n-heads:1 "
         "--dsa-indexer-head-dim:1 --dsa-indexer-topk:1 --dsa-indexer-loss-coeff:1 --heterogeneous-layers-config-path:1 "
         "--heterogeneous-layers-config-encoded-json:1 --use-mup --mup-width-mult:1 --mup-base-hidden-size:1 "
         "--enable-mhc-connections --num-residual-streams:1 --decoder-num-layers:1 --decoder-seq-length:1 "

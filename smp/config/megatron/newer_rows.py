@@ -7,7 +7,7 @@ from smp.config.megatron.rows import Row, becomes, left_out, refused
 _CHECKPOINTS = "checkpoints have one format, which every layout reads: docs/checkpoints.md"
 _MOE = "mixtures of experts have what --help lists under --moe-..."
 _NO = "this architecture does not exist; the decoder is --help's group model"
-_OTHER = "it belongs to another of Megatron's programs; finetune.py does SFT, LoRA and DPO here"
+_OTHER = "it belongs to another of Megatron's programs; finetune.py does SFT, LoRA, DPO, GRPO and distillation here"
 _SERVING = "it belongs to Megatron's inference: tools/generate.py writes text here"
 
 NEWER: tuple[Row, ...] = (

@@ -10,7 +10,7 @@ _CHECKPOINTS = "checkpoints have one format, which every layout reads: docs/chec
 _ORDER = "the order of samples has one definition, and indices are built once per node: --data-cache-path"
 _RESTARTS = "a run ends at a failure and --load auto goes on from its last checkpoint; main.py starts it again"
 _SERVING = "it belongs to Megatron's inference: tools/generate.py writes text here"
-_OTHER = "it belongs to another of Megatron's programs; finetune.py does SFT, LoRA and DPO here"
+_OTHER = "it belongs to another of Megatron's programs; finetune.py does SFT, LoRA, DPO, GRPO and distillation here"
 
 TRAINING: tuple[Row, ...] = (
     same(
@@ -73,7 +73,7 @@ TRAINING: tuple[Row, ...] = (
     ),
     refused(
         "--grad-norm-skip-threshold:1 --num-zeros-in-grad-skip-threshold:1",
-        "no steps are skipped but those that are not finite, see --max-skipped-steps",
+        "--spike-policy skip drops steps whose loss or gradient norm is far above the last ones",
         {"inf": ""},
     ),
     refused("--iterations-to-skip:+", "no iterations are skipped"),
@@ -81,7 +81,7 @@ TRAINING: tuple[Row, ...] = (
     refused("--decrease-batch-size-if-needed", "the batch does not change on its own"),
     left_out(
         "--exit-signal-handler --exit-signal:1 --exit-signal-handler-for-dataloader --manual-gc --manual-gc-interval:1 "
-        "--no-manual-gc-eval --empty-unused-memory-level:1 --check-weight-hash-across-dp-replicas-interval:1 "
+        "--no-manual-gc-eval --empty-unused-memory-level:1 "
         "--train-sync-interval:1 --disable-bf16-reduced-precision-matmul "
         "--adlr-autoresume --adlr-autoresume-interval:1 --reset-tokens-seen --config-logger-dir:1 "
         "--result-rejected-tracker-filename:1 --use-pytorch-profiler "
@@ -100,13 +100,17 @@ TRAINING: tuple[Row, ...] = (
     refused("--freeze-LM --freeze-ViT --phase-transition-iterations:1 --per-token-loss-threshold:1", _OTHER),
     refused("--yaml-cfg:1", "--config: the same names, types and checks as flags"),
     refused(
-        "--rerun-mode:1 --error-injection-rate:1 --error-injection-type:1 --enable-ft-package --ft-num-warmup-iters:1 "
-        "--calc-ft-timeouts --simulated-fault:1 --enable-straggler-detector --log-straggler "
-        "--disable-straggler-on-startup "
-        "--straggler-ctrlr-port:1 --straggler-minmax-count:1 --run-workload-inspector-server",
+        "--error-injection-rate:1 --error-injection-type:1 --enable-ft-package --ft-num-warmup-iters:1 "
+        "--calc-ft-timeouts --simulated-fault:1 --enable-straggler-detector --disable-straggler-on-startup "
+        "--straggler-ctrlr-port:1 --run-workload-inspector-server",
         _RESTARTS,
-        {"disabled": "", "validate_results": "", "report_stats": ""},
     ),
+    chosen(
+        "--rerun-mode:1",
+        {"disabled": "", "validate_results": "--rerun-mode validate_results"},
+        "--rerun-mode validate_results names ranks whose bits differ; statistics of differences there are none",
+    ),
+    becomes("--check-weight-hash-across-dp-replicas-interval:1", "--check-replicas-interval {}"),
 )
 
 DATA: tuple[Row, ...] = (
@@ -203,7 +207,7 @@ CHECKPOINTS: tuple[Row, ...] = (
 )
 
 LOGS: tuple[Row, ...] = (
-    same("--log-interval:1 --wandb-project:1 --wandb-exp-name:1"),
+    same("--log-interval:1 --wandb-project:1 --wandb-exp-name:1 --log-straggler --straggler-minmax-count:1"),
     becomes(
         "--tensorboard-dir:1", "--log-dir {}", "--log-dir: one folder for all that a run writes besides checkpoints"
     ),

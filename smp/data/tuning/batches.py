@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from smp.data.keyed_random import keyed_permutation
-from smp.data.loader import RankBatch
+from smp.data.loader import RankBatch, unlabelled
 from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.encode import Encoded
 from smp.data.tuning.samples import Samples, fingerprint
@@ -27,7 +27,7 @@ class PairBatch(RankBatch):
     @property
     def num_samples(self) -> int:
         """Pairs of this rank."""
-        return self.sample_index.numel() // 2
+        return super().num_samples // 2
 
     def num_valid(self) -> int:
         """Pairs of this rank, without those that only fill up."""
@@ -52,6 +52,13 @@ class LabelledBatch(RankBatch):
         return replace(super().pinned(), mismatched=self.mismatched.pinned())  # type: ignore[call-arg]
 
 
+@dataclass(frozen=True)
+class NumberedBatch(RankBatch):
+    """Sequences whose labels are numbered among all tokens of the samples, for what was computed of each before."""
+
+    numbers: torch.Tensor | None = None  # int64 like labels; -1: padding
+
+
 class TuningDataset:
     """Numbered sequences without end: number i is one of epoch i // n, where n is their number.
 
@@ -66,6 +73,7 @@ class TuningDataset:
         pairs: two sequences after each other are a pair and one sample: the chosen and the rejected answer.
         trim: leave out columns at the end of a micro-batch that hold padding only. Not for pipelines and compiled
             models, which want one shape.
+        numbered: batches say which token of the samples each label is.
         notes: what the user should hear.
     """
 
@@ -78,6 +86,7 @@ class TuningDataset:
         pairs: bool = False,
         scores: bool = False,
         trim: bool = False,
+        numbered: bool = False,
         notes: Sequence[str] = (),
     ) -> None:
         self.notes = notes
@@ -85,6 +94,7 @@ class TuningDataset:
         self.predicted = 0 if scores else 1  # tokens at the end of a text that are not read
         self.seq_length = sequences.length
         self.rows = 2 if pairs else 1  # of a sample
+        self.numbered = numbered
         self.packed = sequences.packed
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
@@ -105,42 +115,67 @@ class TuningDataset:
         return [f"note: these are not the samples of the checkpoint: after {consumed:,} of those the order is another"]
 
     def batch(self, indices: npt.NDArray[np.int64]) -> RankBatch:
-        """Samples by number, ``indices`` (micro-batches, samples) >= 0."""
+        """Samples by number, ``indices`` (micro-batches, samples); ~i is sample i to fill up, see ``rank_share``."""
+        real = np.repeat(indices >= 0, self.rows, axis=1)
         # Sample numbers to sequence numbers: a pair is two in a row.
-        rows = (indices[:, :, None] * self.rows + np.arange(self.rows)).reshape(len(indices), -1)
+        numbers = np.where(indices < 0, ~indices, indices)[:, :, None] * self.rows
+        rows = (numbers + np.arange(self.rows)).reshape(len(indices), -1)
         texts = [self._texts(int(row)) for row in rows.flat]
-        fields = self._fields(rows, [[self.samples[n] for n in held.tolist()] for held in texts])
+        fields = self._fields(rows, [[self.samples[n] for n in held.tolist()] for held in texts], real)
         if self.samples.desirable is not None:
             desirable = [bool(len(held)) and bool(self.samples.desirable[held[0]]) for held in texts]
             others = [self._mismatched(int(row)) for row in rows.flat]
             return LabelledBatch(
                 **fields,
                 desirable=torch.tensor(desirable).view(rows.shape),
-                mismatched=RankBatch(**self._fields(rows, others)),
+                mismatched=RankBatch(**self._fields(rows, others, real)),
             )
+        if self.numbered:
+            numbers = np.stack([self._numbers(held) for held in texts]).reshape(*rows.shape, self.seq_length)
+            return NumberedBatch(**fields, numbers=torch.from_numpy(numbers))
         if self.rows == 1:
             return RankBatch(**fields)
-        answers = torch.tensor([int(held[0]) if len(held) else -1 for held in texts])
+        answers = torch.tensor([int(h[0]) if len(h) and r else -1 for h, r in zip(texts, real.flat, strict=True)])
         return PairBatch(**fields, texts=answers.view(rows.shape))
 
-    def _fields(self, rows: npt.NDArray[np.int64], texts: list[list[Encoded]]) -> dict[str, Any]:
-        """Of a batch of sequences, each the texts in it; ``rows``: their numbers, (micro-batches, sequences)."""
+    def text(self, number: int) -> Encoded:
+        """The text of a sample that is alone in its sequence."""
+        (held,) = self._texts(number)
+        return self.samples[int(held)]
+
+    def _fields(
+        self, rows: npt.NDArray[np.int64], texts: list[list[Encoded]], real: npt.NDArray[np.bool_]
+    ) -> dict[str, Any]:
+        """Of a batch of sequences, each the texts in it; ``rows``: their numbers, (micro-batches, sequences), ``real``:
+        those that do not only fill up."""
         stacked = np.stack([self._row(held) for held in texts]).reshape(*rows.shape, 5, self.seq_length)
         input_ids, labels, document_ids, position_ids, lengths = (
             torch.from_numpy(np.ascontiguousarray(stacked[:, :, i])) for i in range(5)
         )
         return {
             "input_ids": input_ids,
-            "labels": labels,
+            "labels": unlabelled(labels, real),
             "sample_index": torch.from_numpy(rows),
             "document_ids": document_ids if self.packed else None,
             "position_ids": position_ids if self.packed else None,
             "lengths": _lengths(document_ids) if self.trim else None,
             "sequence_lengths": lengths,
-            "padding": int((document_ids < 0).sum()),
+            "padding": document_ids.numel() - int((document_ids[torch.from_numpy(real)] >= 0).sum()),
+            "filling": int((~real).sum()),
             # the last token of a text is only predicted
-            "attended_lengths": np.array([len(ids) - self.predicted for held in texts for ids, _ in held], np.int64),
+            "attended_lengths": np.array(
+                [len(ids) - self.predicted for held, r in zip(texts, real.flat, strict=True) if r for ids, _ in held],
+                np.int64,
+            ),
         }
+
+    def _numbers(self, texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of the labels of a sequence, (seq_length,), -1 behind them: each is the token behind the one that is read."""
+        offsets, out = self.samples.offsets, np.full(self.seq_length, -1, np.int64)
+        held = [np.arange(offsets[n] + 1, offsets[n + 1]) for n in texts]
+        count = sum(map(len, held))
+        out[:count] = np.concatenate(held) if held else 0
+        return out
 
     def _mismatched(self, row: int) -> list[Encoded]:
         """The prompt of a text, and what is trained of the next one in the epoch's order, of the last that of the

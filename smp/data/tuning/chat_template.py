@@ -16,13 +16,21 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from smp.data.tuning.shapes import BadSampleError, Conversation
+from smp.data.tuning.messages import BadSampleError, Conversation, checked_message
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode: text that holds them is refused
-_MEANINGFUL = ("tools", "tool_calls", "reasoning_content", "thinking")
+_FRONT, _BACK = "\ufdd2", "\ufdd3"
+"""Around what a message says, to see whether a template shows it."""
+_TAG = re.compile(r"</\w|<\|")
+"""What a template may cut a message at, such as the end of its reasoning."""
+_SAID = "\ufdd4"
+"""In place of what the assistant said."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of what a message says before its content; as with transformers a template reads it under the first two."""
+_MEANINGFUL = ("tools", "tool_calls", "function_call", *_REASONING)
 """What a conversation may say beside its messages' content."""
 Span = tuple[int, int]
 
@@ -43,7 +51,12 @@ class _Generation(jinja2.ext.Extension):
 
 class ChatTemplate:
     """One template: a Jinja program, and names and texts of special tokens that it may use, such as ``eos_token``.
-    Raises ValueError when it is not valid Jinja."""
+    Raises ValueError when it is not valid Jinja.
+
+    Attributes:
+        marks_assistant: it has generation blocks.
+        empty_tokens: special tokens that it names and the tokenizer does not have: nothing stands in their place.
+    """
 
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -57,7 +70,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid: {error}") from None
         self.tokens = tokens
-        self._unread = tuple(name for name in _MEANINGFUL if not re.search(rf"\b{name}\b", source))
+        named = meta.find_undeclared_variables(tree)
+        self.empty_tokens = sorted(name for name in named - tokens.keys() if name.endswith("_token"))
+        self._words = set(re.findall(r"\w+", source))
+        self._shown: set[tuple[str, bool]] = set()  # roles that it shows, of the first message and of others
         calls = tree.find_all(nodes.ExtensionAttribute)
         self.marks_assistant = any(call.name == "_mark" for call in calls)
 
@@ -68,12 +84,11 @@ class ChatTemplate:
             BadSampleError: the template refuses the conversation, or what the assistant says cannot be found.
         """
         messages = conversation.messages
-        # In any of its texts, at any depth.
-        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (_BEGIN, _END)):
-            raise BadSampleError("it holds U+FDD0 or U+FDD1, which are no characters of any text")
+        _refuse_marks(messages)
         self._check_read(conversation)
         marked = self._render(messages, conversation.tools, ask=False)
         text, blocks = _unmark(marked)
+        self._check_shown(conversation, text)
         wanted = [i for i, trained in enumerate(conversation.trained) if trained]
         if not self.marks_assistant:
             return text, [self._span(conversation, i, text) for i in wanted]
@@ -82,25 +97,82 @@ class ChatTemplate:
             raise BadSampleError(f"the chat template marks {len(blocks)} turns of {len(speakers)} by the assistant")
         return text, [block for i, block in zip(speakers, blocks, strict=True) if i in wanted]
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+    def prompt(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> str:
         """The text after which the assistant's next message follows.
 
         Raises:
             BadSampleError: the template refuses the messages.
         """
-        return _unmark(self._render(messages, None, ask=True))[0]
+        conversation = Conversation(tuple(messages), (False,) * len(messages), tools)
+        self._check_read(conversation)
+        text = _unmark(self._render(messages, tools, ask=True))[0]
+        self._check_shown(conversation, text)
+        return text
+
+    def reply(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> str:
+        """The text from the end of what the assistant said to where it speaks again, with ``messages`` of others in
+        between.
+
+        Raises:
+            BadSampleError: the messages are none, or the template refuses them.
+        """
+        others = [checked_message(message, i) for i, message in enumerate(messages)]
+        _refuse_marks(others)
+        self._check_read(Conversation(tuple(others), (False,) * len(others)))
+        said = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SAID}, *others]
+        _, found, after = _unmark(self._render(said, tools, ask=True))[0].rpartition(_SAID)
+        if not found:
+            raise BadSampleError("the chat template does not show what the assistant said before an answer to it")
+        return after
+
+    def unnamed(self, conversation: Conversation) -> set[str]:
+        """Keys of the messages that the template does not name, beside those that it refuses to leave out."""
+        keys = {key for message in conversation.messages for key, value in message.items() if value not in ("", [], {})}
+        return keys - self._words - {"role", "content", *_MEANINGFUL}
+
+    def shows_in_part(self, conversation: Conversation) -> bool:
+        """Whether it leaves out the beginning or the end of a message, such as reasoning within the content."""
+        tagged = (i for i, message in enumerate(conversation.messages) if _TAG.search(_content(message)))
+        return any(self._ends_shown(conversation, i) in ((True, False), (False, True)) for i in tagged)
+
+    def _check_shown(self, conversation: Conversation, text: str) -> None:
+        """What every message says is in ``text``: a template may leave out a role."""
+        for i, message in enumerate(conversation.messages):
+            content, kind = _content(message).strip(), (str(message["role"]), i == 0)
+            if not content or (kind in self._shown and content in text):
+                continue
+            if self._ends_shown(conversation, i) == (False, False):
+                raise BadSampleError(
+                    f"message {i} ({message['role']}) says something, which the chat template does not show: give "
+                    "--chat-template one that does"
+                )
+            self._shown.add(kind)
+
+    def _ends_shown(self, conversation: Conversation, i: int) -> tuple[bool, bool]:
+        """Whether the text has the beginning and the end of what message ``i`` says; both where it cannot be told."""
+        messages = list(conversation.messages)
+        messages[i] = {**messages[i], "content": f"{_FRONT}{_content(messages[i])}{_BACK}"}
+        try:
+            text = self._render(messages, conversation.tools, ask=False)
+        except BadSampleError:  # it looks at how a message begins
+            return True, True
+        front, back = (mark in text or json.dumps(mark)[1:-1] in text for mark in (_FRONT, _BACK))
+        return front, back
 
     def _check_read(self, conversation: Conversation) -> None:
         """What is said beside the content is in the text: a template that never names it would leave it out."""
-        for name in self._unread:
+        for name in _MEANINGFUL:
+            if not self._words.isdisjoint((name, *_REASONING[:2]) if name in _REASONING else (name,)):
+                continue
             if name == "tools":
                 where = "it has tools" if conversation.tools else None
             else:
                 found = [i for i, message in enumerate(conversation.messages) if message.get(name)]
                 where = f"message {found[0]} has {name}" if found else None
             if where:
+                hint = 'write it as "tool_calls", or ' if name == "function_call" else ""
                 raise BadSampleError(
-                    f"{where}, which the chat template does not show: give --chat-template one that does"
+                    f"{where}, which the chat template does not show: {hint}give --chat-template one that does"
                 )
 
     def _span(self, conversation: Conversation, i: int, text: str) -> Span:
@@ -119,11 +191,30 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: Any, *, ask: bool) -> str:
         try:
-            return self._template.render(messages=list(messages), tools=tools, add_generation_prompt=ask, **self.tokens)
+            said = [_with_reasoning(message) for message in messages]
+            return self._template.render(messages=said, tools=tools, add_generation_prompt=ask, **self.tokens)
         except jinja2.TemplateError as error:
             raise BadSampleError(f"the chat template refuses it: {error}") from None
         except Exception as error:  # whatever the program in the template does wrong
             raise BadSampleError(f"the chat template fails: {type(error).__name__}: {error}") from None
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _refuse_marks(messages: Sequence[dict[str, Any]]) -> None:
+    """In any of their texts, at any depth."""
+    texts = json.dumps(messages, ensure_ascii=False, default=str)
+    if any(mark in texts for mark in (_BEGIN, _END, _FRONT, _BACK, _SAID)):
+        raise BadSampleError("it holds one of U+FDD0 to U+FDD4, which are no characters of any text")
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the names that templates know, as transformers gives it to them."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _unmark(marked: str) -> tuple[str, list[Span]]:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import groupby
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from smp.data.tuning.chat_template import ChatTemplate, Span
-from smp.data.tuning.shapes import (
-    BadSampleError,
-    Conversation,
-    Plain,
-    Sample,
-    recognise,
-    recognise_labelled,
-    recognise_pair,
-)
-from smp.data.tuning.tokenizer import TuningTokenizer
+from smp.data.tuning.files import Row
+from smp.data.tuning.messages import BadSampleError, Conversation
+from smp.data.tuning.shapes import Plain, Reading, Sample, recognise, recognise_labelled, recognise_pair
+from smp.data.tuning.tokenizer import APART, TuningTokenizer
 
 _COLOURS = {True: ("\x1b[1;32m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
 _BRACKETS = {True: ("⟦", "⟧"), False: ("", "")}
@@ -38,45 +32,104 @@ class Encoder:
         template: None: conversations are refused; so is what would be one, where the tokenizer has a template that it
             does not read.
         mask_prompt: train only what the assistant says, or the completion. False: all tokens but the first.
+        as_messages: a prompt and an answer that are texts become messages for the template.
+
+    Attributes:
+        reading: how rows are read.
     """
 
-    def __init__(self, tokenizer: TuningTokenizer, template: ChatTemplate | None, *, mask_prompt: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: TuningTokenizer,
+        template: ChatTemplate | None,
+        *,
+        mask_prompt: bool = True,
+        as_messages: bool = False,
+    ) -> None:
         self.tokenizer, self.template, self.mask_prompt = tokenizer, template, mask_prompt
-        self._chat = template is not None or tokenizer.unread_template is not None
+        self.reading = Reading(template is not None or tokenizer.unread_template is not None, as_messages)
 
     def sample(self, record: dict[str, Any]) -> list[Encoded]:
         """The one text of a record. Raises ValueError when it is broken, or nothing in it is trained."""
-        return [self._encode(recognise(record, chat=self._chat))]
+        return [self._encode(recognise(record, self.reading), record)]
 
     def labelled(self, record: dict[str, Any]) -> list[Encoded]:
         """The one text of a record with a label. Raises ValueError as ``sample``."""
-        return [self._encode(recognise_labelled(record, chat=self._chat))]
+        return [self._encode(recognise_labelled(record, self.reading), record)]
 
     def pair(self, record: dict[str, Any]) -> list[Encoded]:
         """The two texts of a preference: chosen, rejected. Raises ValueError as ``sample``."""
-        return [self._encode(answer) for answer in recognise_pair(record)]
+        return [self._encode(answer, record) for answer in recognise_pair(record, self.reading)]
 
-    def _encode(self, sample: Sample) -> Encoded:
+    def prompt(self, sample: Conversation | str) -> list[int]:
+        """Token ids of what the model goes on from: a text, or a conversation with the heading of the assistant's turn.
+        Raises ValueError when the template refuses it."""
+        if isinstance(sample, str):
+            return [*self.tokenizer.before, *self.tokenizer.encode(sample)]
+        return self.tokenizer.encode_at(self._template().prompt(sample.messages, sample.tools))[0]
+
+    def reply(self, messages: Sequence[dict[str, Any]], ends: Collection[int], tools: Any = None) -> list[int]:
+        """Token ids that follow the assistant's turn, whose end it has written itself: what closes it, ``messages`` of
+        others, and the heading of its next turn. Raises ValueError when the template refuses them.
+
+        Args:
+            ends: ids that end a turn; the template writes one of them as well.
+            tools: descriptions of tools, of the prompt.
+        """
+        ids = self.tokenizer.encode_at(self._template().reply(messages, tools))[0]
+        return ids[1:] if ids and ids[0] in ends else ids
+
+    def _encode(self, sample: Sample, record: dict[str, Any]) -> Encoded:
         ids, trained = self._plain(sample) if isinstance(sample, Plain) else self._conversation(sample)
+        if isinstance(record, Row):
+            self.note(sample, record)
         if not self.mask_prompt:
             trained = [True] * len(ids)
         if not any(trained[1:]):  # the first token is never predicted
             raise BadSampleError("nothing in it is trained")
         return np.array(ids, np.int32), np.array(trained, np.bool_)
 
+    def note(self, sample: Sample | str, row: Row) -> None:
+        """Keep in ``row`` what becomes of it that its user may not expect."""
+        if isinstance(sample, Conversation):
+            if self.template is not None:
+                row.hidden |= self.template.unnamed(sample)
+                row.in_part = row.in_part or self.template.shows_in_part(sample)
+        else:
+            row.as_text = self.reading.chat and "prompt" in row.read
+
     def _plain(self, sample: Plain) -> tuple[list[int], list[bool]]:
-        """Pieces are encoded apart, as they are when the model is asked to go on after a prompt. The end is trained."""
-        ids = list(self.tokenizer.before)
+        """Pieces are encoded apart, as they are when the model is asked to go on after a prompt, so that their ids
+        together are those of the whole text, which has no space between them. The end is trained."""
+        ids, said = list(self.tokenizer.before), ""
         trained = [False] * len(ids)
         for text, train in sample.pieces:
-            piece = self.tokenizer.encode(text)
-            ids += piece
+            piece = self._going_on(ids, said, text) if said else self.tokenizer.encode(text)
+            ids, said = ids + piece, said + text
             trained += [train] * len(piece)
         if ids and ids[-1] == self.tokenizer.eos and trained[-1]:  # written out in the text
             return ids, trained
         return [*ids, self.tokenizer.eos], [*trained, True]
 
+    def _going_on(self, ids: list[int], said: str, text: str) -> list[int]:
+        """Token ids of ``text`` behind ``ids``, those of what was ``said``: the first of some ways to cut it that
+        together give back what the whole text in one piece gives."""
+        whole = self.tokenizer.decode([*self.tokenizer.before, *self.tokenizer.encode(said + text)])
+        # One that tokenizers do not join with others; or the end of what was said, which some must see, such as
+        # WordPiece, whose tokens within a word are others than those that begin one.
+        behind = (self.tokenizer.continued(before, text) for before in (APART, said[-1:], said))
+        alone = self.tokenizer.encode(text)
+        for found in chain([alone], behind):
+            if self.tokenizer.decode([*ids, *found]) == whole:
+                return found
+        return alone  # a word of one token, cut in two by a tokenizer without pieces of it
+
     def _conversation(self, sample: Conversation) -> tuple[list[int], list[bool]]:
+        text, spans = self._template().render(sample)
+        ids, offsets = self.tokenizer.encode_at(text)
+        return ids, _without_line_ends(self.tokenizer, ids, _within(offsets, spans))
+
+    def _template(self) -> ChatTemplate:
         if self.template is None and (file := self.tokenizer.unread_template) is not None:
             first = "write it to a file of its own and " if file.suffix == ".json" else ""
             raise BadSampleError(
@@ -85,28 +138,27 @@ class Encoder:
             )
         if self.template is None:
             raise BadSampleError("it is a conversation, and there is no chat template: give --chat-template")
-        text, spans = self.template.render(sample)
-        ids, offsets = self.tokenizer.encode_at(text, [edge for span in spans for edge in span])
-        return ids, _without_line_ends(self.tokenizer, ids, _within(offsets, spans))
+        return self.template
 
 
-def _within(offsets: Sequence[int], spans: Sequence[Span]) -> list[bool]:
-    """Whether each offset lies in one of the spans, which are in order."""
+def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Whether each token has a character of one of the spans, which are in order: also one that begins in the prompt's
+    last white space and holds the answer's first characters, as in transformers' assistant mask."""
     starts = [first for first, _ in spans]
-    # The last span that begins at or before the offset.
-    hits = (bisect_right(starts, offset) - 1 for offset in offsets)
-    return [hit >= 0 and offset < spans[hit][1] for offset, hit in zip(offsets, hits, strict=True)]
+    # The last span that begins before the token's end; a token without characters stands before the next one.
+    hits = [bisect_left(starts, max(last, first + 1)) - 1 for first, last in offsets]
+    return [hit >= 0 and first < spans[hit][1] for (first, _), hit in zip(offsets, hits, strict=True)]
 
 
 def _without_line_ends(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> list[bool]:
     """Templates write a line end after the token that ends a turn. The model never gets to write it: it has stopped."""
     out = list(trained)
     for i in range(1, len(ids)):
-        follows_end = ids[i - 1] in tokenizer.special or (trained[i - 1] and not out[i - 1])
-        if out[i] and follows_end and ids[i] not in tokenizer.special:
+        if trained[i] and ids[i - 1] in tokenizer.special and ids[i] not in tokenizer.special:
             # more than white space up to the end of this stretch is part of what is said
             end = next((j for j in range(i, len(ids)) if not trained[j]), len(ids))
-            out[i] = bool(tokenizer.decode(ids[i:end]).strip())
+            if not tokenizer.decode(ids[i:end]).strip():
+                out[i:end] = [False] * (end - i)
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from smp.data.text_files import expand_paths, kind_of, parse_record, read_chunks
+from smp.data.text_files import expand_paths, is_blank, kind_of, parse_record, read_chunks
 
 Record = bytes | dict[str, Any]
 """One sample as it is in a file: a line of .jsonl, or a row."""
@@ -23,12 +23,39 @@ def read_records(patterns: Sequence[str]) -> Iterator[tuple[str, Record]]:
             raise ValueError(f"{path}: samples come in .jsonl, .json, .csv, .parquet and .arrow files")
         for chunk in read_chunks([path]):
             for number, record in enumerate(chunk.records, start=chunk.first):
-                if not isinstance(record, bytes) or record.strip():
+                if not is_blank(record, chunk.path):
                     yield f"{path}:{number}", record
 
 
-def parse(record: Record) -> dict[str, Any]:
+class Row(dict[str, Any]):
+    """A sample that knows what was asked of it: what it says and nobody reads is not to be lost without a word.
+
+    Attributes:
+        read: keys whose values were read.
+        hidden: keys of its messages that the chat template does not name.
+        in_part: the chat template leaves out a part of what a message says.
+        as_text: its prompt and answer are texts, beside a chat template that they are not rendered by.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        super().__init__(content)
+        self.read, self.hidden, self.in_part, self.as_text = set[str](), set[str](), False, False
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def unread(self) -> list[str]:
+        """Keys with something under them that nothing has read."""
+        return [key for key, value in self.items() if key not in self.read and value not in (None, "", [], {})]
+
+
+def parse(record: Record) -> Row:
     """What stands there. Raises ValueError when that is no JSON object."""
-    if isinstance(record, dict):  # a column that other rows use is null here: the sample does not have it
-        return {key: value for key, value in record.items() if value is not None}
-    return parse_record(record)
+    found = record if isinstance(record, dict) else parse_record(record)
+    # A column that other rows use is null here: the sample does not have it.
+    return Row({key: value for key, value in found.items() if value is not None})

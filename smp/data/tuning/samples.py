@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import xxhash
 
 from smp.data.tuning.encode import Encoded
 from smp.data.tuning.files import Record, parse
-from smp.data.tuning.shapes import BadSampleError
+from smp.data.tuning.messages import BadSampleError
 
 _NAMED = 5
 
@@ -68,6 +69,10 @@ class Report:
         desirable: samples whose label says so; None: labels are not read.
         labels: samples with a label that is not read.
         equal: pairs whose two answers are the same.
+        unread: keys of samples that nothing used, and of how many.
+        hidden: keys of messages that the chat template does not name, and in how many samples.
+        in_part: samples of which the chat template leaves out a part of what a message says.
+        as_text: samples whose prompt and answer are texts, beside a chat template.
         bad: (where, why) of samples that were left out.
     """
 
@@ -79,6 +84,10 @@ class Report:
     desirable: int | None = None
     labels: int = 0
     equal: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
+    hidden: Counter[str] = field(default_factory=Counter)
+    in_part: int = 0
+    as_text: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -95,8 +104,36 @@ class Report:
             notes = [f"note: {self.labels:,} samples have a label, which this --objective does not read"]
         if self.equal:
             notes.append(f"note: {self.equal:,} pairs have two equal answers: nothing is learned by comparing them")
+        if self.unread:
+            notes.append(f"note: rows also have {_counted(self.unread)}: not used")
+        return [text, *notes, *self.beside_template("samples have a prompt and an answer as text"), *self.dropped()]
+
+    def beside_template(self, texts: str) -> list[str]:
+        """What the chat template does not show, or is not asked for; ``texts``: what the latter are."""
+        notes = []
+        if self.hidden:
+            notes.append(f"note: messages also have {_counted(self.hidden)}: the chat template does not name them")
+        if self.in_part:
+            notes.append(
+                f"note: of {self.in_part:,} samples the chat template leaves out a part of what a message says, such "
+                "as reasoning before </think>"
+            )
+        if self.as_text:
+            notes.append(
+                f"note: {self.as_text:,} {texts}: they are taken as they are, without the chat template; "
+                "--apply-chat-template makes them messages"
+            )
+        return notes
+
+    def dropped(self) -> list[str]:
+        """Some of the samples that were left out, and why."""
         more = [f"  and {len(self.bad) - _NAMED:,} more"] if len(self.bad) > _NAMED else []
-        return [text, *notes, *(f"  dropped {where}: {why}" for where, why in self.bad[:_NAMED]), *more]
+        return [*(f"  dropped {where}: {why}" for where, why in self.bad[:_NAMED]), *more]
+
+
+def _counted(keys: Counter[str]) -> str:
+    """``id (1,200), source (7)``, most frequent first."""
+    return ", ".join(f"{key if key.isidentifier() else repr(key)} ({n:,})" for key, n in keys.most_common())
 
 
 def collect(
@@ -106,6 +143,7 @@ def collect(
     seq_length: int,
     vocab_size: int,
     threshold: float,
+    keep_end: bool = False,
     label: Callable[[dict[str, Any]], bool] | None = None,
 ) -> tuple[Samples, Report]:
     """Encode every record.
@@ -116,6 +154,7 @@ def collect(
         seq_length: the longest text is one token more: the last is only predicted.
         vocab_size: token ids from here on are refused.
         threshold: largest fraction of records that may be dropped.
+        keep_end: cut the beginnings of long texts, not their ends.
         label: says whether the one text of a record is desirable.
 
     Raises:
@@ -126,17 +165,21 @@ def collect(
         report.records += 1
         try:
             content = parse(record)
-            found, cut = _cut(encode(content), seq_length)
+            found, cut = _cut(encode(content), seq_length, keep_end)
             labels += [] if label is None else [label(content)]
         except ValueError as error:
             report.bad.append((where, str(error)))
             continue
         report.used += 1
         report.labels += "label" in content
+        report.unread.update(key for key in content.unread() if key != "label")
+        report.hidden.update(content.hidden)
+        report.in_part += content.in_part
+        report.as_text += content.as_text
         report.truncated += cut
         report.equal += len(found) == 2 and np.array_equal(found[0][0], found[1][0])
         texts += found
-    _check(report, threshold)
+    check_report(report, threshold)
     lengths = np.array([len(ids) for ids, _ in texts], np.int64)
     samples = Samples(
         np.concatenate([ids for ids, _ in texts]),
@@ -152,16 +195,28 @@ def collect(
     return samples, report
 
 
-def _cut(texts: list[Encoded], seq_length: int) -> tuple[list[Encoded], int]:
+def _cut(texts: list[Encoded], seq_length: int, keep_end: bool) -> tuple[list[Encoded], int]:
     """Texts of at most ``seq_length`` + 1 tokens, and how many were longer."""
     longest = seq_length + 1
-    for _, trained in texts:
-        if not trained[1:longest].any():
-            raise BadSampleError(f"nothing in its first {longest} tokens is trained")
-    return [(ids[:longest], trained[:longest]) for ids, trained in texts], sum(len(ids) > longest for ids, _ in texts)
+    kept = [_end(text, longest) if keep_end else (text[0][:longest], text[1][:longest]) for text in texts]
+    for _, trained in kept:
+        if not trained[1:].any():
+            raise BadSampleError(f"nothing in its {'last' if keep_end else 'first'} {longest} tokens is trained")
+    return kept, sum(len(ids) > longest for ids, _ in texts)
 
 
-def _check(report: Report, threshold: float) -> None:
+def _end(text: Encoded, longest: int) -> Encoded:
+    """The last tokens of a text. What they begin with is not predicted."""
+    ids, trained = text
+    if len(ids) <= longest:
+        return ids, trained
+    trained = trained[-longest:].copy()
+    trained[0] = False
+    return ids[-longest:], trained
+
+
+def check_report(report: Report, threshold: float) -> None:
+    """Raise ValueError when no sample is left, or more than ``threshold`` of them were dropped."""
     some = "; ".join(f"{where}: {why}" for where, why in report.bad[:_NAMED])
     if len(report.bad) > threshold * report.records:
         raise ValueError(

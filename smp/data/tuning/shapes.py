@@ -6,39 +6,25 @@ of its parts are trained. A sample for preference optimization is two of them: a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
-_SHAREGPT |= {"system": "system", "tool": "tool", "function_response": "tool", "observation": "tool"}
-_MARKS = {"train": "true or false", "weight": "1 or 0"}
+from smp.data.tuning.files import Row
+from smp.data.tuning.messages import (
+    BadSampleError,
+    Conversation,
+    content_of,
+    conversation,
+    from_json,
+    role_of,
+    text_of,
+)
+
 SHAPES = "messages, conversations, prompt/completion, text, instruction/output, prompt/chosen/rejected"
-
-
+_TURNS = ("messages", "conversations", "conversation")
 _OF_CSV = {"true": True, "1": True, "false": False, "0": False}
 """How tables that hold text only say what is true."""
-
-
-class BadSampleError(ValueError):
-    """A sample that cannot be trained on; the message says why."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages for a chat template.
-
-    Attributes:
-        messages: each with "role" and "content", and what else its template may know.
-        trained: whether a message is trained; only the assistant's can be.
-        tools: descriptions of tools for the template, or None.
-    """
-
-    messages: tuple[dict[str, Any], ...]
-    trained: tuple[bool, ...]
-    tools: Any = None
 
 
 @dataclass(frozen=True)
@@ -51,34 +37,48 @@ class Plain:
 Sample = Conversation | Plain
 
 
-def recognise(record: dict[str, Any], *, chat: bool) -> Sample:
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read.
+
+    Attributes:
+        chat: there is a chat template: instructions in Alpaca's shape become a conversation.
+        as_messages: so do a prompt and an answer that are texts.
+    """
+
+    chat: bool = False
+    as_messages: bool = False
+
+
+def recognise(record: dict[str, Any], how: Reading, *, labelled: bool = False) -> Sample:
     """A sample from a record of any of the known shapes.
 
     Args:
         record: what stands in a line.
-        chat: whether there is a chat template: instructions in Alpaca's shape then become a conversation.
+        how: it is read.
+        labelled: its label has been read.
 
     Raises:
         BadSampleError: none of the shapes, or a broken one.
     """
-    if "messages" in record:
-        return _conversation(record["messages"], record)
-    if "conversations" in record:
-        return _conversation(_from_sharegpt(record["conversations"]), record)
+    for name in _TURNS:
+        if name in record:
+            return conversation(record[name], record, name)
     if "prompt" in record and "completion" in record:
-        if str(record.get("label")).lower() in ("true", "false"):  # a .csv file's are text
+        if not labelled and str(record.get("label")).lower() in ("true", "false"):  # a .csv file's are text
             raise BadSampleError("its label says whether the answer is desirable: give --objective kto")
-        return _answer(record["prompt"], record["completion"], record)
+        return _answer(record["prompt"], record["completion"], record, how)
     if "instruction" in record and "output" in record:
-        return _alpaca(record, chat)
+        return _alpaca(record, record["output"], how.chat)
     if "text" in record:
-        return Plain(((_text(record["text"], "text"), True),))
+        return Plain(((text_of(record["text"], "text"), True),))
     if "chosen" in record and "rejected" in record:
         raise BadSampleError("chosen and rejected are a pair of answers: give --objective dpo, orpo or reward")
-    raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'} are none of the known shapes: {SHAPES}")
+    hint = _within(record) or _renamed(record)
+    raise BadSampleError(f"keys {_keys(record)} are none of the known shapes: {SHAPES}{hint}")
 
 
-def recognise_pair(record: dict[str, Any]) -> tuple[Sample, Sample]:
+def recognise_pair(record: dict[str, Any], how: Reading) -> tuple[Sample, Sample]:
     """The chosen and the rejected answer of a record with "chosen" and "rejected", and with or without "prompt".
 
     Raises:
@@ -86,35 +86,51 @@ def recognise_pair(record: dict[str, Any]) -> tuple[Sample, Sample]:
     """
     if "chosen" not in record or "rejected" not in record:
         hint = "; samples with a label are for --objective kto" if "label" in record else ""
-        raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'}: a pair needs chosen and rejected{hint}")
+        raise BadSampleError(f"keys {_keys(record)}: a pair needs chosen and rejected{hint}{_within(record)}")
     chosen, rejected = record["chosen"], record["rejected"]
     if "prompt" in record:
-        return _answer(record["prompt"], chosen, record), _answer(record["prompt"], rejected, record)
+        first, second = (_answer(record["prompt"], answer, record, how) for answer in (chosen, rejected))
+        return first, second
+    shared = _shared(chosen, rejected)
+    turns = next((name for name in _TURNS if name in record), None)
+    if not shared and turns is not None:
+        asked = from_json(record[turns], turns) if isinstance(record[turns], str) else record[turns]
+        if not isinstance(asked, list) or not asked or role_of(asked[-1]) == "assistant":
+            raise BadSampleError(f"{turns} beside chosen and rejected must be what both answer, up to the user's turn")
+        return _answer(asked, chosen, record, how), _answer(asked, rejected, record, how)
+    if not shared and "instruction" in record:
+        return _alpaca(record, chosen, how.chat), _alpaca(record, rejected, how.chat)
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         raise BadSampleError(
-            "chosen and rejected without a prompt must be lists of messages that share their beginning"
+            "chosen and rejected without a prompt must be lists of messages that share their beginning: write what "
+            "both answer under prompt"
         )
-    common = 0
-    # What both have in common is the prompt.
-    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
-        common += 1
-    if common == 0:
+    if not shared:
         raise BadSampleError("chosen and rejected share no beginning: there is no prompt")
-    prompt = chosen[:common]
-    return _answer(prompt, chosen[common:], record), _answer(prompt, rejected[common:], record)
+    if len(chosen) == shared or len(rejected) == shared:
+        raise BadSampleError("chosen and rejected are one the beginning of the other: one of the answers is missing")
+    prompt = chosen[:shared]
+    return _after(prompt, chosen[shared:], record), _after(prompt, rejected[shared:], record)
 
 
-def recognise_labelled(record: dict[str, Any], *, chat: bool) -> Sample:
+def _shared(chosen: Any, rejected: Any) -> int:
+    """Messages that both lists begin with: the prompt."""
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        return 0
+    both = enumerate(zip(chosen, rejected, strict=False))
+    return next((i for i, (one, other) in both if one != other), min(len(chosen), len(rejected)))
+
+
+def recognise_labelled(record: dict[str, Any], how: Reading) -> Sample:
     """The answer of a record with a "label" that says whether it is desirable.
 
     Raises:
         BadSampleError: as :func:`recognise`, or the prompt is not known apart from the answer.
     """
     label_of(record)
-    rest = {key: value for key, value in record.items() if key != "label"}
-    if not ({"prompt", "completion"} <= rest.keys() or {"instruction", "output"} <= rest.keys()):
-        raise BadSampleError(f"keys {', '.join(sorted(record))}: beside a label there must be prompt and completion")
-    return recognise(rest, chat=chat)
+    if not ({"prompt", "completion"} <= record.keys() or {"instruction", "output"} <= record.keys()):
+        raise BadSampleError(f"keys {_keys(record)}: beside a label there must be prompt and completion")
+    return recognise(record, how, labelled=True)
 
 
 def label_of(record: dict[str, Any]) -> bool:
@@ -132,105 +148,84 @@ def label_of(record: dict[str, Any]) -> bool:
     return bool(label)
 
 
-def _answer(prompt: Any, answer: Any, record: dict[str, Any]) -> Sample:
+def _keys(record: dict[str, Any]) -> str:
+    return ", ".join(sorted(map(str, record))) or "none"
+
+
+def _within(record: dict[str, Any]) -> str:
+    """A hint for a file that has its samples in a list within one object."""
+    for key, value in record.items():
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            return f"; what is under {key!r} may be samples: write that list to a file of its own"
+    return ""
+
+
+_ASKED = ("prompt", "question", "query", "input", "context", "instruction", "source")
+_ANSWERED = ("completion", "answer", "response", "output", "target")
+
+
+def _renamed(record: dict[str, Any]) -> str:
+    """A hint for a prompt and its answer under other names."""
+    asked, answered = ([name for name in names if name in record] for names in (_ASKED, _ANSWERED))
+    if not asked or not answered:
+        return ""
+    return f"; if {asked[0]} and {answered[0]} are a prompt and its answer, call them prompt and completion"
+
+
+def _answer(prompt: Any, answer: Any, record: dict[str, Any], how: Reading) -> Sample:
     """A prompt and what is trained after it: both text, or messages."""
-    if isinstance(prompt, str) and isinstance(answer, str):
+    if isinstance(prompt, str) and isinstance(answer, str) and not how.as_messages:
+        _check_alone(record)
         return Plain(((prompt, False), (answer, True)))
-    if isinstance(prompt, str) and isinstance(answer, list):  # some data sets repeat the prompt within the answer
-        first = answer[0] if answer and isinstance(answer[0], dict) else {}
-        prompt = [] if first.get("role") in ("user", "system") else [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not isinstance(answer, list):
-        raise BadSampleError("prompt and answer must both be text, or lists of messages")
-    whole = _conversation([*prompt, *answer], record)
-    begin = len(whole.trained) - len(answer)
-    # Of the answer only: a prompt may hold earlier turns of the assistant.
+    asked, answered = _messages(prompt, "user"), _messages(answer, "assistant")
+    if asked and answered and isinstance(asked[0], str) and isinstance(answered[0], str):
+        raise BadSampleError("prompt and answer are lists of texts: each sample must be a row, or a line, of its own")
+    if asked is None or answered is None:
+        raise BadSampleError("prompt and answer must both be text, or messages")
+    if isinstance(prompt, str) and role_of(answered[0]) in ("user", "system"):
+        asked = []  # some data sets repeat the prompt within the answer
+        if isinstance(record, Row) and prompt.strip() not in [str(content_of(turn)).strip() for turn in answered]:
+            record.read.discard("prompt")  # another text, which is in no message
+    elif len(answered) > len(asked) and answered[: len(asked)] == asked:
+        answered = answered[len(asked) :]
+    return _after(asked, answered, record)
+
+
+def _after(asked: list[Any], answered: list[Any], record: dict[str, Any]) -> Conversation:
+    """Messages, of which the answer is trained only: a prompt may hold earlier turns of the assistant."""
+    whole = conversation([*asked, *answered], record)
+    begin = len(whole.trained) - len(answered)
     trained = tuple(t and i >= begin for i, t in enumerate(whole.trained))
     return Conversation(whole.messages, trained, whole.tools)
 
 
-def _conversation(messages: Any, record: dict[str, Any]) -> Conversation:
-    if not isinstance(messages, list) or not messages:
-        raise BadSampleError("messages are not a list with something in it")
-    system = _text(record.get("system") or "", "system")  # of ShareGPT, beside the turns
-    if system and not (isinstance(messages[0], dict) and messages[0].get("role") == "system"):
-        messages = [{"role": "system", "content": system}, *messages]
-    checked = tuple(_message(m, i) for i, m in enumerate(messages))
-    trained = tuple(m["role"] == "assistant" and _is_trained(m, i) for i, m in enumerate(checked))
-    tools = record.get("tools")
-    if isinstance(tools, str) and tools.strip():  # data sets of many sources keep them as JSON
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise BadSampleError("tools is text that is not JSON") from None
-    # The marks are for this program: a template must not see them.
-    said = tuple({key: value for key, value in m.items() if key not in _MARKS} for m in checked)
-    return Conversation(said, trained, tools)
+def _messages(said: Any, role: str) -> list[Any] | None:
+    """A list of messages, a single one, or the text of one by ``role``; None: it is none of these."""
+    if isinstance(said, str):
+        return [{"role": role, "content": said}]
+    if isinstance(said, dict):
+        return [said]
+    return said if isinstance(said, list) and said else None
 
 
-def _message(message: Any, number: int) -> dict[str, Any]:
-    if not isinstance(message, dict) or "role" not in message:
-        raise BadSampleError(f"message {number} is no object with role and content")
-    message = {key: value for key, value in message.items() if value is not None}  # a column that other rows use
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise BadSampleError(f"message {number}: unknown role {role!r}; known are {', '.join(ROLES)}")
-    if content is None and not message.get("tool_calls"):
-        raise BadSampleError(f"message {number} ({role}) has no content")
-    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        content = _joined(content, f"message {number} ({role})")
-    if content is not None and not isinstance(content, str):
-        raise BadSampleError(f"message {number} ({role}): content is not text")
-    return {**message, "content": content or ""}
+def _check_alone(record: dict[str, Any]) -> None:
+    """Nothing is said beside two texts that they would not show."""
+    for name, what in (("system", "a system text"), ("tools", "tools"), ("functions", "functions")):
+        if record.get(name) not in (None, "", "[]", "null", [], {}):
+            raise BadSampleError(f"it has {what}, which prompt and answer as texts do not show: write messages")
 
 
-def _joined(parts: list[Any], where: str) -> str:
-    """The text of OpenAI's content parts, {"type": "text", "text": ...}."""
-    for part in parts:
-        kind = part.get("type")
-        if kind not in ("text", "input_text", "output_text"):
-            raise BadSampleError(f"{where}: a content part of type {kind}, where only text is trained on")
-    return "".join(_text(part.get("text"), f"a content part of {where}") for part in parts)
-
-
-def _is_trained(message: dict[str, Any], number: int) -> bool:
-    """As "train" says, true or false, or as others write it "weight", 1 or 0."""
-    for key in _MARKS:
-        if message.get(key, True) not in (True, False):
-            raise BadSampleError(f"message {number}: {key} is {message[key]!r}, not {_MARKS[key]}")
-    return all(message.get(key, True) for key in _MARKS)
-
-
-def _from_sharegpt(turns: Any) -> list[Any]:
-    """ShareGPT's from/value; turns that say role and content stay as they are."""
-    if not isinstance(turns, list):
-        raise BadSampleError("conversations are not a list")
-    out = []
-    for number, turn in enumerate(turns):
-        if isinstance(turn, dict) and "from" in turn:
-            if not isinstance(turn["from"], str) or turn["from"] not in _SHAREGPT:
-                raise BadSampleError(f"turn {number}: unknown role {turn['from']!r}; known are {', '.join(_SHAREGPT)}")
-            rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-            turn = {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **rest}
-        out.append(turn)
-    return out
-
-
-def _alpaca(record: dict[str, Any], chat: bool) -> Sample:
+def _alpaca(record: dict[str, Any], answer: Any, chat: bool) -> Sample:
     """Instruction, optional input, output. Without a chat template under headings, as most models of this kind know."""
-    instruction, output = _text(record["instruction"], "instruction"), _text(record["output"], "output")
-    extra = _text(record.get("input") or "", "input")
-    system = _text(record.get("system") or "", "system")
+    instruction, output = text_of(record["instruction"], "instruction"), text_of(answer, "the answer")
+    extra = text_of(record.get("input") or "", "input")
     if record.get("history"):
         raise BadSampleError("there are turns before the instruction (history): write them as messages")
     if chat:
         user = {"role": "user", "content": "\n\n".join(filter(None, (instruction, extra)))}
-        return _conversation([user, {"role": "assistant", "content": output}], record)
+        return conversation([user, {"role": "assistant", "content": output}], record)
+    system = text_of(record.get("system") or "", "system")
+    _check_alone({key: value for key, value in record.items() if key != "system"})
     parts: Sequence[tuple[str, str]] = (("", system), ("### Instruction:\n", instruction), ("### Input:\n", extra))
     prompt = "".join(f"{heading}{text}\n\n" for heading, text in parts if text)
     return Plain(((f"{prompt}### Response:\n", False), (output, True)))
-
-
-def _text(value: Any, key: str) -> str:
-    if not isinstance(value, str):
-        raise BadSampleError(f"{key} is not text")
-    return value

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from smp.data.tokenizer import SentencePieceTokenizer, check_text
-from smp.data.tokenizer_files import open_tokenizer_json
+from smp.data.tokenizer_files import no_tokenizer, open_tokenizer_json
 
-_TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Those that every tokenizer of transformers may have; a file may name more, see :func:`_template_tokens`."""
+Span = tuple[int, int]
+APART = "\ue000"
+"""A character of private use, which is in no vocabulary."""
 
 
 class TuningTokenizer(ABC):
@@ -45,13 +49,23 @@ class TuningTokenizer(ABC):
         """Token ids of a piece of text, nothing added."""
 
     @abstractmethod
-    def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Token ids of ``text`` and the offset of the first character of each. Offsets in ``cuts`` matter: a token
-        that could cross one may be cut there."""
+    def encode_at(self, text: str) -> tuple[list[int], list[Span]]:
+        """Token ids of ``text`` in one piece, as the model sees it when it is used, and the span of characters that
+        each stands for."""
+
+    def continued(self, before: str, text: str) -> list[int]:
+        """Token ids of a piece of text where it goes on after ``before``, which have none of those characters: without
+        the space that tokenizers which mark words by one put in front of a text."""
+        ids, spans = self.encode_at(before + text)
+        return [token for token, (first, _) in zip(ids, spans, strict=True) if first >= len(before)]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens too."""
+
+    @abstractmethod
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, as its files write it."""
 
 
 class FolderTokenizer(TuningTokenizer):
@@ -61,17 +75,19 @@ class FolderTokenizer(TuningTokenizer):
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "tokenizer.json").is_file():
-            raise ValueError(f"{folder} has no tokenizer.json")
+            raise ValueError(no_tokenizer(folder))
         self._tokenizer = open_tokenizer_json(folder / "tokenizer.json")
+        _keep_blanks(self._tokenizer)
         config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
-        self.template_tokens = {name: text for name in _TEMPLATE_TOKENS if (text := _token(config.get(name)))}
+        self.template_tokens = _template_tokens(config)
         eos = self._tokenizer.token_to_id(self.template_tokens.get("eos_token", ""))
         if eos is None:
             raise ValueError(f"{folder}: tokenizer_config.json names no eos_token that is in tokenizer.json")
         self.eos = int(eos)
+        self.special |= {self.eos}  # also where the file does not say so
         self.bos = self._tokenizer.token_to_id(self.template_tokens.get("bos_token", ""))
         self.before = self._before()
         self.template = _template(folder, config)
@@ -87,14 +103,16 @@ class FolderTokenizer(TuningTokenizer):
         check_text(text)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """In one piece, as the model sees it when it is used."""
+    def encode_at(self, text: str) -> tuple[list[int], list[Span]]:
         check_text(text)
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        return list(encoded.ids), [first for first, _ in encoded.offsets]
+        return list(encoded.ids), list(encoded.offsets)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
 
 class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
@@ -117,18 +135,17 @@ class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
         self._control = re.compile("|".join(map(re.escape, self._ids)))
         self.special = frozenset(self._texts)
 
-    def encode_at(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Piece by piece between the cuts and around begin and end pieces: which token comes from where is known to
-        that precision."""
+    def encode_at(self, text: str) -> tuple[list[int], list[Span]]:
+        """Piece by piece around begin and end pieces."""
         ids: list[int] = []
-        offsets: list[int] = []
+        spans: list[Span] = []
         control = [edge for match in self._control.finditer(text) for edge in match.span()]
-        for first, last in pairwise(sorted({0, *cuts, *control, len(text)})):
+        for first, last in pairwise(sorted({0, *control, len(text)})):
             part = text[first:last]
-            piece = [self._ids[part]] if part in self._ids else self.encode(part)
-            ids += piece
-            offsets += [first] * len(piece)
-        return ids, offsets
+            found, places = ([self._ids[part]], [(0, len(part))]) if part in self._ids else self.encode_spans(part)
+            ids += found
+            spans += [(first + begin, first + end) for begin, end in places]
+        return ids, spans
 
     def decode(self, ids: Sequence[int]) -> str:
         parts = []
@@ -136,6 +153,9 @@ class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
             part = list(group)
             parts += [self._texts[i] for i in part] if control else [super().decode(part)]
         return "".join(parts)
+
+    def vocabulary(self) -> dict[str, int]:
+        return {str(self._processor.id_to_piece(i)): i for i in range(self.vocab_size)}
 
 
 def open_tokenizer(path: str | Path) -> TuningTokenizer:
@@ -151,11 +171,22 @@ def open_tokenizer(path: str | Path) -> TuningTokenizer:
     return tokenizer
 
 
+def _keep_blanks(tokenizer: Any) -> None:
+    """Let spans hold the blanks of their tokens, which byte-level processors leave out, as RoBERTa's: a blank between a
+    prompt and its answer would be nobody's."""
+    processor = tokenizer.post_processor
+    if processor is None:
+        return
+    settings = processor.__getstate__()  # JSON, the only form that a sequence of processors shows
+    processor.__setstate__(re.sub(rb'"trim_offsets":\s*true', b'"trim_offsets":false', settings))
+    tokenizer.post_processor = processor
+
+
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     return content if isinstance(content, dict) else {}
@@ -164,6 +195,16 @@ def _json(path: Path) -> dict[str, Any]:
 def _token(value: Any) -> str | None:
     """A special token's text: written as text, or as an object around it."""
     return value.get("content") if isinstance(value, dict) else value
+
+
+def _template_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Texts of special tokens by the names that a template may use, as transformers passes them: the usual ones, and
+    named ones of ``extra_special_tokens`` or under a key that ends in ``_token``."""
+    extra = config.get("extra_special_tokens")
+    named = {name: config.get(name) for name in (*_TEMPLATE_TOKENS, *config) if name.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    found = {name: _token(value) for name, value in named.items()}
+    return {name: text for name, text in found.items() if isinstance(text, str) and text}
 
 
 def _template_file(folder: Path) -> Path | None:
@@ -180,7 +221,7 @@ def _template_file(folder: Path) -> Path | None:
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
     """From the newest of the files that may have one. Of several templates the one named "default"."""
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8-sig")
     value = _json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(value, list):
         return next((entry["template"] for entry in value if entry.get("name") == "default"), None)

@@ -110,11 +110,12 @@ def backward_kernel(
         chosen = chosen | hit
     if SCORES == "sigmoid":
         s = tl.where(chosen, tl.sigmoid(z), 0.0)
+        rest = tl.sigmoid(-z)
         if K > 1:
             q = s / (tl.sum(s, axis=1)[:, None] + FLOOR)
-            dz = q * (g - tl.sum(q * g, axis=1)[:, None]) * (1 - s)
+            dz = q * (g - tl.sum(q * g, axis=1)[:, None]) * rest
         else:
-            dz = s * (1 - s) * g
+            dz = s * rest * g
     else:
         if SCORES == "pre_softmax":
             p = _softmax(tl.where(column[None, :] < EXPERTS, z, float("-inf")))

@@ -1,12 +1,39 @@
-"""HyperPod's recipes (v1, model type hf): what every one of their keys becomes.
+"""HyperPod's recipes: what every one of their keys becomes.
 
-One table, ``KEYS`` in keys.py, says it for each key: a setting, a refusal with its reason and the nearest thing, or
-that it changes nothing here. docs/launching.md is generated from it. A key that is not in it is an error, so nothing is
-dropped in silence. ``key.py`` has the kinds of keys, ``values.py`` what becomes of a value that is not copied,
-``translate.py`` goes through a recipe.
+They come in forms, one for each trainer of HyperPod's (``run.model_type``). A form has one table, which says for each
+key: a setting, a refusal with its reason and the nearest thing, or that it changes nothing here. docs/launching.md is
+generated from them. A key that is not in it is an error, so nothing is dropped in silence.
+
+``key.py`` has the kinds of keys, ``form.py`` what a form is, ``forms.py`` the list of them; ``keys.py`` (release 1,
+with ``values.py`` for what is not copied), ``llmft.py``, ``verl.py`` and ``checkpointless.py`` are the tables,
+``tuning.py`` what they share. ``translate.py`` goes through a recipe, ``known.py`` through keys on a recipe of this
+project's.
 """
 
-from smp.launch.hyperpod.keys import KEYS
+from smp.launch.hyperpod.form import Form
+from smp.launch.hyperpod.forms import FORMS, form_of, has_its_sections, key_of
+from smp.launch.hyperpod.key import FeatureError
+from smp.launch.hyperpod.keys import KEYS, V1
+from smp.launch.hyperpod.known import override
 from smp.launch.hyperpod.translate import Translated, flatten, translate
+from smp.launch.hyperpod.tuning import unread
 
-__all__ = ["KEYS", "Translated", "flatten", "translate"]
+OWN_MODEL = "settings.model"
+"""The setting ``model`` in a recipe of HyperPod's, where that name is a section."""
+
+__all__ = [
+    "FORMS",
+    "KEYS",
+    "OWN_MODEL",
+    "V1",
+    "FeatureError",
+    "Form",
+    "Translated",
+    "flatten",
+    "form_of",
+    "has_its_sections",
+    "key_of",
+    "override",
+    "translate",
+    "unread",
+]

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp.config import ConfigError
+from smp.config.fields import as_text
 
 Get = Callable[[str], Any]
 Convert = Callable[[Any, Get], Mapping[str, Any] | str]
 """(value, getter of other keys) -> settings, or why it changes nothing here."""
+
+
+class FeatureError(ConfigError):
+    """A recipe asks for something that smp does not do; no key of it is wrong."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,15 @@ class Key:
         text: for the table in the docs.
         convert: does it.
         shape: describes the model; fine-tuning takes that from the model's folder.
+        is_text: its value is a text, also where it looks like a number.
+        is_list: or a list of them.
     """
 
     text: str
     convert: Convert
     shape: bool = False
+    is_text: bool = False
+    is_list: bool = False
 
 
 def to(name: str, shape: bool = False, scale: Callable[[Any], Any] = lambda value: value) -> Key:
@@ -37,11 +46,12 @@ def only(values: tuple[Any, ...], why: str) -> Key:
     """A key of which no other values can be had."""
 
     def convert(given: Any, get: Get) -> Mapping[str, Any]:
-        if given not in values:
-            raise ConfigError(f"{given} cannot be had: {why}")
+        if not any(given == value and isinstance(given, bool) == isinstance(value, bool) for value in values):
+            raise ConfigError(f"{as_text(given)} cannot be had: {why}")
         return {}
 
-    return Key(f"refused unless {' or '.join(map(_shown, values))}: {why}", convert)
+    unless = f" unless {' or '.join(map(_shown, values))}" if values else ""
+    return Key(f"refused{unless}: {why}", convert)
 
 
 def nothing(why: str) -> Key:
@@ -49,5 +59,10 @@ def nothing(why: str) -> Key:
     return Key(f"changes nothing: {why}", lambda value, get: why)
 
 
+def read_with(name: str) -> Key:
+    """A key that another one reads."""
+    return Key(f"with {name}", lambda value, get: {})
+
+
 def _shown(value: Any) -> str:
-    return f"`{str(value).lower() if value is None or isinstance(value, bool) else value}`"
+    return f"`{as_text(value)}`"

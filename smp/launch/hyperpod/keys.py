@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from smp.launch.hyperpod import values
+from smp.launch.hyperpod.form import Form
 from smp.launch.hyperpod.key import Key, nothing, only, to
 
 
@@ -186,10 +189,24 @@ _MODEL = {
     "viztracer.enabled": only((False,), "take +recipes.profile=true"),
 }
 
-KEYS: dict[str, Key] = {
+_TEXTS = (
+    *("run.model_type", "run.results_dir", "exp_manager.exp_dir", "exp_manager.name", "exp_manager.checkpoint_dir"),
+    *("exp_manager.summary_writer_kwargs.save_dir", "exp_manager.wandb_logger_kwargs.save_dir"),
+    *(f"exp_manager.mlflow_logger_kwargs.{name}" for name in ("tracking_uri", "experiment_name", "run_name")),
+    *("exp_manager.wandb_logger_kwargs.project", "exp_manager.wandb_logger_kwargs.name"),
+    *("exp_manager.resume_from_checkpoint", "model.model_type", "model.hf_model_name_or_path"),
+    *("model.hf_access_token", "model.data.tokenizer_name"),
+)
+_LISTS = ("model.data.train_dir", "model.data.val_dir", "model.peft.target_modules")
+_KEYS = {
     **_RUN,
     **{f"exp_manager.{name}": key for name, key in _EXP.items()},
     **{f"model.{name}": key for name, key in (_SHAPE | _MODEL).items()},
 }
+KEYS: dict[str, Key] = {
+    name: replace(key, is_text=name in (*_TEXTS, *_LISTS), is_list=name in _LISTS) for name, key in _KEYS.items()
+}
 """Every key of a v1 recipe except those that both dialects have: run.name, run.time_limit, trainer.devices and
 trainer.num_nodes."""
+V1 = Form("hf", KEYS, lambda get: bool(get("model.do_finetune")))
+"""Recipes of release 1."""

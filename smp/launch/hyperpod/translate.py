@@ -8,7 +8,9 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.fields import did_you_mean
-from smp.launch.hyperpod.keys import KEYS
+from smp.launch.hyperpod.form import Form
+from smp.launch.hyperpod.key import FeatureError
+from smp.launch.hyperpod.keys import V1
 
 
 @dataclass(frozen=True)
@@ -20,38 +22,43 @@ class Translated:
         values: name of a setting -> value.
         shape: values of the settings of the model, which a fine-tuning run takes from its folder.
         notes: what has no effect here.
+        gone: settings that are unset, where keys change those of another recipe.
     """
 
     finetune: bool
     values: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    gone: tuple[str, ...] = ()
 
 
-_SECTIONS = {".".join(name.split(".")[:depth]) for name in KEYS for depth in range(1, name.count(".") + 1)}
 _CHECKED_SHAPE = frozenset(("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"))
 """What a fine-tuning run is told although its folder says it too: another model than the recipe's is then an error."""
 
 
-def translate(leaves: Mapping[str, Any]) -> Translated:
-    """The settings that the keys of a v1 recipe stand for.
+def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, Any] | None = None) -> Translated:
+    """The settings that the keys of a recipe stand for.
 
     Args:
         leaves: dotted key -> value, as :func:`flatten` gives them.
+        form: of the recipe.
+        beside: keys that are not of the form, which values may depend on: trainer.devices.
 
     Raises:
-        ConfigError: a key that is not known, or a value that cannot be had; one line that begins with the key.
+        FeatureError: values that cannot be had; one line that names each key.
+        ConfigError: a key that is not known, or a value of another type; one line that begins with the key.
     """
-    result = Translated(finetune=bool(leaves.get("model.do_finetune")))
+    known = {**(beside or {}), **leaves}
+    result = Translated(finetune=form.finetune(known.get), values=dict(form.always))
     refused = []
     for name, value in leaves.items():
-        if name not in KEYS and (value is not None or name not in _SECTIONS):
-            raise ConfigError(f"{name}: there is no such key{did_you_mean(name, KEYS)}")
-        if value is None:
+        key = form.find(name)
+        if key is None and (value is not None or not form.is_section(name)):
+            raise ConfigError(f"{name}: there is no such key{did_you_mean(name, form.keys)}")
+        if key is None or value is None or value == "":  # a variable that a script was not given
             continue
-        key = KEYS[name]
         try:
-            became = key.convert(value, leaves.get)
+            became = key.convert(value, known.get)
         except ConfigError as error:
             refused.append(f"{name}: {error}")
             continue
@@ -64,7 +71,7 @@ def translate(leaves: Mapping[str, Any]) -> Translated:
         else:
             result.values.update(became)
     if refused:
-        raise ConfigError("; ".join(refused))
+        raise FeatureError("; ".join(refused))
     given = result.shape if not result.finetune else {k: v for k, v in result.shape.items() if k in _CHECKED_SHAPE}
     result.values.update(given)
     return result

@@ -23,6 +23,11 @@ _MODULES = {
     "q_b_proj": "query_up",
     "kv_a_proj_with_mqa": "key_value_down",
     "kv_b_proj": "key_value_up",
+    # Megatron's
+    "linear_qkv": "query,key,value",
+    "linear_proj": "output",
+    "linear_fc1": "gate,up",
+    "linear_fc2": "down",
 }
 SMP_COEFFICIENT = 1e-3
 """Of SMP v2's auxiliary losses of experts, which its recipes cannot change."""
@@ -175,19 +180,28 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def targets(value: Any, get: Get) -> Mapping[str, Any]:
-    names = [value] if isinstance(value, str) else list(value)
-    if get("model.peft.peft_type") is None or names == ["all-linear"]:
+    if get("model.peft.peft_type") is None or value in ("all-linear", ["all-linear"]):
         return {}
-    names = [part for name in names for part in _parts(name)]
+    return {"lora_target_modules": ",".join(module_names(value))}
+
+
+def module_names(given: Any) -> list[str]:
+    """This project's names of modules that get adapters, for transformers' and Megatron's.
+
+    Args:
+        given: a name, a pattern of names, or a list of them.
+    """
+    names = [part for name in ([given] if isinstance(given, str) else given) for part in _parts(str(name))]
     if unknown := [name for name in names if name not in _MODULES]:
         raise ConfigError(f"{unknown[0]} is none of {', '.join(_MODULES)}")
-    return {"lora_target_modules": ",".join(_MODULES[name] for name in names)}
+    return list(dict.fromkeys(found for name in names for found in _MODULES[name].split(",")))
 
 
 def _parts(name: str) -> list[str]:
     """The last parts of the modules that a name, or a pattern of names, means."""
-    found = _PATTERN.fullmatch(name)
-    return [name] if found is None else found[1].split("|")
+    if found := _PATTERN.fullmatch(name):
+        return found[1].split("|")
+    return [part.removeprefix(".*").removesuffix(".*") for part in name.split("|")]
 
 
 def load(value: Any, get: Get) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair, merge, pad_rows
+from smp.kernels.returned import returned
 from smp.kernels.sinks import with_sinks
 from smp.layers.context_parallel.blocks import Call
 
@@ -99,7 +100,7 @@ def finished(sums: Pair | None, q: torch.Tensor, rows: int, sinks: torch.Tensor 
     out, lse = (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     padding = rows - out.shape[0]
     lse = torch.nn.functional.pad(lse, (0, padding), value=-torch.inf) if padding else lse
-    return pad_rows(out.to(q.dtype), rows), lse
+    return pad_rows(returned(out, q.dtype), rows), lse
 
 
 def _nothing(q: torch.Tensor, dtype: torch.dtype) -> Pair:

@@ -107,7 +107,7 @@ class UlyssesAttention(CutAttention):
         parts = [x[:count].unflatten(1, (size, -1)) for x in (q, k, v)]  # (tokens, cp, heads / cp, head_dim)
         # All three in one exchange.
         sent = torch.cat(parts, 2).transpose(0, 1).flatten(0, 1)  # (cp x tokens, all three, head_dim)
-        given = _Permuted.apply(all_to_all(sent, self.group), plan.order, plan.back)
+        given = Permuted.apply(all_to_all(sent, self.group), plan.order, plan.back)
         q, k, v = given.split([part.shape[2] for part in parts], dim=1)
         # Those of the heads that this rank computes.
         sinks = None if sinks is None else sinks.unflatten(0, (size, -1))[self.group.rank]
@@ -131,7 +131,7 @@ def repeats_of_keys(heads: int, groups: int, ranks: int) -> int:
     return key_copies(heads, groups, ranks)
 
 
-class _Permuted(torch.autograd.Function):
+class Permuted(torch.autograd.Function):
     """Rows in another order. (The gradient of an index would be a sum: slow, and on a GPU not deterministic.)"""
 
     @staticmethod

@@ -8,7 +8,7 @@ has one tensor per projection and layer, whatever the layout. TP stands for thos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,11 @@ from smp.kernels import TORCH, Kernels
 from smp.kernels.grouped import add_rows_of_groups, counts_where_read, grouped_products
 from smp.kernels.quick_geglu import QuickGeglu
 from smp.layers.fp8.grouped import scaled_experts
+from smp.layers.fp8.layer_scaling import LayerScaling
 from smp.layers.linear_functions import Sink
 from smp.layers.mlp import Activation, activate, activate_gated, has_gate
 from smp.layers.parameter import Constant, Initializer, Normal, local, placed_parameter
 from smp.parallel.context import ParallelContext
-
-if TYPE_CHECKING:
-    from smp.layers.fp8.apply import LayerScaling
 
 
 class ExpertLinear(nn.Module):

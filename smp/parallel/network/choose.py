@@ -197,10 +197,9 @@ def _on_gpus(setting: Setting) -> NetworkCollectives:
     return NetworkCollectives(lines=("data-parallel collectives: flat: on GPUs they are left to NCCL",))
 
 
-def spans_nodes(topology_file: str | None = None) -> bool:
-    """Whether the default group is on several nodes: only there groups of replicas need the backend ``smp``, whose
-    calls take some longer. Every rank of the default group calls this."""
-    return len(_network(topology_file)[0].nodes) > 1
+def topology_of(file: str | None = None) -> Topology:
+    """Nodes of the default group, by a file or by hostnames. Every rank of the default group calls this."""
+    return _network(file)[0]
 
 
 def _network(topology_file: str | None) -> tuple[Topology, Links | None]:

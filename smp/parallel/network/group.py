@@ -21,12 +21,14 @@ import torch.distributed as dist
 
 from smp.parallel.network.cost import Policy, Way
 from smp.parallel.network.quantize import CodedBetweenNodes, Quantization, coded_bytes, decode
-from smp.parallel.network.run import Execution, Transport, pieces_of
+from smp.parallel.network.run import Execution, Posted, Transport, pieces_of
+from smp.parallel.network.same_call import Call, first_and_last
 from smp.parallel.network.schedule import Kind, Message, even_sizes
 from smp.parallel.network.schedules import actions_of
 
 _TAGS = 1 << 14
 _FIRST_TAG = (1 << 31) - _TAGS  # the last ones that gloo takes: callers of send and recv use small numbers
+_FIRST_OF_CALLS = _FIRST_TAG - _TAGS
 AT_EXIT = 10.0
 """Seconds that collectives have to end when a program does that has not destroyed its groups."""
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]  # None: that was all
@@ -51,7 +53,7 @@ class NetworkGroup:
     ) -> None:
         self.ranks, self.rank, self.policy, self._timeout = list(ranks), rank, policy, timeout
         self.hierarchical_calls = 0
-        self._backend, self._tags = backend, itertools.count()
+        self._backend, self._tags, self._calls = backend, itertools.count(), itertools.count()
         # not of a method: a cycle would keep the backend's connections open until a garbage collection
         self._actions = functools.lru_cache(maxsize=64)(actions_of)
         self._failure: CollectiveError | None = None
@@ -127,6 +129,46 @@ class NetworkGroup:
         sizes = even_sizes(tensor.numel(), len(self.ranks))
         return self._start("all-reduce", pieces_of(tensor, sizes), way)
 
+    def compare(self, call: Call, timeout: timedelta | None) -> None:
+        """All ranks of the group are at this call.
+
+        Raises:
+            CollectiveError: on all ranks, with two calls that differ; or a rank has not come.
+        """
+        self.check_in_order()
+        started, limit = time.monotonic(), (timeout or self.timeout).total_seconds()
+
+        def wait(posted: Posted, other: int) -> None:
+            try:
+                posted.wait(timedelta(seconds=max(started + limit - time.monotonic(), 1e-3)))
+            except RuntimeError as error:
+                passed = time.monotonic() - started
+                raise self.failed(call.kind, call.size, (other, self.rank, other, 0), passed, error) from error
+
+        # Tags of their own: ranks that call different collectives have used different numbers of the others.
+        messages = _Messages(self._backend, _FIRST_OF_CALLS + next(self._calls) % _TAGS)
+        first, last = first_and_last(str(call), self.rank, len(self.ranks), messages, wait)
+        if first[0] != last[0]:
+            (one, said), (other, says) = sorted((self.ranks[rank], text) for text, rank in (first, last))
+            self._failure = CollectiveError(
+                f"ranks of a group call different collectives: rank {one} {said}, rank {other} {says}"
+            )
+            raise self._failure
+
+    def run(self, call: Call, job: Callable[[], Any], result: Any, timeout: timedelta | None) -> CollectiveWork:
+        """``job``, once all ranks are at this call, on this group's thread; at once where that is the caller's."""
+        work = CollectiveWork(result)
+
+        def compared() -> None:
+            self.compare(call, timeout)
+            job()
+
+        if threading.current_thread() is self._thread:
+            work.run(compared)
+        else:
+            self.in_background(lambda: work.run(compared))
+        return work
+
     def in_background(self, job: Callable[[], None]) -> None:
         """Run a job on this group's thread, after those before it."""
         self._check_open()
@@ -174,7 +216,7 @@ class NetworkGroup:
         execution = Execution(kind, chunks, actions, self.rank, pieces, messages, own)
         return Running(self, kind, execution, sum(piece.nbytes for piece in pieces))
 
-    def failed(self, kind: Kind, size: int, message: Message, seconds: float, error: RuntimeError) -> CollectiveError:
+    def failed(self, kind: str, size: int, message: Message, seconds: float, error: RuntimeError) -> CollectiveError:
         """Remember that a message did not come, or did not go: nothing of this group is in order now."""
         source, destination, piece, _ = message
         other = source if destination == self.rank else destination
@@ -243,24 +285,25 @@ class Running:
                 raise self._group.failed(self._kind, self._size, message, passed, error) from error
 
     def work(
-        self, result: Any, then: Callable[[], object] = lambda: None, timeout: timedelta | None = None
+        self,
+        result: Any,
+        then: Callable[[], object] = lambda: None,
+        timeout: timedelta | None = None,
+        call: Call | None = None,
     ) -> CollectiveWork:
-        """Run it on the group's thread, and ``then``."""
-        work = CollectiveWork(result)
+        """Run it on the group's thread, and ``then``; with ``call`` once all ranks are at it."""
         # Both are modes of a thread, and this one's are not the caller's.
         inference = any(piece.is_inference() for piece in self._execution.pieces)
 
         def job() -> None:
-            try:
-                with torch.inference_mode() if inference else torch.no_grad():
-                    self.finish(timeout)
-                    then()
-            except BaseException as error:
-                work.end(error)
-            else:
-                work.end(None)
+            with torch.inference_mode() if inference else torch.no_grad():
+                self.finish(timeout)
+                then()
 
-        self._group.in_background(job)
+        if call is not None:
+            return self._group.run(call, job, result, timeout)
+        work = CollectiveWork(result)
+        self._group.in_background(lambda: work.run(job))
         return work
 
 
@@ -275,6 +318,15 @@ class CollectiveWork(dist.Work):
         self._result, self._done = result, threading.Event()
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def run(self, job: Callable[[], object]) -> None:
+        """Run ``job`` and end with what it ends with."""
+        try:
+            job()
+        except BaseException as error:
+            self.end(error)
+        else:
+            self.end(None)
 
     def end(self, error: BaseException | None) -> None:
         """Let those that wait go on, with an error where there is one."""

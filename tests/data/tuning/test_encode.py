@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from pathlib import Path
@@ -12,12 +13,16 @@ import pytest
 
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder, marked
-from smp.data.tuning.shapes import BadSampleError, Conversation, recognise
+from smp.data.tuning.files import Row
+from smp.data.tuning.messages import BadSampleError, Conversation
+from smp.data.tuning.samples import Report
+from smp.data.tuning.shapes import Reading, recognise, recognise_pair
 from smp.data.tuning.tokenizer import FolderTokenizer, open_tokenizer
 from tests.training.tiny_hf import TEMPLATE, write_pieces, write_tokenizer
 
-pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers")
 
+CHAT = Reading(chat=True)
 MESSAGES = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "what is it?"},
@@ -69,6 +74,26 @@ def test_what_the_assistant_says_is_trained_with_the_end_of_its_turn(tokenizer: 
     silent = [*MESSAGES[:2], {**MESSAGES[2], "train": False}, *MESSAGES[3:]]
     assert said(tokenizer, encoder, {"messages": silent}) == ["  seven <|im_end|>"]
     assert len(said(tokenizer, Encoder(tokenizer, template, mask_prompt=False), {"messages": MESSAGES})) == 1
+
+
+@pytest.mark.parametrize("behind", ["\n", "\n\n", " \n", "\t"])
+def test_white_space_behind_the_end_is_not_trained_within_a_block(tokenizer: FolderTokenizer, behind: str) -> None:
+    """The model has stopped there, whatever the template marks."""
+    inside = MARKED.replace("{%- endgeneration %}{{ '\n' }}", "{{ '" + behind + "' }}{%- endgeneration %}")
+    encoder = Encoder(tokenizer, ChatTemplate(inside, tokenizer.template_tokens))
+    assert inside != MARKED
+    assert said(tokenizer, encoder, {"messages": MESSAGES}) == ["it is four<|im_end|>", "  seven <|im_end|>"]
+
+
+def test_a_line_end_behind_the_end_is_not_trained_whatever_the_file_calls_it(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = FolderTokenizer(tmp_path)
+    encoder = Encoder(tokenizer, ChatTemplate(TEMPLATE, tokenizer.template_tokens))
+    assert said(tokenizer, encoder, {"messages": MESSAGES}) == ["it is four<|im_end|>", "  seven <|im_end|>"]
 
 
 def test_token_ids_are_those_of_transformers(tmp_path: Path) -> None:
@@ -195,11 +220,20 @@ def test_pairs_are_two_texts(tokenizer: FolderTokenizer) -> None:
         (TEMPLATE, {"messages": MESSAGES[:2]}, "nothing in it is trained"),
         ("{{ raise_exception('only users') }}", {"messages": MESSAGES}, "refuses it: only users"),
         ("{{ messages[9].content.foo() }}", {"messages": MESSAGES}, "the chat template"),
-        ("{{ messages[-1].content }}", {"messages": MESSAGES}, "differently when others follow"),
+        (
+            "{{ messages[-1].content }}",
+            {"messages": MESSAGES},
+            "message 0 (system) says something, which the chat templ",
+        ),
+        (
+            "{% if messages | length < 4 %}a {% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
+            {"messages": MESSAGES},
+            "differently when others follow",
+        ),
         ("{{ range(1000000) | list }}", {"messages": MESSAGES}, "OverflowError"),
         ("{{ 1 / 0 }}", {"messages": MESSAGES}, "ZeroDivisionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", {"messages": MESSAGES}, "RecursionError"),
-        (TEMPLATE, {"messages": [*MESSAGES, {"role": "assistant", "content": "a\ufdd0b"}]}, "U+FDD0"),
+        (TEMPLATE, {"messages": [*MESSAGES, {"role": "assistant", "content": "a\ufdd0b"}]}, "U+FDD0 to U+FDD4"),
         (TEMPLATE, {"messages": [*MESSAGES, {"role": "assistant", "content": "a\ud800b"}]}, "lone surrogate"),
         (None, {"prompt": "a", "completion": "\udfff"}, "lone surrogate"),
         ("{{ ''.__class__.__mro__ }}", {"messages": MESSAGES}, "refuses it"),
@@ -251,13 +285,15 @@ def test_a_preview_marks_what_is_trained(tokenizer: FolderTokenizer) -> None:
         ({"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "message 1 has tool_calls"),
         ({"reasoning_content": "because"}, "message 1 has reasoning_content"),
         ({"thinking": "because"}, "message 1 has thinking"),
+        ({"reasoning": "because"}, "message 1 has reasoning"),
+        ({"function_call": {"name": "f", "arguments": "because"}}, "message 1 has function_call"),
         ({}, "it has tools"),
     ],
 )
 def test_what_a_template_would_leave_out_is_told(more: dict[str, Any], said: str) -> None:
     """Else an assistant's call of a tool would be trained as an empty answer."""
     user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", **more}
-    sample = recognise({"messages": [user, answer], "tools": "" if more else '[{"name": "f"}]'}, chat=True)
+    sample = recognise({"messages": [user, answer], "tools": "" if more else '[{"name": "f"}]'}, CHAT)
     assert isinstance(sample, Conversation)
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     with pytest.raises(BadSampleError, match=f"{said}, which the chat template does not show"):
@@ -268,10 +304,126 @@ def test_what_a_template_would_leave_out_is_told(more: dict[str, Any], said: str
     assert "because" in text or "'name': 'f'" in text
 
 
+@pytest.mark.parametrize("said", ["reasoning", "thinking", "reasoning_content"])
+def test_reasoning_has_the_name_that_the_template_reads(tokenizer: FolderTokenizer, said: str, tmp_path: Path) -> None:
+    """transformers gives it to templates under both of their names."""
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", said: "because"}
+    for name in ("thinking", "reasoning_content"):
+        source = "{% for m in messages %}{{ m.role }}: {{ m." + name + " }}; {{ m.content }};{% endfor %}"
+        text, _ = ChatTemplate(source, {}).render(Conversation((user, answer), (False, False)))
+        assert "because; yo" in text
+        assert text == theirs.apply_chat_template([user, answer], chat_template=source, tokenize=False)
+
+
+def test_keys_of_messages_that_no_template_names_are_noted(tokenizer: FolderTokenizer) -> None:
+    encoder = Encoder(tokenizer, ChatTemplate(TEMPLATE, {}))
+    user = {"role": "user", "content": "hi", "id": 3, "tag": ""}
+    row = Row({"messages": [user, {"role": "assistant", "content": "yo", "weight": 1}]})
+    encoder.sample(row)
+    assert row.hidden == {"id"}
+    row = Row({"messages": [user, {"role": "assistant", "content": "yo"}]})
+    Encoder(tokenizer, ChatTemplate(TEMPLATE.replace("{{ m['role'] }}", "{{ m.role }}{{ m.id }}"), {})).sample(row)
+    assert row.hidden == set()
+
+
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_a_role_that_the_template_leaves_out_is_refused(tokenizer: FolderTokenizer, role: str) -> None:
+    """Also where the same words stand elsewhere, and in prompts."""
+    source = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role + ':' + m.content }}{% endfor %}"
+    user, answer = {"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "four"}
+    encoder = Encoder(tokenizer, ChatTemplate(source, {}))
+    encoder.sample({"messages": [user, answer]})
+    for content in ("be brief", "four"):
+        said = {"role": role, "content": content}
+        messages = [said, user, answer] if role == "system" else [user, said, answer]
+        with pytest.raises(
+            BadSampleError, match=rf"message \d \({role}\) says something, which the chat template does"
+        ):
+            encoder.sample({"messages": messages})
+        with pytest.raises(BadSampleError, match=rf"\({role}\) says something"):
+            encoder.prompt(Conversation(tuple(messages[:-1]), (False,) * 2))
+        assert encoder.sample({"messages": [{"role": role, "content": " "}, user, answer]})
+
+
+@pytest.mark.parametrize("shown", ["m.content | upper", "m.content | trim", "m.content | tojson", "m | tojson(true)"])
+def test_what_is_written_otherwise_is_shown(tokenizer: FolderTokenizer, shown: str) -> None:
+    source = "{% for m in messages %}{{ m.role + ':' + (" + shown + ") }}{% endfor %}"
+    row = Row({"messages": [*MESSAGES[:2], {"role": "assistant", "content": ' é "it" is <|four|> '}]})
+    assert Encoder(tokenizer, ChatTemplate(source, {})).sample(row) and not row.in_part
+
+
+def test_reasoning_that_the_template_cuts_out_of_an_answer_is_noted(tokenizer: FolderTokenizer) -> None:
+    source = "{% for m in messages %}{{ m.role + ':' + m.content.split('</think>')[-1] }}{% endfor %}"
+    encoder = Encoder(tokenizer, ChatTemplate(source, {}))
+    for answer, in_part in (("<think>two and two</think>four", True), ("four", False)):
+        row = Row({"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": answer}]})
+        encoder.sample(row)
+        assert row.in_part == in_part
+    [line] = Report(in_part=3).beside_template("x")
+    assert line.startswith("note: of 3 samples the chat template leaves out a part of what a message says, such as")
+
+
+def test_texts_beside_a_template_are_messages_when_asked(tokenizer: FolderTokenizer) -> None:
+    template, record = ChatTemplate(TEMPLATE, {}), {"prompt": "what is it?", "completion": "it is four"}
+    for as_messages in (False, True):
+        row = Row(record)
+        [(ids, trained)] = Encoder(tokenizer, template, as_messages=as_messages).sample(row)
+        assert tokenizer.decode(ids[trained]) == "it is four<|im_end|>" and row.as_text is not as_messages
+        assert ("<|im_start|>assistant" in tokenizer.decode(ids)) is as_messages
+    row = Row(record)
+    Encoder(tokenizer, None).sample(row)
+    assert not row.as_text, "there is no template"
+    with pytest.raises(BadSampleError, match="there is no chat template"):
+        Encoder(tokenizer, None, as_messages=True).sample(record)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sep_token": "<|bos|>"},
+        {"cls_token": {"__type": "AddedToken", "content": "<|bos|>"}},
+        {"extra_special_tokens": {"eot_token": "<|bos|>"}},
+        {"turn_token": "<|bos|>"},
+        {"extra_special_tokens": {"image_mark": "<|bos|>"}},
+    ],
+)
+def test_a_template_may_name_every_special_token(tmp_path: Path, settings: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path, template=None)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | settings))
+    extra = settings.get("extra_special_tokens", settings)
+    name = next(iter(extra))
+    tokenizer, source = open_tokenizer(tmp_path), "{% for m in messages %}{{ m.content + " + name + " }}{% endfor %}"
+    text, _ = ChatTemplate(source, tokenizer.template_tokens).render(Conversation(tuple(MESSAGES), (False,) * 5))
+    assert text.count("<|bos|>") == 5
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert text == theirs.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)
+
+
+def test_special_tokens_that_a_template_names_in_vain_are_known(tokenizer: FolderTokenizer) -> None:
+    source = "{% set own_token = 1 %}{{ own_token }}{{ bos_token }}{{ sep_token }}{{ messages[0].x_token }}"
+    assert ChatTemplate(source, tokenizer.template_tokens).empty_tokens == ["sep_token"]
+
+
+def test_files_with_a_byte_order_mark_have_none_of_it(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=None)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8-sig")
+    assert open_tokenizer(tmp_path).template == TEMPLATE
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}), encoding="utf-8-sig")
+    config = (tmp_path / "tokenizer_config.json").read_text()
+    (tmp_path / "tokenizer_config.json").write_text(config, encoding="utf-8-sig")
+    assert open_tokenizer(tmp_path).template == TEMPLATE
+
+
 def test_a_template_reads_a_name_only_as_a_word() -> None:
     """ "thinking" inside another word shows nothing of a message's thinking."""
     user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "thinking": "because"}
-    sample = recognise({"messages": [user, answer]}, chat=True)
+    sample = recognise({"messages": [user, answer]}, CHAT)
     assert isinstance(sample, Conversation)
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }} (enable_thinking);{% endfor %}"
     with pytest.raises(BadSampleError, match="message 1 has thinking, which the chat template does not show"):
@@ -280,7 +432,67 @@ def test_a_template_reads_a_name_only_as_a_word() -> None:
 
 def test_tools_as_text_are_json() -> None:
     record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    sample = recognise({**record, "tools": '[{"name": "f"}]'}, chat=True)
+    sample = recognise({**record, "tools": '[{"name": "f"}]'}, CHAT)
     assert isinstance(sample, Conversation) and sample.tools == [{"name": "f"}]
     with pytest.raises(BadSampleError, match="tools is text that is not JSON"):
-        recognise({**record, "tools": "f(x)"}, chat=True)
+        recognise({**record, "tools": "f(x)"}, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"prompt": "a", "completion": "b", "system": "be brief"}, "system text"),
+        ({"messages": MESSAGES, "functions": [{"name": "f"}]}, "write them as tools"),
+    ],
+)
+def test_what_a_record_says_and_no_text_would_show_is_refused(record: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BadSampleError, match=problem):
+        recognise(record, CHAT)
+    if "prompt" in record:
+        with pytest.raises(BadSampleError, match=problem):
+            recognise_pair({"prompt": "a", "chosen": "b", "rejected": "c", "system": "be brief"}, CHAT)
+
+
+def metaspace(folder: Path, prepend: str) -> FolderTokenizer:
+    """A tokenizer.json that marks words by a space in front, whose BPE has merged some words."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=False))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
+    model.decoder = tokenizers.decoders.Metaspace(prepend_scheme=prepend, split=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=120, special_tokens=["<unk>", "</s>"], initial_alphabet=list(ALPHABET), show_progress=False
+    )
+    model.train_from_iterator(["2+2=4 the answer is four two plus two"] * 20, trainer)
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return FolderTokenizer(folder)
+
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789=+ :?"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "first", "always"])
+def test_ids_are_the_text_and_what_is_trained_the_answer(
+    tokenizer: FolderTokenizer, pieces: Path, tmp_path: Path, kind: str
+) -> None:
+    """Random prompts and answers, with and without white space where they meet, apart and in a template."""
+    kinds = {"bytes": lambda: tokenizer, "pieces": lambda: open_tokenizer(pieces)}
+    made = kinds.get(kind, lambda: metaspace(tmp_path, kind))()
+    draw, end = random.Random(0), made.decode([made.eos])
+    source = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    chat, plain = Encoder(made, ChatTemplate(source, made.template_tokens)), Encoder(made, None)
+    words = [*ALPHABET.replace(" ", ""), "2+2=", "the answer is", "four", "two plus"]
+    for _ in range(100):
+        prompt, answer = ("".join(draw.choices(words, k=draw.randint(1, 4))) for _ in range(2))
+        prompt += " " if kind == "bytes" and draw.random() < 0.5 else ""
+        [(ids, trained)] = plain.sample({"prompt": prompt, "completion": answer})
+        assert made.decode(ids.tolist()) == f"{prompt}{answer}{end}"
+        assert len(ids) - int(trained.argmax()) == trained.sum()  # the answer, to the end
+        apart = len(made.decode(ids[~trained].tolist()))
+        assert made.decode(ids.tolist())[apart:] == answer + end
+        said_ = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        [(ids, trained)] = chat.sample({"messages": said_})
+        assert made.decode(ids.tolist()) == f"{prompt}{answer}{end}"
+        before = made.decode(ids[~trained].tolist())
+        assert prompt.startswith(before)  # every token with a character of the answer is trained

@@ -16,9 +16,9 @@ from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.batches import PairBatch, TuningDataset
 from smp.data.tuning.encode import Encoded
 from smp.data.tuning.files import parse, read_records
+from smp.data.tuning.messages import BadSampleError
 from smp.data.tuning.samples import Samples, collect
 from smp.data.tuning.sequences import lay_out, split_samples
-from smp.data.tuning.shapes import BadSampleError
 
 ROWS = [{"text": f"line {i}", "n": i} for i in range(5)]
 LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
@@ -109,6 +109,67 @@ def test_pairs_of_equal_answers_are_counted() -> None:
     assert report.equal == 3, "where they differ is cut off"
 
 
+def test_null_is_what_a_sample_does_not_have() -> None:
+    """In a line as in a row of a table: data sets of several shapes are written so."""
+    assert parse(b'{"messages": null, "text": "a"}') == parse({"messages": None, "text": "a"}) == {"text": "a"}
+
+
+def test_what_rows_say_and_nothing_uses_is_named() -> None:
+    def read(row: dict[str, Any]) -> list[Encoded]:
+        if row.get("text") == "chat":
+            row.hidden.add("mood")  # type: ignore[attr-defined]
+        row.as_text = row["text"] == "plain"  # type: ignore[attr-defined]
+        return encode({"n": 4})
+
+    rows: list[dict[str, Any]] = [
+        {"text": "chat", "id": 1, "a b": 2},
+        {"text": "plain", "id": 2, "empty": ""},
+        {"text": "x", "id": 3},
+    ]
+    _, report = collect([("f", row) for row in rows], read, seq_length=10, vocab_size=99, threshold=0.0)
+    assert "note: rows also have id (3), 'a b' (1): not used" in report.lines()
+    assert "note: messages also have mood (1): the chat template does not name them" in report.lines()
+    [line] = [line for line in report.lines() if "--apply-chat-template" in line]
+    assert line.startswith("note: 1 samples have a prompt and an answer as text")
+
+
+OVER_LINES = '{\n  "text": "a",\n  "n": 1\n}\n\n{\n  "text": "b"\n}\n'
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("front", ["", "\ufeff", "\n \n"])
+def test_an_object_over_several_lines_is_one_record(tmp_path: Path, name: str, front: str) -> None:
+    path, content = tmp_path / name, (front + OVER_LINES).encode()
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    found = [(where.rpartition(":")[2], parse(record)) for where, record in read_records([str(path)])]
+    skipped = front.count("\n")
+    assert found == [(str(1 + skipped), {"text": "a", "n": 1}), (str(6 + skipped), {"text": "b"})]
+
+
+def test_a_damaged_first_line_is_one_bad_record(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", \n{"text": "b"}\n')
+    records = [record for _, record in read_records([str(tmp_path / "a.jsonl")])]
+    with pytest.raises(ValueError, match="not valid JSON"):
+        parse(records[0])
+    assert parse(records[1]) == {"text": "b"} and len(records) == 2
+
+
+@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
+def test_columns_of_a_csv_file_are_parted_by_one_sign(tmp_path: Path, sign: str) -> None:
+    rows = f'prompt{sign}completion\r\n"a{sign}b"{sign}c\r\n\r\nd{sign}"e\nf"\r\n'
+    for front in ("", "\ufeff", f"sep={sign}\r\n"):
+        (tmp_path / "a.csv").write_text(front + rows, encoding="utf-8", newline="")
+        found = [parse(record) for _, record in read_records([str(tmp_path / "a.csv")])]
+        assert found == [{"prompt": f"a{sign}b", "completion": "c"}, {"prompt": "d", "completion": "e\nf"}]
+
+
+def test_one_column_and_a_comma_before_other_signs(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\na;b\n")
+    assert [parse(record) for _, record in read_records([str(tmp_path / "a.csv")])] == [{"text": "a;b"}]
+    (tmp_path / "a.csv").write_text("text,more;x\na,b;c\n")
+    assert [parse(r) for _, r in read_records([str(tmp_path / "a.csv")])] == [{"text": "a", "more;x": "b;c"}]
+
+
 def made(lengths: list[int]) -> Samples:
     """Texts with tokens 100 x text + place, the first two of each not trained."""
     tokens = np.concatenate([100 * i + np.arange(n) for i, n in enumerate(lengths)]).astype(np.int32)
@@ -158,7 +219,7 @@ def test_a_resumed_loader_of_any_layout_goes_on() -> None:
             BatchLoader(
                 dataset,  # type: ignore[arg-type]
                 micro_batch_size=1,
-                num_microbatches=4 // ranks,
+                batch_size=4,
                 dp_rank=r,
                 dp_size=ranks,
                 start_sample=start,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,18 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from smp.config import load_config, resolve
+from smp.config.layers import layer_specs
+from smp.kernels.dispatch import Kernels
 from smp.kernels.fused_attention import FusedAttention
+from smp.kernels.sequence_cut import cut_sequences
 from smp.kernels.token_layout import TokenLayout
 from smp.layers import context_parallel_attention
 from smp.layers.context_parallel.auto import CPU, H100, Seen, attention_flops, choose_comm_type
 from smp.layers.context_parallel.cost import Exchanged, bytes_sent
+from smp.layers.context_parallel.states import states_plan
 from smp.parallel import collectives
-from smp.training.exchange import exchange_of
+from smp.training import build
+from smp.training.exchange import exchange_of, recurrence_bytes, recurrence_exchange
 from tests.distributed import run_distributed
 from tests.layers.context_parallel.plain import Case
 from tests.layers.context_parallel.test_methods import mesh_of, methods_of
@@ -162,3 +168,54 @@ def test_the_table_says_what_was_compared() -> None:
     assert set(rows) == {"a2a", "all_gather", "p2p", "a2a+p2p"}
     assert [line for line in choice.lines if line.endswith("chosen")] == [rows[choice.best.kind]]
     assert f"{sum(bytes_sent('p2p', LLAMA)) / 2**20:.1f}" in rows["p2p"]
+
+
+def test_recurrences_exchange_what_is_less_of() -> None:
+    """States do not grow with the length, heads do; and heads have to be shared."""
+    base = "--mock-data --vocab-size 100 --train-iters 1 --num-layers 2 --linear-attention-type gated_delta_net "
+    base += "--linear-num-key-heads 4 --linear-num-value-heads 8 --max-position-embeddings 65536 "
+    base += "--context-parallel-size 2 "
+
+    def of(flags: str) -> tuple[str, list[str]]:
+        return recurrence_exchange(resolve(load_config([*base.split(), *flags.split()], {}), 2))
+
+    assert of("--seq-length 65536 --cp-comm-type auto")[0] == "states"
+    assert of("--seq-length 64 --cp-comm-type auto")[0] == "heads"
+    assert of("--seq-length 64 --cp-comm-type auto --linear-num-key-heads 1")[0] == "states"
+    assert of("--seq-length 65536 --cp-comm-type a2a")[0] == "heads"
+    kind, (line,) = of("--seq-length 64 --cp-comm-type p2p")
+    assert kind == "states"
+    assert line.startswith("context parallelism of recurrences: states; of a layer and micro-batch a process sends ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--bf16 --cp-comm-type p2p", "torch for delta_rule (context parallelism by states multiplies them in fp32"),
+        ("--cp-comm-type a2a", "torch for delta_rule (flash-linear-attention does not take fp32)"),
+        ("--bf16 --cp-comm-type a2a", "fla for delta_rule (--kernels triton)"),
+    ],
+)
+def test_what_flash_linear_attention_does_not_compute_is_said(
+    flags: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--mock-data --vocab-size 100 --train-iters 1 --num-layers 2 --linear-attention-type gated_delta_net "
+    words += f"--context-parallel-size 2 --seq-length 64 {flags}"
+    chosen = Kernels(delta_rule="fla"), {"delta_rule": "--kernels triton"}
+    monkeypatch.setattr(build, "choose_kernels", lambda *args, **more: chosen)
+    uncut: Any = SimpleNamespace(cp_exchange=None)
+    config = resolve(load_config(words.split(), {}), 2)
+    kernels, lines = build.choose_backends(config, uncut, torch.device("cpu"), documents=False)
+    assert lines[0].startswith(f"kernels: {said}") and lines[0].startswith(f"kernels: {kernels.delta_rule} for")
+
+
+def test_bytes_of_states_are_those_of_the_plan() -> None:
+    """What a process sends to each of the others: what its rows make of states, and their last tokens."""
+    words = "--mock-data --vocab-size 100 --train-iters 1 --num-layers 2 --linear-attention-type gated_delta_net "
+    words += "--linear-num-key-heads 4 --linear-num-value-heads 8 --context-parallel-size 4 --seq-length 64 "
+    words += "--micro-batch-size 3 --linear-key-head-dim 6 --linear-value-head-dim 5"
+    config = resolve(load_config(words.split(), {}), 4)
+    mixer = layer_specs(config.model)[0].mixer
+    *_, plan = states_plan(cut_sequences(3, 64, 4), 1, mixer.conv, torch.device("cpu"))
+    maps, last = 8 * 6 * (6 + 5) * 4, (mixer.conv - 1) * (2 * 4 * 6 + 8 * 5) * 4
+    assert recurrence_bytes(config, mixer)[0] == 3 * plan.rows * (maps + last)

@@ -1,0 +1,109 @@
+"""A step (forward and backward) of a layer of Qwen3-Next beside that of transformers' PyTorch path, in turns.
+
+    python benchmarks/hybrids.py                    # a gated delta net with experts behind it, and attention likewise
+    python benchmarks/hybrids.py --tokens 2048
+
+Both compute the same from the same weights, in fp32, which is checked first. Processor time, medians over rounds and
+the median of each round's ratio: waiting for a busy machine does not count. Beside it what the matrix products alone
+take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers.utils import logging
+
+from smp.config import Layout
+from smp.convert.describe import read_architecture
+from smp.convert.hf_config import resolved
+from smp.convert.load import load_hf
+from smp.models.arithmetic import forward_flops
+from smp.models.gpt import GPT
+from smp.models.micro_batch import MicroBatch
+from smp.parallel.context import ParallelContext, build_context
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+    **{"shared_expert_intermediate_size": 256, "vocab_size": 512, "intermediate_size": 512},
+}
+"""A quarter of Qwen3-Next's widths; its head widths."""
+
+
+def models(kind: str, folder: str, context: ParallelContext) -> tuple[Any, Any]:
+    """Theirs, and ours with the same weights."""
+    torch.manual_seed(0)
+    theirs = Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, layer_types=[kind]))
+    theirs.save_pretrained(folder)
+    ours = GPT(resolved(**(read_architecture(folder) or {})), context, device="cpu")
+    load_hf(ours, folder)
+    return theirs, ours
+
+
+def step_of_theirs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def step_of_ours(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    weights = (labels != -100).float() / (labels != -100).sum()
+    return model(MicroBatch(ids, labels, weights)).loss
+
+
+def seconds(model: Any, loss: Callable[[Any, torch.Tensor], torch.Tensor], ids: torch.Tensor) -> float:
+    """Processor time of one step."""
+    model.zero_grad(set_to_none=True)
+    begin = time.process_time()
+    loss(model, ids).backward()
+    return time.process_time() - begin
+
+
+def of_products(model: GPT, tokens: int) -> float:
+    """Seconds that the model FLOPs of a step take in large matrix products."""
+    size, begin = 768, time.process_time()
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    for _ in range(10):
+        a @ b
+    rate = 10 * 2 * size**3 / (time.process_time() - begin)
+    flops = forward_flops(model.config, tokens)
+    return 3 * tokens * (sum(flops.layers) + flops.head) / rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    context, ids = build_context(Layout(), "cpu"), torch.randint(0, SIZES["vocab_size"], (1, arguments.tokens))
+    print(f"{arguments.tokens} tokens, fp32, {arguments.rounds} rounds, 1 thread, torch {torch.__version__}")
+    for kind in ("linear_attention", "full_attention"):
+        with tempfile.TemporaryDirectory() as folder:
+            theirs, ours = models(kind, folder, context)
+        losses = step_of_theirs(theirs, ids).item(), step_of_ours(ours, ids).item()
+        assert abs(losses[0] / losses[1] - 1) < 1e-5, losses
+        rows = [
+            (seconds(theirs, step_of_theirs, ids), seconds(ours, step_of_ours, ids))
+            for _ in range(arguments.rounds + 1)
+        ][1:]
+        their, our = (statistics.median(column) for column in zip(*rows, strict=True))
+        ratio = statistics.median(a / b for a, b in rows)
+        limit = of_products(ours, arguments.tokens)
+        print(f"{kind:<17} transformers {their:.3f} s, smp {our:.3f} s, {ratio:.2f}x; products alone {limit:.3f} s")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

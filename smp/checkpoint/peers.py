@@ -1,0 +1,377 @@
+"""Copies of the training state in the memory of nodes, from which a run goes on after a failure without a disk.
+
+A copy is a checkpoint like any other (a manifest and safetensors files), in a folder of a memory file system on each
+node. Every rank writes its file there, sends it to a rank of the next node, and keeps what it gets from the node
+before: any one node may be lost. Files are written and sent by a thread in the background; a copy counts once all nodes
+have the manifest, so all ranks go on from one step. Memory ~ 2 x (own file + neighbour's file): the copy before stays
+until the new one is whole.
+
+The folder belongs to the process that started this one (torchrun), and so outlives workers that are killed and started
+again, but no job: copies of launchers that are gone are removed, and a new job never goes on from them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from smp.checkpoint.entries import CheckpointError, Manifest, Shard
+from smp.checkpoint.latest import iteration_name, iteration_of
+from smp.checkpoint.local import LocalFolder
+from smp.checkpoint.lock import started_at
+from smp.checkpoint.manifest import MANIFEST, check_extra, read_manifest, write_manifest
+from smp.checkpoint.planner import Item, LocalShard, assign, items_of, local_shards
+from smp.checkpoint.staging import StagingBuffer
+from smp.checkpoint.storage import build_manifest, write_items
+from smp.checkpoint.tensor_file import FileLayout, write_file
+from smp.checkpoint.together import together
+from smp.parallel.agree import any_rank, gather, on_rank_zero, rank
+
+PIECE = 1 << 26
+"""Bytes of a message between nodes."""
+_TAG = 711
+DONE = "done"
+"""File in place of copies, with the last iteration of a run that has ended."""
+_NAME = re.compile(r"iter_\d{7,}-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        node: number of its node.
+        local_rank: number on that node.
+    """
+
+    node: int
+    local_rank: int
+
+
+def own_folder(base: Path) -> Path:
+    """The folder of copies of whoever started this process; those of launchers that are gone are removed."""
+    # Containers may share the memory and not the table of processes: who is gone is known within one table only.
+    try:
+        table = re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
+    except OSError:  # another system
+        table = ""
+    root = base / f"smp-copies-{os.getuid()}-{table}"
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in root.iterdir():
+        pid, _, began = path.name.partition("-")
+        if not pid.isdecimal() or started_at(int(pid)) != began:
+            shutil.rmtree(path, ignore_errors=True)  # another rank may do the same
+    parent = os.getppid()
+    return root / f"{parent}-{started_at(parent)}"
+
+
+def next_nodes(places: Sequence[Place]) -> list[int | None]:
+    """Of each rank the one that keeps a copy of its file, of the next node; None where there is one node."""
+    nodes = sorted({place.node for place in places})
+    members = {node: [r for r, place in enumerate(places) if place.node == node] for node in nodes}
+    if len(nodes) == 1:
+        return [None] * len(places)
+    following = dict(zip(nodes, nodes[1:] + nodes[:1], strict=True))
+    return [(there := members[following[p.node]])[p.local_rank % len(there)] for p in places]
+
+
+class PeerFolder(LocalFolder):
+    """A copy in this node's memory. Before files are read, those that a node lacks are sent to it.
+
+    Args:
+        path: on this node.
+        places: of all ranks.
+        held: names of the files that each node has.
+        group: for messages between nodes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        places: Sequence[Place],
+        held: Mapping[int, frozenset[str]],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(path)
+        self.places, self.held, self.group = places, held, group
+
+    def bring(self, files: frozenset[str]) -> None:
+        """Let this node have ``files``, which this rank is going to read. Every rank calls it.
+
+        Raises:
+            OSError: this rank could not write one; it has taken part all the same.
+        """
+        failures: list[OSError] = []
+        wanted: dict[int, set[str]] = {}
+        for place, names in zip(self.places, gather(files), strict=True):
+            wanted.setdefault(place.node, set()).update(names)
+        leaders = {place.node: r for r, place in reversed(list(enumerate(self.places)))}
+        for node in sorted(wanted):
+            for number, name in enumerate(sorted(wanted[node] - self.held.get(node, frozenset()))):
+                sources = [leaders[n] for n in sorted(self.held) if name in self.held[n]]
+                # Several nodes that have it share the work.
+                source = sources[(node + number) % len(sources)]
+                if rank() == source:
+                    _send(self.local / name, leaders[node], self.group)
+                elif rank() == leaders[node]:
+                    try:
+                        _receive(self.local / name, source, self.group)
+                    except OSError as error:
+                        failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+def _file_of(rank: int) -> str:
+    return f"shard_{rank:05d}.safetensors"
+
+
+def _iteration(name: str) -> int:
+    return iteration_of(name.partition("-")[0])
+
+
+def _send(path: Path, to: int, group: dist.ProcessGroup | None) -> None:
+    """Send a file, or that there is none: the other rank waits for an answer."""
+    data = torch.from_numpy(np.fromfile(path, np.uint8)) if path.exists() else None
+    dist.send(torch.tensor([-1 if data is None else len(data)]), to, group=group, tag=_TAG)
+    for piece in () if data is None else data.split(PIECE):
+        dist.send(piece, to, group=group, tag=_TAG)
+
+
+def _receive(path: Path, source: int, group: dist.ProcessGroup | None) -> None:
+    """Write what a rank sends.
+
+    Raises:
+        OSError: it has nothing, or it cannot be written; all of it has been received all the same.
+    """
+    size, failure = torch.zeros(1, dtype=torch.int64), list[OSError]()
+    dist.recv(size, source, group=group, tag=_TAG)
+    if size < 0:
+        raise OSError(f"rank {source} has nothing to send")
+    for start in range(0, int(size), PIECE):
+        piece = torch.empty(min(int(size) - start, PIECE), dtype=torch.uint8)
+        dist.recv(piece, source, group=group, tag=_TAG)
+        try:
+            with path.open("ab" if start else "wb") as file:
+                piece.numpy().tofile(file)
+        except OSError as error:
+            failure.append(error)
+    if failure:
+        raise failure[0]
+
+
+@dataclass
+class _UnderWay:
+    """A copy that is being made."""
+
+    folder: LocalFolder
+    extra: Mapping[str, Any]
+    thread: threading.Thread
+    written: list[tuple[Item, Shard]] = field(default_factory=list)
+    size: int = 0
+    error: str = ""
+
+
+class PeerCopies:
+    """Makes copies in memory, and finds those that an earlier start of the workers has left. Every rank has one and
+    calls the same methods in the same order.
+
+    Args:
+        base: a folder in memory, on every node.
+        place: of this rank.
+        say: tells the user a line.
+        timeout: of messages between nodes.
+
+    Raises:
+        CheckpointError: the folder cannot be made.
+    """
+
+    def __init__(self, base: str, place: Place, say: Callable[[str], None], timeout: timedelta | None = None) -> None:
+        self.say, self.place = say, place
+        self.places: list[Place] = gather(place)
+        together(f"{base}: ", lambda: self._make(Path(base)), lambda _: None)
+        self._to = next_nodes(self.places)
+        self._from = [r for r, to in enumerate(self._to) if to == rank()]
+        # Of its own: a message in the background must not meet one of the training.
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if len(self.places) > 1 else None
+        self._memory = StagingBuffer()
+        self._plan: list[tuple[str, Item]] | None = None
+        self._save: _UnderWay | None = None
+        self.newest: int | None = None
+        self.seconds = 0.0
+        """That the newest copy has stopped training for."""
+
+    def _make(self, base: Path) -> None:
+        self.root = own_folder(base)
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is being made; the same on all ranks."""
+        return self._save is not None
+
+    def find(self) -> tuple[PeerFolder, Manifest] | None:
+        """The newest copy of which the nodes together have all files, the same on all ranks."""
+        own = {name: os.listdir(self.root / name) for name in self._copies()}
+        found = gather(own if self._leads else {})
+        for name in sorted({name for names in found for name in names}, key=_iteration, reverse=True):
+            manifests = gather(self._manifest(name))
+            manifest = next((each for each in manifests if each is not None), None)
+            held = {self.places[r].node: frozenset(names[name]) for r, names in enumerate(found) if name in names}
+            if manifest is not None and set(manifest.files) <= {file for files in held.values() for file in files}:
+                (self.root / name).mkdir(exist_ok=True)
+                return PeerFolder(self.root / name, self.places, held, self._group), manifest
+        return None
+
+    def _copies(self) -> list[str]:
+        """Names of those on this node, whole or not, oldest first."""
+        return sorted((name for name in os.listdir(self.root) if _NAME.fullmatch(name)), key=_iteration)
+
+    def _manifest(self, name: str) -> Manifest | None:
+        try:
+            return read_manifest(self.root / name) if self._leads else None
+        except CheckpointError:
+            return None
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank is the first of its node."""
+        return self.place.local_rank == min(p.local_rank for p in self.places if p.node == self.place.node)
+
+    def begin(self, state: Mapping[str, torch.Tensor], extra: Mapping[str, Any], rows: Mapping[str, int]) -> None:
+        """Copy ``state`` to host memory, and let a thread write and send it. Waits for the copy before.
+
+        Args:
+            state, extra, rows: as of ``smp.checkpoint.save``; ``extra`` has the iteration.
+        """
+        self.wait()
+        started = time.perf_counter()
+        self._forget_older()
+        shards = local_shards(state, rows)
+        if self._plan is None:
+            self._plan = self._planned(shards)
+            self._tell_size(shards)
+        name = f"{iteration_name(extra['progress']['iteration'])}-{self._token()}"
+        folder = LocalFolder(self.root / name)
+        layout = self._memory.fill({key: shards[item.name].rows(item) for key, item in self._plan})
+        self._save = _UnderWay(folder, extra, threading.Thread(target=self._work, args=(layout,), daemon=True))
+        self._save.thread.start()
+        self.seconds = time.perf_counter() - started
+
+    def _planned(self, shards: Mapping[str, LocalShard]) -> list[tuple[str, Item]]:
+        """Keys and items of this rank's file; of replicas one rank has it."""
+        items = items_of(shards)
+        chosen = together("cannot copy: ", lambda: items, assign)
+        mine, found = [items[n] for n in chosen[rank()]], list[tuple[str, Item]]()
+
+        def keys(by_key: Mapping[str, Item]) -> dict[str, str]:
+            found.extend(by_key.items())
+            return dict.fromkeys(by_key, "")
+
+        write_items("", mine, keys)
+        return found
+
+    def _token(self) -> str:
+        return on_rank_zero(lambda: secrets.token_hex(4), CheckpointError)
+
+    def _tell_size(self, shards: Mapping[str, LocalShard]) -> None:
+        own = sum(t.numel() * t.element_size() for t in (shards[i.name].rows(i) for _, i in self._plan or ()))
+        most, free = max(gather(own)), shutil.disk_usage(self.root).free
+        nodes = len({place.node for place in self.places})
+        where = "and in that of the next one" if nodes > 1 else "(there is no other one, whose loss it would survive)"
+        self.say(
+            f"copies in memory: at most {most / 1e9:,.3f} GB of a process, in {self.root} of its node {where}; "
+            f"{free / 1e9:,.3f} GB are free there"
+        )
+
+    def _work(self, layout: FileLayout) -> None:
+        save = self._save
+        assert save is not None and self._plan is not None
+        with ThreadPoolExecutor(1 + len(self._from)) as pool:
+            folder, to = save.folder.local, self._to[rank()]
+            with suppress(OSError):  # whoever writes there says it
+                folder.mkdir(exist_ok=True)
+            receiving = [pool.submit(_receive, folder / _file_of(r), r, self._group) for r in self._from]
+            try:
+                try:
+                    hashes = self._write(save.folder, layout)
+                finally:
+                    if to is not None:  # it waits, also where there is nothing to send
+                        _send(folder / _file_of(rank()), to, self._group)
+                for each in receiving:
+                    each.result()
+                save.size = (folder / _file_of(rank())).stat().st_size
+                save.written = write_items(_file_of(rank()), [item for _, item in self._plan], lambda _: hashes)
+            except Exception as error:  # the other ranks hear of it at a later step
+                save.error = f"rank {rank()}: {type(error).__name__}: {error}"
+
+    def _write(self, folder: LocalFolder, layout: FileLayout) -> dict[str, str]:
+        data = ((slot.key, self._memory.view(slot)) for slot in layout.slots)
+        return write_file(folder, _file_of(rank()), layout, data)
+
+    def poll(self) -> None:
+        """After each step: hear without waiting whether the copy is whole. A small collective, only during one."""
+        if self._save is not None and not any_rank(self._save.thread.is_alive()):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the copy that is being made, and let it count. A failure is said; training goes on without it."""
+        if (save := self._save) is None:
+            return
+        save.thread.join()
+        self._save = None
+        # A number of its own is each rank's answer: what it has written, or what went wrong.
+        answers = gather((save.written, save.size, save.error))
+        if errors := [error for _, _, error in answers if error]:
+            self.say(f"WARNING: no copy in memory: {'; '.join(errors[:3])}; training goes on")
+            shutil.rmtree(save.folder.local, ignore_errors=True)
+            return
+        files = {_file_of(r): size for r, (_, size, _) in enumerate(answers)}
+        manifest = build_manifest((written for written, _, _ in answers), check_extra(save.extra))
+        named = {shard.file for entry in manifest.tensors.values() for shard in entry.shards}
+        manifest = replace(manifest, files={name: size for name, size in files.items() if name in named})
+        if self._leads:
+            write_manifest(save.folder, manifest)
+        self.newest = save.extra["progress"]["iteration"]
+
+    def _forget_older(self) -> None:
+        """Remove all but the newest copy, which all nodes have: all ranks have been here since it was written."""
+        names = self._copies() if self._leads else []
+        whole = [name for name in names if (self.root / name / MANIFEST).exists()]
+        for name in names:
+            if name not in whole[-1:]:
+                shutil.rmtree(self.root / name, ignore_errors=True)
+
+    def ended(self) -> int | None:
+        """The last iteration of a run that an earlier start of its workers has brought to its end, on any node."""
+        file = self.root / DONE
+        found = gather(int(file.read_text()) if file.exists() else None)
+        return next((iteration for iteration in found if iteration is not None), None)
+
+    def close(self, done: int | None) -> None:
+        """Give the memory back; the copies too where the run is ``done``, after that iteration. A note of it stays:
+        a node that joins in the same moment makes torchrun start the workers once more.
+        """
+        if self._save is not None:
+            self._save.thread.join(10)
+        self._memory.close()
+        if done is not None:
+            with suppress(OSError):
+                (self.root / DONE).write_text(str(done))
+            for name in self._copies():
+                shutil.rmtree(self.root / name, ignore_errors=True)

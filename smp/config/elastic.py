@@ -1,0 +1,113 @@
+"""Which layouts a run may have while its nodes come and go: TP, PP, CP and EP stay, data parallelism changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from smp.config.layout import Layout
+from smp.config.parallel import ParallelConfig
+from smp.config.schema import Config, ConfigError
+
+OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""With it torchrun makes a store for every start of the workers. Without it (torch 2.13) nodes look for the store of
+the first node that ever was rank 0, also when that is gone."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The processes that were started.
+
+    Attributes:
+        each: processes of a node.
+        nodes: that are there.
+    """
+
+    each: int
+    nodes: int
+
+    @staticmethod
+    def of(environment: Mapping[str, str], world_size: int, max_nodes: int) -> Members:
+        """From torchrun's variables; without a launcher, as in a dry run, of ``max_nodes`` nodes."""
+        each = int(environment.get("LOCAL_WORLD_SIZE", max(world_size // max_nodes, 1)))
+        return Members(each, world_size // each)
+
+
+def node_counts(parallel: ParallelConfig) -> list[int]:
+    """Numbers of nodes that an elastic run may have.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    least, most, step = parallel.min_nodes or 1, parallel.max_nodes or 1, parallel.replica_increment_step
+    if least > most:
+        raise ConfigError(f"--min-nodes {least} is above --max-nodes {most}")
+    return list(range(least, most + 1, step))
+
+
+def with_shards(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
+    """For so many processes: with --hybrid-shard-degree if that divides the data-parallel processes, else the next
+    larger degree that does, which needs no more memory, else the next smaller one.
+
+    Raises:
+        ConfigError: as ``Layout.from_config``, where no degree works.
+    """
+    whole = Layout.from_config(replace(parallel, hybrid_shard_degree=0, expert_model_parallel_size=1), world_size)
+    asked = parallel.hybrid_shard_degree or whole.data_parallel
+    divisors = [d for d in range(1, whole.data_parallel + 1) if whole.data_parallel % d == 0]
+    errors: list[ConfigError] = []
+    for degree in sorted(divisors, key=lambda d: (d < asked, abs(d - asked))):
+        found = replace(parallel, hybrid_shard_degree=0 if degree == whole.data_parallel else degree)
+        try:
+            Layout.from_config(found, world_size)
+        except ConfigError as error:
+            errors.append(error)
+            continue
+        return found
+    raise errors[0]
+
+
+def layouts(parallel: ParallelConfig, each: int) -> dict[int, ParallelConfig]:
+    """Settings for every number of nodes that has a layout, by that number.
+
+    Args:
+        each: processes of a node.
+    """
+    found = {}
+    for nodes in node_counts(parallel):
+        with suppress(ConfigError):
+            found[nodes] = with_shards(parallel, nodes * each)
+    return found
+
+
+def as_members(config: Config, world_size: int, environment: Mapping[str, str] = os.environ) -> tuple[Config, int]:
+    """Settings for the nodes that are there, and how many processes train; the others are spare ones. A run
+    that is not elastic stays as it is.
+
+    Raises:
+        ConfigError: there is no such layout, or what must stay is not said.
+    """
+    parallel = config.parallel
+    if parallel.max_nodes is None:
+        return config, world_size
+    if config.data.global_batch_size is None and config.data.step_batch_size_schedule is None:
+        raise ConfigError("--max-nodes needs --global-batch-size: the default would change with the number of nodes")
+    if config.checkpoint.peer_snapshot_interval is None and config.checkpoint.save is None:
+        raise ConfigError(
+            "--max-nodes needs --peer-snapshot-interval or --save: a change of nodes would lose all steps"
+        )
+    if "TORCHELASTIC_RUN_ID" in environment and environment.get(OWN_STORES) != "1":
+        raise ConfigError(
+            f"--max-nodes needs {OWN_STORES}=1 in the environment of torchrun: otherwise nodes look for the store of "
+            "one that has left"
+        )
+    least, members = parallel.min_nodes or 1, Members.of(environment, world_size, parallel.max_nodes)
+    possible = layouts(parallel, members.each)
+    if least not in possible:
+        with_shards(parallel, least * members.each)  # which says why
+    there = [nodes for nodes in possible if nodes <= members.nodes]
+    if not there:
+        raise ConfigError(f"{members.nodes} nodes of {members.each} processes are there, --min-nodes is {least}")
+    return replace(config, parallel=possible[max(there)]), max(there) * members.each

@@ -1,0 +1,286 @@
+"""What a layer of a model can be: a mixer (attention, latent attention, or one that a caller has registered) and a
+feed-forward network (an MLP or a mixture of experts), with norms and a residual connection around both. Each is a value
+with settings of its own; which layer has which, :mod:`smp.config.layers` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class RopeScalingSpec:
+    """How RoPE's frequencies are scaled; the numbers are those of the settings with these names."""
+
+    kind: Literal["llama3", "linear", "yarn", "longrope", "dynamic"]
+    factor: float
+    original_max_position: int
+    max_position: int
+    low_freq_factor: float
+    high_freq_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        growth = self.max_position / self.original_max_position if self.kind == "longrope" else self.factor
+        return f"{self.kind} x{growth:g}"
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotation of queries and keys.
+
+    Attributes:
+        base: theta.
+        channels: of a head that are rotated.
+        interleaved: neighbouring channels are pairs, not the two halves of a head.
+        scaling: of the frequencies.
+        local: the base is --rotary-base-local's.
+    """
+
+    base: float
+    channels: int
+    interleaved: bool = False
+    scaling: RopeScalingSpec | None = None
+    local: bool = False
+
+    def __str__(self) -> str:
+        return f"RoPE {self.base:g}{f' {self.scaling}' if self.scaling else ''}"
+
+
+@dataclass(frozen=True)
+class QueryTemperature:
+    """--attn-temperature-tuning: queries grow with their position (Llama 4)."""
+
+    floor_scale: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class AttentionMixer:
+    """Attention with grouped key/value heads.
+
+    Attributes:
+        heads, groups, head_dim: query heads, key/value heads, channels of each.
+        window: a token sees itself and the window - 1 tokens before it; None: all before it.
+        chunk: a token sees those before it in its own chunk of so many; None: chunks do not matter.
+        rope: None: nothing is rotated.
+        temperature: of queries; None: they stay.
+        scale: of scores; None: 1 / sqrt(head_dim).
+        softcap: limit of scores.
+        alibi: scores fall with the distance.
+        sinks: each head has a learned score that belongs to no key.
+        bias, qkv_bias: of the output projection, of the others.
+        gate: the output is multiplied by the sigmoid of a projection of the input.
+        norm: of queries and keys: learned per head, learned over all heads, or "l2" without a weight.
+        norm_eps, norm_one_plus: of that norm.
+        dropout: of attention probabilities.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    window: int | None = None
+    chunk: int | None = None
+    rope: RopeSpec | None = None
+    temperature: QueryTemperature | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    bias: bool = False
+    qkv_bias: bool = False
+    gate: bool = False
+    norm: Literal["per head", "all heads", "l2"] | None = None
+    norm_eps: float = 1e-5
+    norm_one_plus: bool = False
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        return ", ".join(["attention", *_seen(self.window, self.chunk), str(self.rope or "no RoPE")])
+
+
+@dataclass(frozen=True)
+class LatentMixer:
+    """Multi-head latent attention (DeepSeek-V2).
+
+    Attributes:
+        heads: of queries, keys and values.
+        kv_rank, q_rank: width of the latent vectors; q_rank None: queries are projected directly.
+        plain_dim, rope_dim, value_dim: channels of a head's query and key without and with RoPE, and of its value.
+        rope: of the ``rope_dim`` channels.
+        norm: latent vectors are normalized.
+        norm_eps, window, dropout: as of :class:`AttentionMixer`.
+    """
+
+    heads: int
+    kv_rank: int
+    q_rank: int | None
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: RopeSpec
+    norm: bool = False
+    norm_eps: float = 1e-5
+    window: int | None = None
+    dropout: float = 0.0
+    chunk: None = field(default=None, init=False)
+
+    def __str__(self) -> str:
+        latents = f"latent attention {self.kv_rank}{'' if self.q_rank is None else f' + {self.q_rank}'}"
+        return ", ".join([latents, *_seen(self.window, None), str(self.rope)])
+
+
+@dataclass(frozen=True)
+class DeltaNetMixer:
+    """A gated delta net (Qwen3-Next), see :mod:`smp.layers.delta_net`.
+
+    Attributes:
+        key_heads, value_heads: of queries and keys, and of values and states.
+        key_dim, value_dim: channels of each.
+        conv: tokens that the convolution sees.
+        norm_eps: of the norm of each head's output.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+    norm_eps: float
+
+    def __str__(self) -> str:
+        return f"gated delta net, {self.value_heads} states of {self.key_dim} x {self.value_dim}"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Of an MLP.
+
+    Attributes:
+        kind: of the function.
+        gated: the MLP has three matrices.
+        clamp, linear_offset: of quick_geglu.
+    """
+
+    kind: Literal["swiglu", "quick_geglu", "geglu", "tanh_geglu", "relu", "squared_relu", "gelu", "tanh_gelu"]
+    clamp: float | None = None
+    linear_offset: float = 0.0
+
+    @property
+    def gated(self) -> bool:
+        return self.kind.endswith("glu")
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """A dense feed-forward network of this width."""
+
+    width: int
+    activation: Activation
+    bias: bool = False
+
+    def __str__(self) -> str:
+        return f"MLP {self.width}"
+
+
+@dataclass(frozen=True)
+class CapacitySpec:
+    """--moe-expert-capacity-factor and what it brings."""
+
+    factor: float
+    policy: Literal["probs", "position"]
+    pad: bool
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts.
+
+    Attributes:
+        count, topk: experts of the layer, and of a token.
+        expert: each of them.
+        shared: an MLP that every token uses; None: there is none.
+        shared_gate: its output is weighed per token.
+        score_function, pre_softmax, scaling_factor: of the router.
+        bias_update_rate: of the experts' bias; None: there is no bias.
+        num_groups, group_topk, group_score: groups of experts.
+        balancing: how loads are balanced.
+        capacity: None: no choice is dropped.
+        weighs_input: an expert's input is multiplied by its weight, not its output.
+    """
+
+    count: int
+    topk: int
+    expert: MLPSpec
+    shared: MLPSpec | None
+    shared_gate: bool
+    score_function: Literal["softmax", "sigmoid"]
+    pre_softmax: bool
+    scaling_factor: float | None
+    bias_update_rate: float | None
+    num_groups: int | None
+    group_topk: int | None
+    group_score: Literal["sum", "max"]
+    balancing: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+    capacity: CapacitySpec | None
+    weighs_input: bool
+
+    def __str__(self) -> str:
+        shared = "" if self.shared is None else f" and a shared one of {self.shared.width}"
+        return f"{self.topk} of {self.count} experts of {self.expert.width}{shared}"
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A normalization of the residual stream."""
+
+    kind: Literal["RMSNorm", "LayerNorm"]
+    eps: float
+    one_plus: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer.
+
+    Attributes:
+        mixer: what lets tokens see each other: a spec of this file, or one that a caller has registered.
+        feed_forward: what follows it, of each token alone.
+        norm: of all norms around both.
+        norm_before, norm_after: there is one of what each reads, of what each gives.
+        parallel: both read the layer's input.
+        shared_norm: with ``parallel``, one norm for both.
+        multiplier: of what each adds to the residual stream.
+        dropout: on what each adds to the residual stream.
+    """
+
+    mixer: Any
+    feed_forward: MLPSpec | ExpertsSpec
+    norm: NormSpec
+    norm_before: bool = True
+    norm_after: bool = False
+    parallel: bool = False
+    shared_norm: bool = False
+    multiplier: float = 1.0
+    dropout: float = 0.0
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its feed-forward network is a mixture of experts."""
+        return isinstance(self.feed_forward, ExpertsSpec)
+
+    def __str__(self) -> str:
+        return f"{self.mixer}; {self.feed_forward}"
+
+
+def _seen(window: int | None, chunk: int | None) -> list[str]:
+    """In words, which tokens a token sees, where not all."""
+    return [f"window {window}"] * (window is not None) + [f"chunks of {chunk}"] * (chunk is not None)

@@ -1,0 +1,268 @@
+"""Which layer of a model is what: the flat settings, resolved once to a list of specs (:mod:`smp.config.layer_specs`).
+
+The model, the inventory and FLOPs read the specs. Converters write the patterns of :mod:`smp.config.layer_pattern`,
+which they share with the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from smp.config.fields import require
+from smp.config.layer_pattern import linear, no_rope, windowed, with_experts
+from smp.config.layer_specs import (
+    Activation,
+    AttentionMixer,
+    CapacitySpec,
+    DeltaNetMixer,
+    ExpertsSpec,
+    LatentMixer,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    QueryTemperature,
+    RopeScalingSpec,
+    RopeSpec,
+)
+from smp.config.model import ModelConfig
+from smp.config.mtp import further_layers
+from smp.config.positions import longrope_factors
+
+MixerResolver = Callable[[ModelConfig, int], Any]
+"""(resolved settings, number of the layer) -> the spec of its mixer, a frozen dataclass."""
+
+
+def _attention(model: ModelConfig, layer: int) -> AttentionMixer | LatentMixer:
+    """What the settings mean by attention in this layer."""
+    has_window = windowed(model)[layer]
+    window = model.window_size if has_window else None
+    rope = None if no_rope(model)[layer] else _rope(model, has_window and model.rotary_base_local is not None)
+    if model.multi_latent_attention:
+        assert rope is not None, "checked with the settings of latent attention"
+        return LatentMixer(
+            heads=model.num_attention_heads,
+            kv_rank=model.kv_lora_rank,
+            q_rank=model.q_lora_rank,
+            plain_dim=model.qk_head_dim,
+            rope_dim=model.qk_pos_emb_head_dim,
+            value_dim=model.v_head_dim,
+            rope=rope,
+            norm=model.qk_layernorm,
+            norm_eps=model.norm_epsilon,
+            window=window,
+            dropout=model.attention_dropout,
+        )
+    groups, head_dim, bias = model.num_query_groups, model.kv_channels, not model.disable_bias_linear
+    assert groups is not None and head_dim is not None, "resolved before"
+    tuned = model.attn_temperature_tuning and rope is None
+    return AttentionMixer(
+        heads=model.num_attention_heads,
+        groups=groups,
+        head_dim=head_dim,
+        window=window,
+        chunk=None if rope is None else model.attention_chunk_size,
+        rope=rope,
+        temperature=QueryTemperature(model.floor_scale, model.attn_scale) if tuned else None,
+        scale=model.softmax_scale,
+        softcap=model.attn_logit_softcapping,
+        alibi=model.position_embedding_type == "alibi",
+        sinks=model.softmax_type == "learnable",
+        bias=bias or model.add_attention_output_bias,
+        qkv_bias=bias or model.add_qkv_bias,
+        gate=model.attention_output_gate,
+        norm=_query_norm(model, rope),
+        norm_eps=model.norm_epsilon,
+        norm_one_plus=model.apply_layernorm_1p,
+        dropout=model.attention_dropout,
+    )
+
+
+def _delta_net(model: ModelConfig, layer: int) -> DeltaNetMixer:
+    return DeltaNetMixer(
+        key_heads=model.linear_num_key_heads,
+        value_heads=model.linear_num_value_heads,
+        key_dim=model.linear_key_head_dim,
+        value_dim=model.linear_value_head_dim,
+        conv=model.linear_conv_kernel_dim,
+        norm_eps=model.norm_epsilon,
+    )
+
+
+MIXERS: dict[str, MixerResolver] = {"attention": _attention}
+"""Kinds of mixers that --layer-types names; :func:`smp.models.mixers.register_mixer` adds one."""
+_LINEAR: dict[str, MixerResolver] = {"gated_delta_net": _delta_net}
+"""By --linear-attention-type."""
+_ALIKE = ("attention", *_LINEAR)
+"""Kinds that differ from layer to layer by patterns alone."""
+
+
+def layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Of every layer of a resolved model; behind the last one those of multi-token prediction, which are as it is.
+
+    Raises:
+        ConfigError: --layer-types names a kind that is not there, or other numbers of layers.
+    """
+    kinds, experts, last = mixer_kinds(model), with_experts(model), model.num_layers - 1
+    # Layers of attention that patterns make alike are made once: a planner asks for hundreds of models.
+    alike = list(zip(kinds, experts, windowed(model), no_rope(model), strict=True))
+    made: dict[Any, LayerSpec] = {}
+    for i, kind in enumerate(alike):
+        key = kind if kinds[i] in _ALIKE else i
+        if key not in made:
+            made[key] = _layer(model, {**MIXERS, **_LINEAR}[kinds[i]](model, i), experts[i])
+    specs = [made[kind if kinds[i] in _ALIKE else i] for i, kind in enumerate(alike)]
+    return (*specs, *(specs[last] for _ in further_layers(model)))
+
+
+def _layer(model: ModelConfig, mixer: Any, has_experts: bool) -> LayerSpec:
+    return LayerSpec(
+        mixer=mixer,
+        feed_forward=_experts(model) if has_experts else _mlp(model, model.ffn_hidden_size),
+        norm=norm_of(model),
+        norm_before=model.norm_placement in ("pre", "sandwich"),
+        norm_after=model.norm_placement in ("post", "sandwich"),
+        parallel=model.parallel_residual,
+        shared_norm=model.parallel_residual_shared_norm,
+        multiplier=model.residual_multiplier,
+        dropout=model.hidden_dropout,
+    )
+
+
+def mixer_kinds(model: ModelConfig) -> tuple[str, ...]:
+    """What --layer-types says of each layer; it may be shorter, and repeats then. Or --linear-attention-type."""
+    if model.layer_types is None:
+        return tuple(model.linear_attention_type or "" if recurs else "attention" for recurs in linear(model))
+    words = tuple(model.layer_types.replace(",", " ").split())
+    for word in words:
+        known = ", ".join(sorted(MIXERS))
+        require(word in MIXERS, f"--layer-types {model.layer_types}: {word!r} is no kind of layer; known: {known}")
+    require(
+        len(words) > 0 and model.num_layers % len(words) == 0,
+        f"--layer-types {model.layer_types} names {len(words)} layers, which do not divide --num-layers "
+        f"{model.num_layers}",
+    )
+    return words * (model.num_layers // len(words))
+
+
+def in_runs(specs: tuple[LayerSpec, ...]) -> list[str]:
+    """One line for each kind of layer, with the numbers of the layers that are so: ``layers 0-2, 4: ...``."""
+    found: dict[str, list[int]] = {}
+    for number, spec in enumerate(specs):
+        found.setdefault(str(spec), []).append(number)
+    return [
+        f"{'layers' if len(numbers) > 1 else 'layer'} {ranges_of(numbers)}: {text}" for text, numbers in found.items()
+    ]
+
+
+def hides_tokens(model: ModelConfig, length: int | None = None) -> bool:
+    """Whether some layer has a window or chunks that hide earlier tokens of sequences of ``length``; None: of long
+    ones."""
+    sizes = {model.window_size, model.attention_chunk_size} - {None}
+    return any(length is None or size < length for size in sizes if size is not None)
+
+
+def scores_flag(model: ModelConfig) -> str:
+    """The flag that makes attention's scores more than scale q k^T + mask, which only --attention-backend math
+    computes; "": there is none."""
+    if model.attn_logit_softcapping is not None:
+        return f"--attn-logit-softcapping {model.attn_logit_softcapping:g}"
+    return "--position-embedding-type alibi" if model.position_embedding_type == "alibi" else ""
+
+
+def norm_of(model: ModelConfig) -> NormSpec:
+    """Of the residual stream: around layers, of the embedding, and the final one."""
+    bias = model.normalization == "LayerNorm" and model.layernorm_bias
+    return NormSpec(model.normalization, model.norm_epsilon, model.apply_layernorm_1p, bias)
+
+
+def activation_of(model: ModelConfig) -> Activation:
+    """The MLP's activation that the switches name."""
+    if model.swiglu:
+        return Activation("swiglu")
+    if model.quick_geglu:
+        return Activation("quick_geglu", model.activation_func_clamp_value, model.glu_linear_offset)
+    if model.geglu:
+        return Activation("tanh_geglu" if model.tanh_gelu else "geglu")
+    if model.relu or model.squared_relu:
+        return Activation("relu" if model.relu else "squared_relu")
+    return Activation("tanh_gelu" if model.tanh_gelu else "gelu")
+
+
+def _rope(model: ModelConfig, local: bool) -> RopeSpec:
+    if local:
+        assert model.rotary_base_local is not None
+        return RopeSpec(model.rotary_base_local, model.rotary_channels, model.rotary_interleaved, local=True)
+    # Latent attention's files have pairs side by side whatever the setting is.
+    interleaved = model.rotary_interleaved or model.multi_latent_attention
+    return RopeSpec(model.rotary_base, model.rotary_channels, interleaved, rope_scaling(model))
+
+
+def rope_scaling(model: ModelConfig) -> RopeScalingSpec | None:
+    """Of a resolved model's RoPE; None: frequencies as they are."""
+    if not model.use_rope_scaling:
+        return None
+    kind = model.rope_scaling_type
+    short, long = longrope_factors(model) if kind == "longrope" else ((), ())
+    return RopeScalingSpec(
+        kind=kind,
+        factor=model.rope_scaling_factor,
+        original_max_position=model.rope_original_max_position,
+        max_position=model.max_position_embeddings,
+        low_freq_factor=model.rope_low_freq_factor,
+        high_freq_factor=model.rope_high_freq_factor,
+        beta_fast=model.yarn_beta_fast,
+        beta_slow=model.yarn_beta_slow,
+        truncate=model.yarn_truncate,
+        attention_factor=model.longrope_attention_factor if kind == "longrope" else model.yarn_attention_factor,
+        mscale=model.yarn_mscale,
+        mscale_all_dim=model.yarn_mscale_all_dim,
+        short=short,
+        long=long,
+    )
+
+
+def _query_norm(model: ModelConfig, rope: RopeSpec | None) -> Literal["per head", "all heads", "l2"] | None:
+    if model.qk_layernorm:
+        return "all heads" if model.qk_layernorm_across_heads else "per head"
+    return "l2" if model.qk_l2_norm and rope is not None else None
+
+
+def _mlp(model: ModelConfig, width: int | None) -> MLPSpec:
+    assert width is not None, "resolved before"
+    return MLPSpec(width, activation_of(model), model.add_mlp_bias or not model.disable_bias_linear)
+
+
+def _experts(model: ModelConfig) -> ExpertsSpec:
+    assert model.num_experts is not None, "asked of a layer with experts"
+    shared, factor = model.moe_shared_expert_intermediate_size, model.moe_expert_capacity_factor
+    return ExpertsSpec(
+        count=model.num_experts,
+        topk=model.moe_router_topk,
+        expert=_mlp(model, model.moe_ffn_hidden_size),
+        shared=None if shared is None else _mlp(model, shared),
+        shared_gate=model.moe_shared_expert_gate,
+        score_function=model.moe_router_score_function,
+        pre_softmax=model.moe_router_pre_softmax,
+        scaling_factor=model.moe_router_topk_scaling_factor,
+        bias_update_rate=model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None,
+        num_groups=model.moe_router_num_groups,
+        group_topk=model.moe_router_group_topk,
+        group_score=model.moe_router_group_score,
+        balancing=model.moe_router_load_balancing_type,
+        capacity=None
+        if factor is None
+        else CapacitySpec(factor, model.moe_token_drop_policy, model.moe_pad_expert_input_to_capacity),
+        weighs_input=model.moe_apply_probs_on_input,
+    )
+
+
+def ranges_of(numbers: list[int]) -> str:
+    """Of ascending numbers: ``0-2, 4``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,104 @@
+"""Two settings of one model: whether the weights of the first fit into the second, and what else the second changes.
+
+What decides is the inventory of both, names and shapes, and not a list of settings: a setting that changes no tensor
+(RoPE and its scaling, a window, dropout, ...) may be another one than the weights were trained with. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from smp.config import ConfigError, ModelConfig
+from smp.config.fields import as_text, effective, flag_of
+from smp.config.resolve import resolve_model
+from smp.convert.foreign import differences
+from smp.convert.hf_config import FREE, in_one_form, of_kinds
+from smp.models.inventory import weights_of
+
+_SILENT = frozenset(
+    ("model", "model_implementation", "model_config", "init_method_std", "make_vocab_size_divisible_by")
+)
+"""Settings that mean nothing once there are weights: how they began, and padding that no checkpoint has."""
+
+_DERIVED = frozenset(("ffn_hidden_size", "moe_ffn_hidden_size", "kv_channels", "num_query_groups"))
+"""Settings that follow from others where they are not given."""
+
+
+def fits(trained: ModelConfig, asked: ModelConfig) -> bool:
+    """Whether the two have the same tensors. Both are resolved."""
+    if trained.is_foreign or asked.is_foreign:  # without building them, where they are described alike
+        return not differences(trained, asked) or (trained.is_foreign and asked.is_foreign and _alike(trained, asked))
+    return _alike(trained, asked)
+
+
+def _alike(trained: ModelConfig, asked: ModelConfig) -> bool:
+    return _shapes(trained) == _shapes(asked)
+
+
+def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {parameter.name: parameter.shape for parameter in weights_of(model)}
+
+
+def misfit(trained: ModelConfig, asked: ModelConfig) -> str | None:
+    """The setting by which ``asked`` has other tensors than ``trained``; None: all fit."""
+    if fits(trained, asked):
+        return None
+    if trained.is_foreign or asked.is_foreign:
+        raise ConfigError(f"the weights are of another model: {'; '.join(differences(trained, asked))}")
+    different = [n for n, value in vars(trained).items() if n not in _SILENT and getattr(asked, n) != value]
+    different.sort(key=_DERIVED.__contains__)
+    alone = (name for name in different if not _fits_with(trained, name, getattr(asked, name)))
+    return next(alone, different[0])
+
+
+def _fits_with(trained: ModelConfig, name: str, value: Any) -> bool:
+    """Whether the one setting leaves the tensors as they are."""
+    try:
+        return fits(trained, resolve_model(effective(replace(trained, **{name: value}))))
+    except ConfigError:  # it does not go with the others: they had to change as well
+        return False
+
+
+def changes(trained: ModelConfig, asked: ModelConfig, leave: Collection[str] = ()) -> str:
+    """What ``asked`` has otherwise, as ``--rotary-base 10000 -> 500000, ...``; empty: nothing.
+
+    Args:
+        leave: names of settings that are not to be said.
+    """
+    if trained.is_foreign or asked.is_foreign:
+        return "; ".join(differences(trained, asked))
+    before, now = in_one_form(trained), in_one_form(asked)
+    # One form of a setting may follow from other settings: said is what was set.
+    one, other = vars(effective(trained)), vars(effective(asked))
+    said = [n for n in one if n not in _SILENT and n not in leave and before[n] != now[n] and one[n] != other[n]]
+    return ", ".join(f"{flag_of(name)} {_text(one[name])} -> {_text(other[name])}" for name in said)
+
+
+def changes_of_files(described: ModelConfig, asked: ModelConfig, leave: Collection[str] = ()) -> str:
+    """The same where ``described`` is what another program's file says, which knows nothing of how this one trains."""
+    return changes(described, asked, {*FREE, *leave})
+
+
+def other_than_trained(load: object, changed: str) -> str:
+    """The line for the user about what :func:`changes` found in the model at ``load``."""
+    return f"--load {load}: the model differs from how it was trained: {changed}"
+
+
+def _text(value: Any) -> str:
+    return as_text(int(value) if type(value) is float and value.is_integer() and abs(value) < 1e15 else value)
+
+
+def saved_model(saved: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model that a checkpoint's settings describe. Of an older version's, settings that came later are at their
+    default.
+
+    Raises:
+        ConfigError: they are of no model.
+    """
+    known = {f.name: saved[f.name] for f in fields(ModelConfig) if f.name in saved}
+    try:
+        return resolve_model(effective(of_kinds(known)))
+    except (ConfigError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{where}: {error}") from None

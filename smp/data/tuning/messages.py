@@ -1,0 +1,135 @@
+"""Messages of conversations, in the words of all who write them, brought to those of chat templates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "system": (),
+    "developer": (),
+    "user": ("human", "prompter"),
+    "assistant": ("gpt", "chatgpt", "model", "bot", "chatbot", "ai"),
+    "tool": ("function", "function_response", "tool_response", "observation", "ipython"),
+}
+"""Roles, and what others call them: ShareGPT, Gemma, Cohere, OpenAssistant, OpenAI's older functions, Llama 3."""
+ROLES = {name: role for role, names in _NAMES.items() for name in (role, *names)}
+_MARKS = {"train": "true or false", "weight": "1 or 0"}
+_BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""What a message may say in place of a content."""
+
+
+class BadSampleError(ValueError):
+    """A sample that cannot be trained on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for a chat template.
+
+    Attributes:
+        messages: each with "role" and "content", and what else its template may know.
+        trained: whether a message is trained; only the assistant's can be.
+        tools: descriptions of tools for the template, or None.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    trained: tuple[bool, ...]
+    tools: Any = None
+
+
+def conversation(messages: Any, record: dict[str, Any], name: str = "messages") -> Conversation:
+    """Of the messages under ``name``, and what the record says beside them: a system text and tools.
+
+    Raises:
+        BadSampleError: something in them is not as it has to be, or contradicts the rest.
+    """
+    turns = from_json(messages, name) if isinstance(messages, str) else messages
+    if not isinstance(turns, list) or not turns:
+        raise BadSampleError(f"{name} are not a list with something in it")
+    checked = [checked_message(turn, i) for i, turn in enumerate(turns)]
+    if (system := text_of(record.get("system") or "", "system")) and checked[0]["role"] != "system":
+        checked = [{"role": "system", "content": system}, *checked]
+    elif system and checked[0]["content"].strip() != system.strip():
+        raise BadSampleError("it has a system text beside a system message that says something else: leave out one")
+    trained = tuple(m["role"] == "assistant" and _is_trained(m, i) for i, m in enumerate(checked))
+    if record.get("functions"):
+        raise BadSampleError("it has functions, which no chat template shows: write them as tools")
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():  # data sets of many sources keep them as JSON
+        tools = from_json(tools, "tools")
+    # The marks are for this program: a template must not see them.
+    said = tuple({key: value for key, value in m.items() if key not in _MARKS} for m in checked)
+    return Conversation(said, trained, tools or None)  # templates ask whether there is a list
+
+
+def role_of(turn: Any) -> str | None:
+    """Whose message it is, as a template says it; None: that cannot be told."""
+    name = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    return ROLES.get(name.lower().replace("-", "_")) if isinstance(name, str) else None
+
+
+def content_of(turn: Any) -> Any:
+    """What a message says."""
+    return turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+
+
+def text_of(value: Any, key: str) -> str:
+    """A value that has to be text."""
+    if not isinstance(value, str):
+        raise BadSampleError(f"{key} is not text")
+    return value
+
+
+def from_json(text: str, key: str) -> Any:
+    """A list or an object that a table can hold as text only."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise BadSampleError(f"{key} is text that is not JSON") from None
+
+
+def checked_message(turn: Any, number: int) -> dict[str, Any]:
+    """One message with "role" and "content", ShareGPT's "from" and "value" as well."""
+    if not isinstance(turn, dict) or not {"role", "from"} & turn.keys():
+        raise BadSampleError(f"message {number} is no object with role and content")
+    message = {key: value for key, value in turn.items() if value is not None}  # a column that other rows use
+    said, role, content = message.get("role", message.get("from")), role_of(message), content_of(message)
+    if role is None:
+        raise BadSampleError(f"message {number}: unknown role {said!r}; {_hint(said)}")
+    if content is None and not any(message.get(name) for name in _BESIDE):
+        keys = ", ".join(sorted(message))
+        raise BadSampleError(f"message {number} ({role}) has no content: it has {keys}")
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        content = _joined(content, f"message {number} ({role})")
+    if content is not None and not isinstance(content, str):
+        raise BadSampleError(f"message {number} ({role}): content is not text")
+    used = {"role" if "role" in message else "from", "content" if "content" in message else "value"}
+    rest = {key: value for key, value in message.items() if key not in used}
+    return {"role": role, "content": content or "", **rest}
+
+
+def _hint(role: Any) -> str:
+    """What to write in place of a role that is not known."""
+    if role in ("function_call", "tool_call"):
+        return 'a call is a message of the assistant with "tool_calls"'
+    known = (f"{name} ({', '.join(others)})" if others else name for name, others in _NAMES.items())
+    return f"known are {', '.join(known)}"
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    """The text of OpenAI's content parts, {"type": "text", "text": ...}."""
+    for part in parts:
+        kind = part.get("type")
+        if kind not in ("text", "input_text", "output_text"):
+            raise BadSampleError(f"{where}: a content part of type {kind}, where only text is trained on")
+    return "".join(text_of(part.get("text"), f"a content part of {where}") for part in parts)
+
+
+def _is_trained(message: dict[str, Any], number: int) -> bool:
+    """As "train" says, true or false, or as others write it "weight", 1 or 0."""
+    for key in _MARKS:
+        if message.get(key, True) not in (True, False):
+            raise BadSampleError(f"message {number}: {key} is {message[key]!r}, not {_MARKS[key]}")
+    return all(message.get(key, True) for key in _MARKS)

@@ -1,0 +1,69 @@
+"""Whether a transformers model keeps the documents of a packed sequence apart.
+
+transformers finds documents by positions that begin anew (``masking_utils``), in models whose decoder makes its masks
+there. What carries a state from token to token (a recurrence, a convolution) carries it over the border of documents.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from typing import Any
+
+from torch import nn
+
+from smp.models.foreign import blocks_of
+
+_MASKS = re.compile(r"create_(causal|sliding_window_causal|chunked_causal)_mask|create_masks_for_generate")
+"""Functions of transformers' ``masking_utils``."""
+_STATES = re.compile(
+    "Mamba|SSM|DeltaNet|DeltaAttention|LinearAttention|Lightning|Rwkv|RWKV|Recurrent|ShortConv|LSTM|Retention"
+)
+"""In the names of classes."""
+
+
+def refusal_of_documents(module: Any) -> str:
+    """Why not, in one line; empty: it keeps them apart."""
+    said = f"documents in one sequence (--packing best-fit, --reset-attention-mask): {type(module).__name__}"
+    more = "give --packing off, or leave --reset-attention-mask out"
+    for _, block in blocks_of(module):
+        for part in block.modules():
+            kind = type(part).__name__
+            if isinstance(part, nn.Conv1d) or _STATES.search(kind):
+                return f"{said} has {kind}, which carries over from one document to the next; {more}"
+    if "position_ids" not in inspect.signature(type(module).forward).parameters:
+        return f"{said} takes no positions, by which transformers tells documents apart; {more}"
+    decoder = next((m for m in module.modules() if any(c is blocks_of(module)[0][1] for c in _in_lists(m))), module)
+    given = _positions_given(inspect.getsource(type(decoder).forward))
+    if not given:
+        return f"{said} makes its masks by itself, which know of no documents; {more}"
+    if not all(given):
+        return f"{said} makes its masks without positions, by which transformers tells documents apart; {more}"
+    return ""
+
+
+def _positions_given(source: str) -> list[bool]:
+    """Of each mask that a forward pass makes, whether it is told of positions."""
+    tree = ast.parse(textwrap.dedent(source))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    assigned = [(ast.unparse(node.targets[0]), node.value) for node in nodes]
+    arguments = {name: ast.unparse(value) for name, value in assigned if isinstance(value, ast.Dict)}
+    copies = {name: ast.unparse(value).removesuffix(".copy()") for name, value in assigned}
+    arguments |= {name: arguments[of] for name, of in copies.items() if of in arguments}
+    others = {name for name, value in assigned if isinstance(value, ast.IfExp) and _MASKS.search(ast.unparse(value))}
+
+    def is_given(call: ast.Call) -> bool:
+        return any(
+            word.arg == "position_ids"
+            or (word.arg is None and "position_ids" in arguments.get(ast.unparse(word.value), ""))
+            for word in call.keywords
+        )
+
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    return [is_given(c) for c in calls if _MASKS.fullmatch(ast.unparse(c.func)) or ast.unparse(c.func) in others]
+
+
+def _in_lists(module: nn.Module) -> list[nn.Module]:
+    return [layer for child in module.children() if isinstance(child, nn.ModuleList) for layer in child]

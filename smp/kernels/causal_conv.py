@@ -1,0 +1,116 @@
+"""A short causal convolution of each channel with SiLU behind it, as linear recurrences have in front of them.
+
+    y_t = SiLU(sum over j < K of w_(K-1-j) x_(t-j))
+
+where x_(t-j) counts only if it is of the same document. Of x and the weights the backward pass makes the sum again, so
+that x is all that is kept. Bytes per element in fp32: forward 4 (K + 1), backward 4 (3 K + 3), fewer where a cache
+holds neighbouring tokens; sums are in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from smp.kernels.registry import accumulation_dtype, define
+
+
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor | None = None, places: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(rows, length, channels) -> the same.
+
+    Args:
+        x: tokens of each row, one behind the other.
+        weight: (channels, K).
+        before: (rows, K - 1, channels), the tokens before the first; None: zeros.
+        places: int64 (rows, length), tokens of its document before each; None: a row and what is before it are of one.
+    """
+    rows, _, channels = x.shape
+    if before is None:
+        before = x.new_zeros(rows, weight.shape[1] - 1, channels)
+    return _Conv.apply(torch.cat((before, x), 1), weight, places)
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, places)
+        return _forward_op(x, weight, places)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        dx, dweight = _backward_op(dy, *ctx.saved_tensors)
+        return dx, dweight, None
+
+
+def _taps(size: int, places: torch.Tensor | None) -> list[tuple[int, torch.Tensor | None]]:
+    """For each number of tokens back the column of the weight, and where a token sees one so far back, (rows, length,
+    1); None: everywhere."""
+    return [(size - 1 - j, None if places is None or j == 0 else (places >= j)[..., None]) for j in range(size)]
+
+
+def _sum(x: torch.Tensor, weight: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    """What SiLU is of, (rows, length, channels), of x (rows, K - 1 + length, channels), in the precision of sums."""
+    length, wide = x.shape[1] - weight.shape[1] + 1, accumulation_dtype(x.dtype)
+    x, weight = x.to(wide), weight.to(wide)
+    out = torch.zeros((), dtype=wide, device=x.device)
+    for column, seen in _taps(weight.shape[1], places):
+        shifted = x[:, column : column + length]
+        shifted = shifted if seen is None else shifted * seen
+        out = torch.addcmul(out, shifted, weight[:, column])
+    return out
+
+
+def _blocks(x: torch.Tensor, length: int) -> list[tuple[int, int]]:
+    """Begin and end of stretches of tokens that are computed at a time: on a CPU so few that they stay in its cache."""
+    step = _IN_CACHE if x.device.type == "cpu" else max(length, 1)
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+_IN_CACHE = 64
+"""Tokens of thousands of channels."""
+
+
+def _part(x: torch.Tensor | None, start: int, end: int) -> torch.Tensor | None:
+    return None if x is None else x[:, start:end]
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    history = weight.shape[1] - 1
+    out = x.new_empty((x.shape[0], x.shape[1] - history, x.shape[2]))
+    for start, end in _blocks(x, out.shape[1]):
+        out[:, start:end] = F.silu(_sum(x[:, start : end + history], weight, _part(places, start, end)))
+    return out
+
+
+def _backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, places: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x and of the weight."""
+    wide, history = accumulation_dtype(x.dtype), weight.shape[1] - 1
+    dx, dweight = torch.zeros_like(x, dtype=wide), torch.zeros_like(weight, dtype=wide)
+    for start, end in _blocks(x, dy.shape[1]):
+        part, seen_places = x[:, start : end + history].to(wide), _part(places, start, end)
+        summed = _sum(part, weight, seen_places)
+        share = summed.sigmoid()
+        dsum = dy[:, start:end].to(wide) * share * (1 + summed * (1 - share))
+        for column, seen in _taps(weight.shape[1], seen_places):
+            d = dsum if seen is None else dsum * seen
+            dx[:, start + column : end + column].addcmul_(d, weight[:, column].to(wide))
+            dweight[:, column] += (d * part[:, column : column + end - start]).sum((0, 1))
+    return dx.to(x.dtype), dweight.to(weight.dtype)
+
+
+_forward_op = define(
+    "causal_conv(Tensor x, Tensor weight, Tensor? places) -> Tensor",
+    lambda x, weight, places: x.new_empty((x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])),
+    CompositeExplicitAutograd=_forward,
+)
+_backward_op = define(
+    "causal_conv_backward(Tensor dy, Tensor x, Tensor weight, Tensor? places) -> (Tensor, Tensor)",
+    lambda dy, x, weight, places: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    CompositeExplicitAutograd=_backward,
+)

@@ -1,0 +1,382 @@
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464): a memory of keys and values that forgets and corrects.
+
+For each head a state S (key_dim, value_dim), and for each token, with its decay a = exp(g) and its rate b,
+
+    S <- a S                             forget
+    S <- S + k (b (v - S^T k))^T         write what the memory does not know of k yet
+    o  = S^T q                           read
+
+A token that begins a document forgets all. :func:`step_by_step` is that, and the oracle. :func:`chunked` computes C
+tokens at a time with matrix products. With G the sum of g in the chunk up to each token, e = exp(G), D_ij = exp(G_i -
+G_j) for i >= j in one document, else 0, and T = (1 + strict lower part of (b_i k_i.k_j D_ij))^-1:
+
+    V = T (b (v - e k S))                what each token writes
+    o = e q S + (q k^T * D) V
+    S <- exp(G_C) S + (exp(G_C - G) k)^T V
+
+FLOPs of a forward pass per token and head: 6 key_dim value_dim + C (4 key_dim + 4 value_dim) + C^2. Kept for the
+backward pass beside the inputs: a state for each chunk, key_dim value_dim / C a token, and C of T. Sums are in fp32,
+those of g in fp64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from smp.kernels.registry import accumulation_dtype, define
+
+CHUNK = 64
+"""Tokens that are computed at once."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def step_by_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    begins: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+) -> Pair:
+    """The rule by its definition, a token after the other. Arguments and results as of :func:`chunked`."""
+    dtype, wide = v.dtype, accumulation_dtype(v.dtype)
+    q, k, v, g, beta = (x.to(wide) for x in (_for_heads(q, v), _for_heads(k, v), v, g, beta))
+    if state is None:
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    outs = []
+    for t in range(v.shape[1]):
+        if begins is not None:
+            state = state.masked_fill(begins[:, t, None, None, None], 0.0)
+        state = state * g[:, t, :, None, None].exp()
+        written = beta[:, t, :, None] * (v[:, t] - (state * k[:, t, :, :, None]).sum(2))
+        state = state + k[:, t, :, :, None] * written[:, :, None]
+        outs.append((state * q[:, t, :, :, None]).sum(2))
+    return torch.stack(outs, 1).to(dtype), state
+
+
+def chunked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    begins: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+) -> Pair:
+    """The rule, a chunk of tokens after the other.
+
+    Args:
+        q, k: (rows, length, key heads, key_dim); each of the key heads is that of heads / key heads neighbours.
+        v: (rows, length, heads, value_dim).
+        g, beta: (rows, length, heads): log of the decay, at most 0, and the rate of writing.
+        begins: bool (rows, length), tokens that begin a document; None: none does but the first.
+        state: (rows, heads, key_dim, value_dim) in the precision of sums, before the first token; None: zeros.
+
+    Returns:
+        The output, (rows, length, heads, value_dim), and the state after the last token.
+    """
+    q, k = _for_heads(q, v), _for_heads(k, v)
+    if state is None:
+        wide = accumulation_dtype(v.dtype)
+        state = torch.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=wide, device=v.device)
+    return _Chunked.apply(q, k, v, g, beta, begins, state)
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    begins: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    backend: str = "torch",
+) -> Pair:
+    """The rule by ``backend``: torch, or fla for the Triton kernels of flash-linear-attention, which take q, k and v of
+    one dtype with 16 bits; all else is computed in chunks here. Arguments and results as of :func:`chunked`."""
+    if v.shape[1] == 1 and not torch.is_grad_enabled():  # a token of each text that is being written
+        return step_by_step(q, k, v, g, beta, begins, state)
+    if backend == "fla" and q.dtype == k.dtype == v.dtype and v.dtype.itemsize == 2:
+        return _by_fla(q, k, v, g, beta, begins, state)
+    return chunked(q, k, v, g, beta, begins, state)
+
+
+def _by_fla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    begins: torch.Tensor | None,
+    state: torch.Tensor | None,
+) -> Pair:
+    """flash-linear-attention takes documents of several lengths as one row, whose ends it is told."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    q, k, ends, starting = _for_heads(q, v), _for_heads(k, v), None, state
+    tensors = [q, k, v, g, beta]
+    if begins is not None:
+        rows, length = begins.shape
+        first = begins.clone()
+        first[:, 0] = True
+        ends = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=rows * length)
+        tensors = [x.flatten(0, 1)[None] for x in tensors]
+        if state is not None:  # of the first document of each row, unless it begins there
+            number = first.flatten().cumsum(0).view(rows, length)[:, 0] - 1
+            starting = state.new_zeros(len(ends) - 1, *state.shape[1:])
+            starting = starting.index_copy(0, number, state.masked_fill(begins[:, 0, None, None, None], 0.0))
+    q, k, v_, g, beta = tensors
+    out, last = chunk_gated_delta_rule(
+        q, k, v_, g, beta, scale=1.0, initial_state=starting, output_final_state=True, cu_seqlens=ends
+    )
+    if ends is not None and begins is not None:
+        last = last[(ends[1:] % begins.shape[1] == 0).nonzero().flatten()]  # documents that end rows
+        out = out.view_as(v)
+    return out, last
+
+
+def _for_heads(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A query or key for each head of ``v``."""
+    return x if x.shape[2] == v.shape[2] else x.repeat_interleave(v.shape[2] // x.shape[2], dim=2)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        begins: torch.Tensor | None,
+        state: torch.Tensor,
+    ) -> Pair:
+        out, states, inverse = _forward_op(q, k, v, g, beta, begins, state)
+        ctx.save_for_backward(q, k, v, g, beta, begins, states, inverse)
+        # A copy: what is kept for the backward pass is not handed out.
+        return out, states[-1].view_as(state).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlast: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, g, beta, begins, states, inverse = ctx.saved_tensors
+        dq, dk, dv, dg, dbeta, dstate = _backward_op(dout, dlast, q, k, v, g, beta, begins, states, inverse)
+        return dq, dk, dv, dg, dbeta, None, dstate
+
+
+@dataclass
+class _Chunks:
+    """The inputs by chunks: (n, B, C, channels) with n chunks of C tokens and B = rows x heads, in the precision of
+    sums, zeros behind the last token, which change nothing; and what follows from decays and documents.
+
+    Attributes:
+        q, k, v: as they are.
+        beta: (n, B, C, 1).
+        decay: D of the file's text, (n, B, C, C).
+        before: e, 0 where the token's document began in the chunk, (n, B, C, 1).
+        behind: exp(G_C - G), 0 where the document ended in the chunk, likewise.
+        whole: exp(G_C), 0 where a document began in the chunk, (n, B, 1, 1).
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    decay: torch.Tensor
+    before: torch.Tensor
+    behind: torch.Tensor
+    whole: torch.Tensor
+
+    @staticmethod
+    def of(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        begins: torch.Tensor | None,
+    ) -> _Chunks:
+        # In fp64: after strong forgetting a sum is large, and fp32 would lose what differences say of mild decays.
+        total = _by_chunk(g[..., None], torch.float64).cumsum(2)  # (n, B, C, 1)
+        last = total[:, :, -1:]
+        differences = total - total.transpose(2, 3), total, last - total, last
+        wide = accumulation_dtype(v.dtype)
+        decay, before, behind, whole = (x.to(wide, copy=True) for x in differences)
+        future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+        # Masked before exp: the differences above the diagonal may be too large for it.
+        decay.masked_fill_(future, -torch.inf)
+        if begins is not None:
+            number, known = _documents(begins, v.shape[2])
+            decay.masked_fill_(number != number.transpose(2, 3), -torch.inf)
+            before.masked_fill_(number != known, -torch.inf)
+            behind.masked_fill_(number != number[:, :, -1:], -torch.inf)
+            whole.masked_fill_(number[:, :, -1:] != known, -torch.inf)
+        q, k, v = _by_chunk(q), _by_chunk(k), _by_chunk(v)
+        return _Chunks(q, k, v, _by_chunk(beta[..., None]), decay.exp_(), before.exp_(), behind.exp_(), whole.exp_())
+
+    def inverse(self) -> torch.Tensor:
+        """T, (n, B, C, C)."""
+        system = (self.k @ self.k.transpose(2, 3)).mul_(self.decay).mul_(self.beta)
+        unit = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
+        # It reads what is below the diagonal, and gives columns.
+        return torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True).contiguous()
+
+
+def _by_chunk(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """(rows, length, heads, channels) -> (n, rows x heads, C, channels), zeros behind the last token. In ``dtype``, by
+    default that of sums."""
+    rows, length, heads, channels = x.shape
+    count, dtype = -(-length // CHUNK), dtype or accumulation_dtype(x.dtype)
+    out = torch.empty((count, rows, heads, CHUNK, channels), dtype=dtype, device=x.device)
+    into = out.permute(1, 0, 3, 2, 4)  # (rows, n, C, heads, channels)
+    whole = length // CHUNK
+    into[:, :whole].copy_(x[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)))
+    if whole < count:
+        rest = length - whole * CHUNK
+        into[:, -1, :rest].copy_(x[:, whole * CHUNK :])
+        into[:, -1, rest:].zero_()
+    return out.flatten(1, 2)
+
+
+def _as_tokens(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`_by_chunk`, in the shape and dtype of ``like``."""
+    rows, length, heads = like.shape[:3]
+    by_row = x.unflatten(1, (rows, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    return by_row.to(like.dtype).contiguous()
+
+
+def _documents(begins: torch.Tensor, heads: int) -> Pair:
+    """Number of each token's document in its row, and of the one that the chunk before ended in, both int64 (n, B, C or
+    1, 1)."""
+    rows, length = begins.shape
+    number = begins.long().cumsum(1)
+    count = -(-length // CHUNK)
+    # What is behind the last token belongs to its document.
+    number = torch.cat((number, number[:, -1:].expand(rows, count * CHUNK - length)), 1).unflatten(1, (count, CHUNK))
+    known = torch.cat((torch.zeros_like(number[:, :1, -1:]), number[:, :-1, -1:]), 1)  # (rows, n, 1)
+    number, known = (x.transpose(0, 1).repeat_interleave(heads, 1)[..., None] for x in (number, known))
+    return number, known
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    begins: torch.Tensor | None,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output; the states before each chunk and after the last, (n + 1, B, key_dim, value_dim); T."""
+    c = _Chunks.of(q, k, v, g, beta, begins)
+    inverse, scores = c.inverse(), (c.q @ c.k.transpose(2, 3)).mul_(c.decay)
+    states = state.new_empty(len(c.v) + 1, *state.flatten(0, 1).shape)
+    states[0], out = state.flatten(0, 1), torch.empty_like(c.v)
+    asked, kept = c.k * c.before, c.k * c.behind
+    read = c.q * c.before
+    for i, s in enumerate(states[:-1]):
+        written = inverse[i] @ torch.baddbmm(c.v[i], asked[i], s, alpha=-1).mul_(c.beta[i])
+        torch.bmm(scores[i], written, out=out[i])
+        out[i].baddbmm_(read[i], s)
+        torch.baddbmm(s * c.whole[i], kept[i].transpose(1, 2), written, out=states[i + 1])
+    return _as_tokens(out, v), states, inverse
+
+
+def _backward(
+    dout: torch.Tensor,
+    dlast: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    begins: torch.Tensor | None,
+    states: torch.Tensor,
+    inverse: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k, v, g, beta and of the first state.
+
+    From the last chunk to the first the state's gradient is carried; all else follows for all chunks at once.
+    """
+    c, dout = _Chunks.of(q, k, v, g, beta, begins), _by_chunk(dout)
+    scores = c.q @ c.k.transpose(2, 3)
+    known = states[:-1]
+    missing = torch.baddbmm(c.v.flatten(0, 1), (c.k * c.before).flatten(0, 1), known.flatten(0, 1), alpha=-1)
+    missing = missing.view_as(c.v)
+    written = inverse @ (missing * c.beta)
+    asked, kept, read = c.k * c.before, c.k * c.behind, c.q * c.before
+    # What each token's write and the state before each chunk get from the outputs of the chunk.
+    dmissing = (scores * c.decay).transpose(2, 3) @ dout
+    dstates = torch.empty_like(states)
+    dstates[-1] = dlast.flatten(0, 1)
+    torch.matmul(read.transpose(2, 3), dout, out=dstates[:-1])
+    dright = torch.empty_like(c.v)
+    for i in reversed(range(len(c.v))):
+        torch.bmm(inverse[i].transpose(1, 2), dmissing[i].baddbmm_(kept[i], dstates[i + 1]), out=dright[i])
+        dstates[i].add_(dstates[i + 1] * c.whole[i])
+        dstates[i].baddbmm_(asked[i].transpose(1, 2), dright[i] * c.beta[i], alpha=-1)
+    dbeta = (dright * missing).sum(3, keepdim=True)
+    dv = dright * c.beta
+    # T depends on keys, rates and decays: the gradient of its inverse is - T^T dT T^T.
+    dsystem = (dright @ written.transpose(2, 3)).neg_().tril_(-1).mul_(c.decay)
+    products = c.k @ c.k.transpose(2, 3)
+    dbeta += (dsystem * products).sum(3, keepdim=True)
+    dsystem *= c.beta
+    dscores = (dout @ written.transpose(2, 3)).mul_(c.decay)
+    ddecay = (dsystem * products).add_(dscores * scores)  # times D already
+    dq = dscores @ c.k
+    dk = dscores.transpose(2, 3) @ c.q + (dsystem + dsystem.transpose(2, 3)) @ c.k
+    dread, dasked = dout @ known.transpose(2, 3), (dv @ known.transpose(2, 3)).neg_()
+    dkept = written @ dstates[1:].transpose(2, 3)
+    of_before = (dread * read).sum(3, keepdim=True) + (dasked * asked).sum(3, keepdim=True)
+    of_behind = (dkept * kept).sum(3, keepdim=True)
+    dq += dread * c.before
+    dk += dasked * c.before + dkept * c.behind
+    # The decay of token t is in what passes it: pairs of a token from t on and one before, what comes from before the
+    # chunk to tokens from t on, what goes from tokens before t behind the chunk, and what passes the chunk. Sums of
+    # these, and not of differences, which would round more.
+    here_on = torch.ones(CHUNK, CHUNK, dtype=ddecay.dtype, device=ddecay.device).triu()
+    dg = (here_on @ ddecay).tril_(-1).sum(3, keepdim=True) + of_before.flip(2).cumsum(2).flip(2)
+    dg += of_behind.cumsum(2) - of_behind + (known * dstates[1:]).sum((2, 3), keepdim=True) * c.whole
+    tokens = (_as_tokens(x, y) for x, y in ((dq, q), (dk, k), (dv, v)))
+    numbers = (_as_tokens(x, y[..., None]).squeeze(3) for x, y in ((dg, g), (dbeta, beta)))
+    return *tokens, *numbers, dstates[0].clone().view(v.shape[0], v.shape[2], *states.shape[2:])
+
+
+def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    wide, count, both = accumulation_dtype(v.dtype), (v.shape[1] + CHUNK - 1) // CHUNK, v.shape[0] * v.shape[2]
+    states = v.new_empty((count + 1, both, k.shape[3], v.shape[3]), dtype=wide)
+    return v.new_empty(v.shape), states, v.new_empty((count, both, CHUNK, CHUNK), dtype=wide)
+
+
+def _backward_fake(
+    dout: torch.Tensor,
+    dlast: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), dlast.new_empty(dlast.shape)
+
+
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? begins"
+_forward_op = define(
+    f"gated_delta_rule({_ARGUMENTS}, Tensor state) -> (Tensor, Tensor, Tensor)",
+    _forward_fake,
+    CompositeExplicitAutograd=_forward,
+)
+_backward_op = define(
+    f"gated_delta_rule_backward(Tensor dout, Tensor dlast, {_ARGUMENTS}, Tensor states, Tensor inverse) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_fake,
+    CompositeExplicitAutograd=_backward,
+)

@@ -1,0 +1,42 @@
+"""What an elastic job (``max_nodes``) needs of torchrun, which starts workers again when nodes join or are lost."""
+
+from __future__ import annotations
+
+from smp.config import ConfigError
+from smp.launch.recipe import Recipe
+
+VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+"""A store for every start of the workers, see ``smp.config.elastic``; and seconds that they have to save."""
+RESTARTS = 1000
+MEETING = "last_call_timeout=30,keep_alive_interval=2,keep_alive_max_attempt=15"
+"""Seconds to wait for more nodes than needed; a node that is silent for 30 seconds is lost."""
+
+
+def is_elastic(recipe: Recipe) -> bool:
+    """Whether nodes may come and go."""
+    return recipe.task != "custom" and recipe.settings.get("max_nodes") is not None
+
+
+def nodes_of(recipe: Recipe) -> str:
+    """torchrun's words for the number of nodes, before those of the rendezvous.
+
+    Raises:
+        ConfigError: the job would start with a number of nodes that it must not have.
+    """
+    if not is_elastic(recipe):
+        return f"--nnodes {recipe.num_nodes}"
+    least, most = recipe.settings.get("min_nodes") or 1, recipe.settings["max_nodes"]
+    if not (least <= recipe.num_nodes <= most and recipe.num_nodes > 1):
+        raise ConfigError(
+            f"trainer.num_nodes: {recipe.num_nodes} of an elastic job: it starts with 2 nodes or more, between "
+            f"min_nodes {least} and max_nodes {most}"
+        )
+    return f"--nnodes {least}:{most} --max-restarts {RESTARTS} --rdzv-conf {MEETING}"
+
+
+def refuse(recipe: Recipe, where: str, why: str) -> None:
+    """Raise ConfigError where nodes cannot come and go."""
+    if is_elastic(recipe):
+        raise ConfigError(
+            f"max_nodes with {where}: {why}; take cluster=slurm, or cluster=k8s with kind=PyTorchJob or Job"
+        )

@@ -1,0 +1,44 @@
+"""Forms of HyperPod's recipes: one for each trainer of its, known by ``run.model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from smp.launch.hyperpod.key import Get, Key
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the keys of a trainer of HyperPod's become.
+
+    Attributes:
+        name: for messages and the docs.
+        keys: dotted name -> what it becomes. ``a.b.*`` stands for all keys below ``a.b``, ``*.a`` for those that end
+            so.
+        finetune: whether a recipe is for finetune.py.
+        always: settings that this trainer has without a key, where no key says another thing.
+        sizes: keys in the place of trainer.devices and trainer.num_nodes, where these are not given.
+    """
+
+    name: str
+    keys: Mapping[str, Key]
+    finetune: Callable[[Get], bool]
+    always: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
+
+    def find(self, name: str) -> Key | None:
+        """What a key becomes, by its own name or the longest one that stands for it."""
+        if (key := self.keys.get(name)) is not None:
+            return key
+        head, _, last = name.rpartition(".")
+        while head:
+            if (key := self.keys.get(f"{head}.*")) is not None:
+                return key
+            head = head.rpartition(".")[0]
+        return self.keys.get(f"*.{last}")
+
+    def is_section(self, name: str) -> bool:
+        """Whether there are keys below it."""
+        return any(key.startswith(f"{name}.") for key in self.keys)

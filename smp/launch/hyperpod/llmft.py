@@ -1,0 +1,317 @@
+"""HyperPod's recipes of ``llm_finetuning_aws``: SFT and DPO, all weights or LoRA, with FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from smp.config import ConfigError
+from smp.config.fields import as_text
+from smp.launch.hyperpod import tuning
+from smp.launch.hyperpod.form import Form
+from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to
+
+_ARGS = "training_config.training_args."
+_MODEL = "training_config.model_config."
+_FSDP = _ARGS + "strategy.fsdp_config."
+_TEMPLATE = "the template of the model's folder renders samples; recipes.chat_template=FILE gives another"
+_SCHEDULES = {
+    **{"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"},
+    "cosine_with_min_lr": "cosine",
+}
+
+
+def _is_dpo(get: Get) -> bool:
+    return bool(get(_ARGS + "trainer_type") == "dpo")
+
+
+def _dpo(name: str) -> Key:
+    return Key(f"`{name}`, of dpo", lambda value, get: {name: value} if _is_dpo(get) else {})
+
+
+def _dpo_only(default: Any, why: str) -> Key:
+    """A key of DPO that has one value here."""
+
+    def convert(value: Any, get: Get) -> Mapping[str, Any]:
+        if _is_dpo(get) and value != default:
+            raise ConfigError(f"{as_text(value)} cannot be had: {why}")
+        return {}
+
+    return Key(f"refused unless `{as_text(default)}`, of dpo: {why}", convert)
+
+
+def _trainer(value: Any, get: Get) -> Mapping[str, Any]:
+    if value not in ("sft", "dpo"):
+        raise ConfigError(f"{value} cannot be had: take sft or dpo, or recipes.objective")
+    return {"objective": "dpo"} if value == "dpo" else {}
+
+
+def _schedule(value: Any, get: Get) -> Mapping[str, Any]:
+    style = tuning.style_of(value, _SCHEDULES)
+    if value != "cosine_with_min_lr":
+        return style
+    return {**style, "min_lr": 0.1 * get(_ARGS + "learning_rate")}  # the library's: a tenth
+
+
+def _clip(value: Any, get: Get) -> Mapping[str, Any]:
+    """max_norm, gradient_clipping and gradient_clipping_threshold say one thing."""
+    if get(_ARGS + "gradient_clipping") is False:
+        return {"clip_grad": 0.0}
+    limits = {get(_ARGS + name) for name in ("max_norm", "gradient_clipping_threshold")} - {None}
+    if len(limits) > 1:
+        raise ConfigError(f"max_norm and gradient_clipping_threshold are {' and '.join(map(str, sorted(limits)))}")
+    return {"clip_grad": value}
+
+
+def _decay(value: Any, get: Get) -> Mapping[str, Any]:
+    """l2 and weight_decay are two names of one thing; 0 is the default of both."""
+    given = {get(_ARGS + name) for name in ("l2", "weight_decay")} - {None, 0}
+    if len(given) > 1:
+        raise ConfigError(f"l2 and weight_decay are {' and '.join(map(str, sorted(given)))}")
+    return {"weight_decay": value} if value or not given else {}
+
+
+def _peft(value: Any, get: Get) -> Mapping[str, Any]:
+    if value != "lora":
+        raise ConfigError(f"{value} cannot be had: take lora, or peft_config=null to train all weights")
+    section = _MODEL + "peft_config."
+    if get(_MODEL + "lora_checkpoint_file_path"):
+        return {}
+    found = tuning.adapters(
+        get(section + "r") or 8,
+        get(section + "lora_alpha") or 8,
+        get(section + "lora_dropout"),
+        get(section + "target_modules"),
+        get(section + "target_parameters"),
+    )
+    return found | ({"use_dora": True} if get(section + "use_dora") else {})
+
+
+def _cpu_offload(value: Any, get: Get) -> Mapping[str, Any]:
+    return {"optimizer_cpu_offload": True} if value else {}
+
+
+def _sharding(value: Any, get: Get) -> Mapping[str, Any]:
+    strategies = {"FULL_SHARD": 0, "HYBRID_SHARD": get("trainer.devices") or 1, "NO_SHARD": 1}
+    if value in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
+        return {
+            "hybrid_shard_degree": 0 if value == "SHARD_GRAD_OP" else strategies["HYBRID_SHARD"],
+            "data_parallel_sharding_strategy": "optim_grads",
+        }
+    if value not in strategies:
+        raise ConfigError(f"{value} cannot be had: take one of {', '.join(strategies)}")
+    degree = strategies[value]
+    # context-parallel processes shard as well
+    around = (get(_ARGS + "ring_attn_size") or 1) * (get(_ARGS + "ulysses_sequence_parallel_size") or 1)
+    return {"hybrid_shard_degree": max(1, degree // around) if degree else 0}
+
+
+def _preprocessors(value: Any, get: Get) -> Mapping[str, Any] | str:
+    """Steps that make samples of rows, which finetune.py does by itself: what they say otherwise is refused."""
+    found: dict[str, Any] = {}
+    for step in value:
+        if not isinstance(step, Mapping) or step.get("type") not in _STEPS:
+            raise ConfigError(f"{step!r} is none of {', '.join(_STEPS)}")
+        known = _STEPS[step["type"]]
+        for name, given in step.items():
+            if name == "type":
+                continue
+            if name not in known:
+                raise ConfigError(f"{step['type']}.{name}: there is no such key")
+            if not known[name](given):
+                raise ConfigError(f"{step['type']}.{name}: {given} cannot be had; {_STEPS_SAY}")
+        if step.get("ignore_prompt_labels") is False:
+            found["mask_prompt"] = False
+    return found or f"finetune.py reads samples itself, under these names of keys; {_TEMPLATE}"
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+_STEPS_SAY = "finetune.py reads messages; prompt, chosen and rejected"
+_STEPS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "TrainingSFTSampleConverter": {},
+    "Seq2SeqTokensProcessor": {
+        "chat_template_name": _anything,
+        "ignore_prompt_labels": lambda value: isinstance(value, bool),
+        "enable_thinking": lambda value: value is False,  # templates write that an answer has no reasoning
+    },
+    "DropColumns": {"column_names": _anything},
+    "SelectColumns": {"selected_columns": _anything},
+    "TrainingPOSampleConverter": {
+        "prompt_key": lambda value: value == "prompt",
+        "key_map": lambda value: value == {"chosen": "chosen", "rejected": "rejected"},
+    },
+    "ApplyChatTemplate": {},
+    "TokenizeSampleDPO": {
+        "add_special_tokens": lambda value: value is False,
+        "max_prompt_length": _anything,  # max_len bounds both together
+        "max_completion_length": _anything,
+    },
+    "SequenceLengthFilter": {"max_seq_length": _anything, "tokens_labels": _anything},
+}
+_DATASETS = {
+    "train_data.file_path": Key("`data_path`", lambda value, get: {"data_path": value}, is_text=True),
+    "train_data.name": nothing("a name in AWS's logs"),
+    "train_data.limit": only((), "all samples of a file are read; give a shorter one"),
+    "val_data.file_path": Key("refused: finetune.py splits its samples", tuning.own_validation, is_text=True),
+    "val_data.name": nothing("a name in AWS's logs"),
+    "val_data.limit": nothing("eval_iters says how many batches"),
+    "train_val_split_ratio": Key("`split`", tuning.split),
+    "train_val_split_seed": nothing("seed draws the split as well"),
+    "data_dir": only((), "data are files: train_data.file_path"),
+    "save_intermediate_processing_steps": nothing("samples are encoded in memory"),
+    "preprocessor_cfgs": Key("`mask_prompt`; steps that do another thing than finetune.py are refused", _preprocessors),
+}
+_MODEL_KEYS = {
+    "model_name_or_path": Key("`load`; a name of the hub is `hub:NAME`", tuning.model_folder, is_text=True),
+    "model_save_name": nothing("the model is in the job's folder, hf_model"),
+    "apply_chat_template": nothing(_TEMPLATE),
+    "chat_template_key": nothing(_TEMPLATE),
+    "attn_implementation": Key(
+        "`attention_backend` math for eager; others change nothing: the device says which kernel",
+        lambda value, get: {"attention_backend": "math"} if value == "eager" else "the device says which kernel runs",
+    ),
+    "device_map": nothing("the layout says where weights are"),
+    "generation_cfg.*": nothing("it is of AWS's evaluation after the training; tools/generate.py writes texts"),
+    "lora_checkpoint_file_path": Key("`load_adapter`", lambda value, get: {"load_adapter": value}, is_text=True),
+    "multimodal": only((False,), "smp trains language models only"),
+    "peft_config.peft_type": Key("`lora_rank`, `lora_alpha`, `lora_dropout`, `lora_target_modules`", _peft),
+    **{
+        f"peft_config.{name}": read_with("peft_type")
+        for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_dora")
+    },
+    "peft_config.bias": only(("none",), "biases are not trained beside adapters"),
+    "peft_config.task_type": only(("CAUSAL_LM",), "language models are what is trained"),
+    "peft_config.exclude_modules": Key("refused unless they have no adapters here either", tuning.without_routers),
+}
+_ARGS_KEYS = {
+    "trainer_type": Key("`objective`", _trainer),
+    "beta": _dpo("dpo_beta"),
+    "label_smoothing": _dpo("dpo_label_smoothing"),
+    "loss_type": _dpo("dpo_loss_type"),
+    "nll_loss_coef": _dpo_only(0.0, "take recipes.objective=orpo for a loss with it"),
+    "reference_free": _dpo_only(False, "take recipes.objective=orpo, which has no reference"),
+    "ref_offload": _dpo_only(False, "take recipes.dpo_reference=precomputed, which keeps no reference"),
+    "M": _dpo_only(1, "an answer is compared once"),
+    "sampling_method": _dpo_only("mc", "answers are those of the data"),
+    "train_batch_size": to("global_batch_size"),
+    "micro_train_batch_size": to("micro_batch_size"),
+    "max_len": to("seq_length"),
+    "max_epochs": to("train_epochs"),
+    "max_samples": Key(
+        "refused below 100,000,000: all samples are read",
+        lambda value, get: (
+            "all samples are read" if value >= 1e8 else tuning.refuse(f"{value:g}: all samples are read; give fewer")
+        ),
+    ),
+    "packing_samples": Key(
+        "`packing` best-fit or off", lambda value, get: {"packing": "best-fit"} if value else {"packing": "off"}
+    ),
+    "pretrain_mode": only((False,), "plain text is a sample with the key text"),
+    "learning_rate": to("lr"),
+    "lr_scheduler": Key("`lr_decay_style`", _schedule),
+    "lr_warmup_ratio": Key("`lr_warmup_fraction`", tuning.zero_or("lr_warmup_fraction")),
+    "adam_betas": Key(
+        "`adam_beta1`, `adam_beta2`", lambda value, get: dict(zip(("adam_beta1", "adam_beta2"), value, strict=True))
+    ),
+    "weight_decay": Key("`weight_decay`", _decay),
+    "l2": Key("`weight_decay`", _decay),
+    "max_norm": Key("`clip_grad`", _clip),
+    "gradient_clipping_threshold": Key("`clip_grad`", _clip),
+    "gradient_clipping": Key(
+        "with max_norm; false is `clip_grad: 0`", lambda value, get: _clip(0.0, get) if value is False else {}
+    ),
+    "aux_loss_coef": Key("`moe_aux_loss_coeff`", tuning.zero_or("moe_aux_loss_coeff")),
+    "seed": to("seed"),
+    "gradient_checkpointing": tuning.RECOMPUTE,
+    "gradient_checkpointing_use_reentrant": nothing("blocks are recomputed in one way"),
+    "grad_accum_dtype": only(("fp32", "float32"), "gradients are summed in fp32"),
+    "ring_attn_size": Key(
+        "`context_parallel_size`, `cp_comm_type`, with ulysses_sequence_parallel_size",
+        tuning.context_parallel(_ARGS + "ring_attn_size", _ARGS + "ulysses_sequence_parallel_size"),
+    ),
+    "ulysses_sequence_parallel_size": Key(
+        "`context_parallel_size`, `cp_comm_type`, with ring_attn_size",
+        tuning.context_parallel(_ARGS + "ring_attn_size", _ARGS + "ulysses_sequence_parallel_size"),
+    ),
+    "ring_head_stride": nothing("how many heads go round at a time changes no result"),
+    "strategy.fsdp_config.sharding_strategy": Key(
+        "`hybrid_shard_degree`: a node's processes for HYBRID_SHARD; `data_parallel_sharding_strategy`", _sharding
+    ),
+    "strategy.fsdp_config.cpu_offload": Key("`optimizer_cpu_offload`; weights stay on GPUs", _cpu_offload),
+    "strategy.fsdp_config.activation_checkpointing": tuning.RECOMPUTE,
+    "strategy.fsdp_config.auto_wrap_policy": only(("TRANSFORMER_BASED_WRAP",), "a block is a unit"),
+    **{
+        f"strategy.fsdp_config.{name}": nothing(why)
+        for name, why in (
+            ("backward_prefetch", "FSDP2 prefetches by itself"),
+            ("forward_prefetch", "FSDP2 prefetches by itself"),
+            ("cpu_ram_efficient_loading", "each process reads its own shard"),
+            ("sync_module_states", "each process reads its own shard"),
+            ("state_dict_type", "checkpoints load in any layout"),
+            ("use_orig_params", "FSDP2 keeps parameters as they are"),
+        )
+    },
+    "logging_steps": to("log_interval"),
+    "log_gpu_memory": nothing("memory is in metrics.jsonl"),
+    "log_run_time": nothing("times are in metrics.jsonl"),
+    "use_tensorboard": Key("`tensorboard`", lambda value, get: {"tensorboard": bool(value)}, is_text=True),
+    "use_wandb": Key(
+        "`wandb_project`: run.name, with true; a token is refused",
+        lambda value, get: (
+            {}
+            if value is False
+            else {"wandb_project": str(get("run.name") or "smp")}
+            if value is True
+            else tuning.refuse("it would be a token; give +env_vars.WANDB_API_KEY and recipes.wandb_project")
+        ),
+    ),
+    "eval_steps": Key(
+        "`eval_interval`; 0 and -1 are none: the length of an epoch is not known when a job starts",
+        lambda value, get: (
+            {"eval_interval": value}
+            if value > 0
+            else "an epoch's length is not known when a job starts; recipes.eval_interval=N evaluates every N steps"
+        ),
+    ),
+    "save_steps": Key(
+        "`save_interval`; 0 and -1: the end is saved", lambda value, get: {"save_interval": value} if value > 0 else {}
+    ),
+    "max_ckpt_num": Key("`keep_last_k`", lambda value, get: {"keep_last_k": max(2, value)} if value > 0 else {}),
+    "max_ckpt_mem": nothing("max_ckpt_num bounds checkpoints"),
+    "disable_ds_ckpt": nothing("checkpoints are this project's"),
+    "save_hf_ckpt": Key("`save_hf`: the job's folder/hf_model", lambda value, get: {"save_hf": True} if value else {}),
+    "merge_weights": Key("`save_hf`, whose adapters are merged", lambda value, get: {"save_hf": True} if value else {}),
+    "load_checkpoint": nothing("a job goes on from its newest checkpoint"),
+    "resume_checkpoint_path": Key(
+        "refused: a job goes on from its own folder",
+        lambda value, get: tuning.refuse(
+            f"{value}: a job goes on from its own folder; recipes.save=FOLDER says another"
+        ),
+        is_text=True,
+    ),
+    "training_dir": Key("`save`", lambda value, get: {"save": value}, is_text=True),
+    "override_training_dir": nothing("a job goes on from its newest checkpoint; give another run.name to begin again"),
+    "disable_fast_tokenizer": only((False,), "tokenizers are the fast ones"),
+    "trainer_callbacks": Key("refused but for AWS's metering", tuning.callbacks),
+}
+KEYS: dict[str, Key] = {
+    **tuning.COMMON,
+    "run.model_type": only(("llm_finetuning_aws",), "it is the form of the recipe"),
+    "elastic_policy.is_elastic": Key(
+        "`max_nodes`, `min_nodes`, `replica_increment_step`, `peer_snapshot_interval: 10`", tuning.elastic
+    ),
+    **{f"elastic_policy.{name}": tuning.of_elastic for name in ("min_nodes", "max_nodes", "replica_increment_step")},
+    "elastic_policy.scaling_timeout": nothing("torchrun waits 30 seconds for more nodes (last_call_timeout)"),
+    "elastic_policy.graceful_shutdown_timeout": nothing("env_vars.TORCH_ELASTIC_SHUTDOWN_TIMEOUT says it; 600 seconds"),
+    "elastic_policy.*": nothing("torchrun finds nodes that are lost and meets with new ones"),
+    "scale_config.*": nothing("batch size and learning rate are the same with any number of nodes"),
+    "training_config.force_rerun": nothing("give another run.name to begin again"),
+    **{f"training_config.{name}": key for name, key in tuning.MLFLOW.items()},
+    **{f"training_config.datasets.{name}": key for name, key in _DATASETS.items()},
+    **{f"training_config.model_config.{name}": key for name, key in _MODEL_KEYS.items()},
+    **{f"training_config.training_args.{name}": key for name, key in _ARGS_KEYS.items()},
+}
+LLMFT = Form("llm_finetuning_aws", KEYS, lambda get: True, {"bf16": True})

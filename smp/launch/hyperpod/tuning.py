@@ -1,0 +1,204 @@
+"""Values that HyperPod's trainers for fine-tuning say alike: models, splits, adapters, batches, precision."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smp.config import ConfigError
+from smp.config.finetune import ALL
+from smp.config.hub import PREFIX
+from smp.launch.hyperpod.key import Convert, Get, Key, nothing, only
+from smp.launch.hyperpod.values import module_names
+
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_UNREAD = {
+    r"qwen-?3[.]?[56]": "gated delta nets of Qwen 3.5 and 3.6",
+    r"gemma-?4": "Gemma 4's layers that share keys and values",
+    r"nemotron-?3": "Mamba layers of Nemotron 3",
+}
+"""Names of the hub, and what of their architecture finetune.py does not read yet."""
+COMMON: dict[str, Key] = {
+    "display_name": nothing("a title"),
+    "version": nothing("of AWS's image, which does not run here"),
+    "instance_types": nothing("those it was tried on there; instance_type says the machine"),
+    "run.hf_access_token": nothing("models are read from a folder, or from the hub with env_vars.HF_TOKEN"),
+    "run.results_dir": nothing("everything is in base_results_dir/run.name"),
+}
+"""Keys that the newer forms share."""
+_ELASTIC = ("max_nodes", "min_nodes", "replica_increment_step")
+
+
+def elastic(value: Any, get: Get) -> Mapping[str, Any]:
+    """Settings of an elastic job; none of another."""
+    found = {name: get(f"elastic_policy.{name}") for name in _ELASTIC} if value else {}
+    given = {name: each for name, each in found.items() if each is not None}
+    return given | ({"peer_snapshot_interval": 10} if value else {})
+
+
+of_elastic = Key(
+    "with is_elastic", lambda value, get: {} if get("elastic_policy.is_elastic") else "is_elastic says that nodes stay"
+)
+"""A key that :func:`elastic` reads."""
+MLFLOW: dict[str, Key] = {
+    "mlflow.tracking_uri": Key(
+        "`mlflow_tracking_uri`, `mlflow_experiment`: run.name",
+        lambda value, get: {"mlflow_tracking_uri": value, "mlflow_experiment": get("run.name") or "smp"},
+        is_text=True,
+    ),
+    "mlflow.run_id": Key(
+        "refused: runs of MLflow have names here",
+        lambda value, get: refuse(f"{value}: runs of MLflow have names here; give recipes.mlflow_run_name"),
+        is_text=True,
+    ),
+}
+
+
+def refuse(reason: str) -> Mapping[str, Any]:
+    """Raise ConfigError, in an expression."""
+    raise ConfigError(reason)
+
+
+def model_folder(value: Any, get: Get) -> Mapping[str, Any]:
+    """A folder, or a name of the hub: as in transformers, a folder of that name comes first."""
+    text = str(value)
+    on_hub = _HUB.fullmatch(text) is not None and not Path(text).is_dir()
+    return {"load": f"{PREFIX}{text}" if on_hub else text}
+
+
+def unread(settings: Mapping[str, Any]) -> str | None:
+    """What finetune.py does not do yet with the model of a name of the hub; None: nothing is known against it."""
+    name = str(settings.get("load") or "").lower()
+    if not name.startswith(PREFIX):
+        return None
+    if "gpt-oss" in name and "experts" in str(settings.get("lora_target_modules")):
+        return "adapters on GPT-OSS's experts"
+    return next((why for pattern, why in _UNREAD.items() if re.search(pattern, name)), None)
+
+
+def split(value: Any, get: Get) -> Mapping[str, Any]:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{value!r} is no share of the samples that are trained")
+    train = round(100 * value, 6)
+    return {"split": f"{train:g},{100 - train:g},0"}
+
+
+def own_validation(value: Any, get: Get) -> Mapping[str, Any]:
+    raise ConfigError(f"{value} cannot be had: finetune.py splits its samples; give recipes.split, such as 95,5,0")
+
+
+def context_parallel(ring: str, ulysses: str) -> Convert:
+    """Context parallelism of two keys: a ring of processes, groups of which exchange heads for tokens."""
+
+    def convert(value: Any, get: Get) -> Mapping[str, Any]:
+        around, within = get(ring) or 1, get(ulysses) or 1
+        if around * within == 1:
+            return {}
+        kind = "p2p" if within == 1 else "a2a" if around == 1 else "a2a+p2p"
+        found: dict[str, Any] = {"context_parallel_size": around * within, "cp_comm_type": kind}
+        return found | ({"hierarchical_context_parallel_sizes": f"{within} {around}"} if kind == "a2a+p2p" else {})
+
+    return convert
+
+
+def data_processes(get: Get, model_parallel: int = 1) -> int:
+    """Number of processes that read different samples."""
+    return max(1, (get("trainer.num_nodes") or 1) * (get("trainer.devices") or 1) // model_parallel)
+
+
+def micro_batch(most: int, batch: int, processes: int) -> int:
+    """The largest micro-batch of at most ``most`` samples that divides each process's share of a batch."""
+    share = max(1, batch // processes)
+    return max(size for size in range(1, max(1, min(most, share)) + 1) if share % size == 0)
+
+
+def micro_batch_of_tokens(tokens: Any, length: Any) -> int:
+    """Samples of full length that a number of tokens has room for."""
+    return max(1, math.floor(tokens / length)) if tokens and length else 1
+
+
+def adapters(rank: Any, alpha: Any, dropout: Any, targets: Any, parameters: Any = None) -> dict[str, Any]:
+    """Settings of LoRA.
+
+    Args:
+        rank: of A and B.
+        alpha: scale, multiplied by the rank.
+        dropout: on the input of adapters.
+        targets: all-linear, or names of modules.
+        parameters: names of weights that are no modules: experts.
+    """
+    found: dict[str, Any] = {"lora_rank": rank}
+    found |= {name: value for name, value in (("lora_alpha", alpha), ("lora_dropout", dropout)) if value is not None}
+    names = [] if targets in (None, "all-linear", ["all-linear"]) else module_names(targets)
+    experts = []
+    for parameter in parameters or []:
+        if not re.fullmatch(r"mlp\.experts\.(gate_up_proj|down_proj)", str(parameter)):
+            raise ConfigError(f"{parameter} is no weight of experts: mlp.experts.gate_up_proj, mlp.experts.down_proj")
+        experts += ["*.experts.down"] if "down" in str(parameter) else ["*.experts.gate", "*.experts.up"]
+    if names or experts:
+        found["lora_target_modules"] = ",".join([*(names or [ALL]), *experts])
+    return found
+
+
+def without_routers(value: Any, get: Get) -> Mapping[str, Any] | str:
+    """Names that adapters leave out: those that get none here either."""
+    names = [value] if isinstance(value, str) else list(value)
+    parts = [part for name in names for part in str(name).split("|")]
+    known = ("router", "vision", "visual", "audio", "projector", "embed_", "experts")
+    if unknown := [part for part in parts if not any(word in part for word in known)]:
+        raise ConfigError(
+            f"{unknown[0]} cannot be left out by name; recipes.lora_target_modules says what gets adapters"
+        )
+    return "routers, embeddings, towers of images and sound, and experts that target_parameters does not name have none"
+
+
+def callbacks(value: Any, get: Get) -> Mapping[str, Any] | str:
+    names = [str(item.get("_target_")) if isinstance(item, Mapping) else str(item) for item in value]
+    if unknown := [name for name in names if "Metering" not in name]:
+        raise ConfigError(f"{unknown[0]} is code of AWS's image; a callback of your own goes into a script of your own")
+    return "it counts for AWS's bill"
+
+
+def style_of(value: Any, names: Mapping[str, str]) -> Mapping[str, Any]:
+    """``lr_decay_style`` of a name of another library's."""
+    if value not in names:
+        raise ConfigError(f"{value} cannot be had: take one of {', '.join(names)}, or recipes.lr_decay_style")
+    return {"lr_decay_style": names[value]}
+
+
+def scheduler(names: Mapping[str, str]) -> Convert:
+    """A key that is ``lr_decay_style`` under another library's names."""
+    return lambda value, get: style_of(value, names)
+
+
+def flag(name: str) -> Convert:
+    """A setting that is false where nothing says it."""
+    return lambda value, get: {name: True} if value else {}
+
+
+def zero_or(name: str) -> Convert:
+    """A setting that nothing says where it is 0."""
+    return lambda value, get: {name: value} if value else {}
+
+
+def negative_is_unset(name: str) -> Convert:
+    """A setting that is unset where it is below 0."""
+    return lambda value, get: {name: value} if value >= 0 else {}
+
+
+PRECISION = Key(
+    "`bf16`",
+    lambda value, get: (
+        {"bf16": value in ("bf16", "bfloat16")}
+        if value in ("bf16", "bfloat16", "fp32", "float32")
+        else refuse(f"{value} cannot be had: take bfloat16 or float32")
+    ),
+)
+RECOMPUTE = Key(
+    "`recompute_granularity` full or none",
+    lambda value, get: {"recompute_granularity": "full" if value else "none"},
+)
+ONLY_TRUE = only((True,), "there is no other way here")

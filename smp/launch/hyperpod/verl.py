@@ -1,0 +1,377 @@
+"""HyperPod's recipes of ``verl``: SFT and DPO, with FSDP2 or Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smp.config import ConfigError
+from smp.launch.hyperpod import tuning
+from smp.launch.hyperpod.form import Form
+from smp.launch.hyperpod.key import Convert, Get, Key, nothing, only, read_with, to
+
+_T = "training_config."
+_SCHEDULES = {"cosine": "cosine", "constant": "constant", "linear": "linear"}
+_OF_FOLDER = "the model's folder says its architecture"
+_KERNELS = "the device says which kernels run"
+
+
+def model_parallel(get: Get, engine: str) -> int:
+    """Processes that share a sample, of an engine's section; a section of FSDP2 has no such keys."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    product: int = get(f"{engine}.ulysses_sequence_parallel_size") or 1
+    for name in sizes:
+        product *= get(f"{engine}.{name}") or 1
+    return product
+
+
+def _micro_batch(value: Any, get: Get) -> Mapping[str, Any]:
+    """verl fills micro-batches up to a number of tokens; here one has that many samples of full length."""
+    data = _T + "data."
+    if not get(data + "use_dynamic_bsz"):
+        return {}
+    processes = tuning.data_processes(get, model_parallel(get, _T + "engine"))
+    most = tuning.micro_batch_of_tokens(value, get(data + "max_length"))
+    return {"micro_batch_size": tuning.micro_batch(most, get(data + "train_batch_size") or processes, processes)}
+
+
+def _fixed_micro_batch(value: Any, get: Get) -> Mapping[str, Any]:
+    return {} if get(_T + "data.use_dynamic_bsz") else {"micro_batch_size": value}
+
+
+def lora(value: Any, get: Get, model: str) -> Mapping[str, Any]:
+    """LoRA of keys below ``model``: peft's names, or Megatron-Bridge's below lora."""
+    megatron = bool(get(model + "lora.rank"))
+    section = model + ("lora." if megatron else "")
+    rank, alpha, dropout = ("rank", "alpha", "dropout") if megatron else ("lora_rank", "lora_alpha", "lora_dropout")
+    if not get(section + rank) or get(model + "lora_adapter_path"):
+        return {}
+    targets, parameters = get(section + "target_modules"), get(model + "target_parameters")
+    return tuning.adapters(get(section + rank), get(section + alpha), get(section + dropout), targets, parameters)
+
+
+def _contents(value: Any, get: Get) -> Mapping[str, Any]:
+    return {"save_hf": True} if "hf_model" in value else {}
+
+
+def warmup(section: str) -> Key:
+    """Steps, or where they are negative a share, of an optimizer's section."""
+
+    def convert(value: Any, get: Get) -> Mapping[str, Any]:
+        steps, ratio = get(section + "lr_warmup_steps"), get(section + "lr_warmup_steps_ratio")
+        if steps is not None and steps >= 0:
+            return {"lr_warmup_iters": steps}
+        return {"lr_warmup_fraction": ratio} if ratio else {}
+
+    return Key("`lr_warmup_iters`, or `lr_warmup_fraction`", convert)
+
+
+def min_lr(section: str) -> Key:
+    """A share of the learning rate of an optimizer's section."""
+    return Key("`min_lr`", lambda value, get: {"min_lr": value * get(section + "lr")} if value else {})
+
+
+def optimizer_keys(section: str) -> dict[str, Key]:
+    """Keys of an optimizer's section."""
+    return {
+        "lr": to("lr"),
+        "optimizer": Key(
+            "`optimizer: adam`",
+            lambda value, get: (
+                {"optimizer": "adam"}
+                if value in ("AdamW", "adam")
+                else tuning.refuse(f"{value} cannot be had: take AdamW, or recipes.optimizer")
+            ),
+        ),
+        "optimizer_impl": only(("torch.optim",), "the optimizer is this project's"),
+        "betas": Key(
+            "`adam_beta1`, `adam_beta2`", lambda value, get: dict(zip(("adam_beta1", "adam_beta2"), value, strict=True))
+        ),
+        "weight_decay": to("weight_decay"),
+        "weight_decay_incr_style": only(("constant",), "weight decay is constant"),
+        "clip_grad": to("clip_grad"),
+        "lr_warmup_steps": warmup(section),
+        "lr_warmup_steps_ratio": warmup(section),
+        "lr_warmup_init": to("lr_warmup_init"),
+        "lr_scheduler_type": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES)),
+        "lr_decay_style": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES | {"WSD": "WSD"})),
+        "warmup_style": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES)),
+        "lr_decay_steps": to("lr_decay_iters"),
+        "lr_wsd_decay_steps": to("lr_wsd_decay_iters"),
+        "lr_wsd_decay_style": nothing("WSD decays in one way here; take recipes.lr_decay_style"),
+        "min_lr": to("min_lr"),
+        "min_lr_ratio": min_lr(section),
+        "num_cycles": only((0.5,), "cosine goes down once"),
+        "total_training_steps": Key(
+            "`lr_decay_iters`; -1: the run's length", tuning.negative_is_unset("lr_decay_iters")
+        ),
+        "use_checkpoint_opt_param_scheduler": only((False,), "a resumed run takes the settings that are given"),
+        "override_optimizer_config.use_precision_aware_optimizer": nothing("moments are fp32, see exp_avg_dtype"),
+        "override_optimizer_config.optimizer_cpu_offload": Key(
+            "`optimizer_cpu_offload`", lambda value, get: {"optimizer_cpu_offload": True} if value else {}
+        ),
+        "override_optimizer_config.optimizer_offload_fraction": only((1, 1.0), "all moments are offloaded, or none"),
+        "override_optimizer_config.overlap_cpu_optimizer_d2h_h2d": nothing("copies overlap with the optimizer's work"),
+        "override_optimizer_config.*": only((), "take the setting of finetune.py"),
+    }
+
+
+def engine_keys(section: str) -> dict[str, Key]:
+    """Keys of a section that says how a model is trained."""
+    return {
+        "dtype": tuning.PRECISION,
+        "model_dtype": nothing("master weights are fp32"),
+        "strategy": only(("fsdp2", "fsdp", "megatron"), "weights are sharded by FSDP2"),
+        "fsdp_size": Key(
+            "`hybrid_shard_degree`; -1: over all",
+            lambda value, get: {"hybrid_shard_degree": 0 if value < 0 else value},
+        ),
+        "reshard_after_forward": Key(
+            "`data_parallel_sharding_strategy`: optim_grads with false",
+            lambda value, get: {} if value else {"data_parallel_sharding_strategy": "optim_grads"},
+        ),
+        "offload_policy": Key(
+            "`optimizer_cpu_offload`", lambda value, get: {"optimizer_cpu_offload": True} if value else {}
+        ),
+        "optimizer_offload": Key(
+            "`optimizer_cpu_offload`", lambda value, get: {"optimizer_cpu_offload": True} if value else {}
+        ),
+        "param_offload": only((False,), "weights stay on GPUs; optimizer_offload moves the optimizer"),
+        "grad_offload": only((False,), "gradients stay on GPUs; optimizer_offload moves the optimizer"),
+        "full_determinism": Key("`deterministic_mode`", tuning.flag("deterministic_mode")),
+        "seed": to("seed"),
+        "forward_only": only((False,), "the model is trained"),
+        "forward_prefetch": nothing("FSDP2 prefetches by itself"),
+        "use_orig_params": nothing("FSDP2 keeps parameters as they are"),
+        "wrap_policy.*": nothing("a block is a unit"),
+        "entropy_checkpointing": nothing("the loss takes the vocabulary in chunks"),
+        "entropy_from_logits_with_chunking": nothing("the loss takes the vocabulary in chunks"),
+        "use_torch_compile": nothing("it is of verl's entropy; recipes.compile=true compiles blocks"),
+        "ulysses_sequence_parallel_size": Key(
+            "`context_parallel_size`, `cp_comm_type: a2a`",
+            lambda value, get: {} if value == 1 else {"context_parallel_size": value, "cp_comm_type": "a2a"},
+        ),
+        # Megatron's
+        "tensor_model_parallel_size": to("tensor_model_parallel_size"),
+        "sequence_parallel": Key(
+            "`sequence_parallel`, with tensor parallelism",
+            lambda value, get: (
+                {"sequence_parallel": bool(value)} if (get(section + "tensor_model_parallel_size") or 1) > 1 else {}
+            ),
+        ),
+        "pipeline_model_parallel_size": to("pipeline_model_parallel_size"),
+        "virtual_pipeline_model_parallel_size": to("num_virtual_stages_per_pipeline_rank"),
+        "context_parallel_size": to("context_parallel_size"),
+        "expert_model_parallel_size": to("expert_model_parallel_size"),
+        "expert_tensor_parallel_size": to("expert_tensor_parallel_size"),
+        "use_distributed_optimizer": nothing("the optimizer is sharded with the weights"),
+        "use_remove_padding": nothing("padding is no input of any product that it could change"),
+        "use_mbridge": nothing("models are read from Hugging Face's folders"),
+        "vanilla_mbridge": nothing("models are read from Hugging Face's folders"),
+        "use_dist_checkpointing": nothing("checkpoints are this project's"),
+        "dist_checkpointing_path": only((), "recipes.load=FOLDER says the model"),
+        "dist_checkpointing_prefix": nothing("checkpoints are this project's"),
+        "override_ddp_config.*": only((), "take the setting of finetune.py"),
+        "override_mcore_model_config.*": only((), "take the setting of finetune.py"),
+        "override_transformer_config.attention_backend": nothing(_KERNELS),
+        "override_transformer_config.apply_rope_fusion": nothing(_KERNELS),
+        "override_transformer_config.moe_router_dtype": only(("fp32",), "routers compute in fp32"),
+        "override_transformer_config.moe_shared_expert_overlap": nothing("it is a matter of speed"),
+        "override_transformer_config.moe_latent_size": nothing(_OF_FOLDER),
+        "override_transformer_config.mtp_num_layers": only((0,), "the model's folder has them or not"),
+        "override_transformer_config.recompute_granularity": Key(
+            "`recompute_granularity`", lambda value, get: {"recompute_granularity": value}
+        ),
+        "override_transformer_config.recompute_method": nothing("blocks are recomputed one by one"),
+        "override_transformer_config.recompute_num_layers": nothing("blocks are recomputed one by one"),
+        "override_transformer_config.recompute_modules": nothing("selective recomputes attention"),
+        "override_transformer_config.*": only((), "take the setting of finetune.py"),
+    }
+
+
+def _recompute(engine: str) -> Convert:
+    """Megatron's engine has a key of its own, which wins."""
+
+    def convert(value: Any, get: Get) -> Mapping[str, Any]:
+        if get(engine + "override_transformer_config.recompute_granularity"):
+            return {}
+        return {"recompute_granularity": "full" if value else "none"}
+
+    return convert
+
+
+def model_keys(section: str, engine: str) -> dict[str, Key]:
+    """Keys of the section of the model that is trained, by what ``engine`` says."""
+    adapters = lambda value, get: lora(value, get, section)  # noqa: E731
+    return {
+        "path": Key("`load`; a name of the hub is `hub:NAME`", tuning.model_folder, is_text=True),
+        "tokenizer_path": Key("`tokenizer_model`", lambda value, get: {"tokenizer_model": value}, is_text=True),
+        "hf_config_path": only((), _OF_FOLDER),
+        "custom_chat_template": only((), "recipes.chat_template=FILE says a template"),
+        "trust_remote_code": nothing("no code of a model's folder is run"),
+        "external_lib": nothing("it is code of AWS's image"),
+        "enable_gradient_checkpointing": Key("`recompute_granularity` full or none", _recompute(engine)),
+        "enable_activation_offload": Key(
+            "`offload_activations`", lambda value, get: {"offload_activations": True} if value else {}
+        ),
+        "lora_adapter_path": Key("`load_adapter`", lambda value, get: {"load_adapter": value}, is_text=True),
+        "lora_rank": Key("`lora_rank`, `lora_alpha`, `lora_dropout`, `lora_target_modules`; 0: all weights", adapters),
+        **{f"lora_{name}": read_with("lora_rank") for name in ("alpha", "dropout")},
+        **{f"target_{name}": read_with("lora_rank") for name in ("modules", "parameters")},
+        "exclude_modules": Key("refused unless they have no adapters here either", tuning.without_routers),
+        **{f"lora.{name}": read_with("lora_rank") for name in ("rank", "alpha", "dropout", "target_modules")},
+        "override_config.attn_implementation": nothing(_KERNELS),
+        "override_config.*": only((), _OF_FOLDER),
+        "fused_kernel_options.impl_backend": nothing(_KERNELS),
+        "use_fused_kernels": nothing(_KERNELS),
+        "use_liger": nothing(_KERNELS),
+        "use_remove_padding": nothing("padding is no input of any product that it could change"),
+        "use_shm": nothing("each process reads its own shard"),
+        "tiled_mlp.*": nothing("it saves memory and changes no result; recipes.recompute_granularity saves more"),
+    }
+
+
+def _dpo(name: str) -> Key:
+    return Key(f"`{name}`, of DPO", lambda value, get: {name: value})
+
+
+def loggers(value: Any, get: Get) -> Mapping[str, Any]:
+    names, project, run = list(value), get(_T + "trainer.project_name"), get(_T + "trainer.experiment_name")
+    if unknown := [name for name in names if name not in ("console", "tensorboard", "mlflow", "wandb")]:
+        raise ConfigError(f"{unknown[0]} is none of console, tensorboard, mlflow, wandb")
+    found: dict[str, Any] = {"tensorboard": "tensorboard" in names}
+    if "wandb" in names:
+        found |= {"wandb_project": project or "smp", "wandb_exp_name": run}
+    uri = get(_T + "mlflow.tracking_uri")
+    if "mlflow" in names and uri:
+        found |= {"mlflow_tracking_uri": uri, "mlflow_experiment": project or "smp", "mlflow_run_name": run}
+    return {name: given for name, given in found.items() if given is not None}
+
+
+def _save_freq(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if value == "after_each_epoch":
+        return (
+            "an epoch's length is not known when a job starts; the end is saved, recipes.save_interval=N saves every N "
+            "steps"
+        )
+    return {"save_interval": value} if value > 0 else {}
+
+
+def _test_freq(value: Any, get: Get) -> Mapping[str, Any] | str:
+    """Only where samples are kept back for it."""
+    if value <= 0:
+        return {}
+    if get(_T + "data.train_val_split_ratio") in (1, 1.0, None):
+        return "train_val_split_ratio keeps no samples for it"
+    return {"eval_interval": value}
+
+
+TRAINER = {
+    "project_name": read_with("logger"),
+    "experiment_name": read_with("logger"),
+    "logger": Key("`tensorboard`, `wandb_project`, `wandb_exp_name`; mlflow with mlflow.tracking_uri", loggers),
+    "total_epochs": Key(
+        "`train_epochs`, without total_training_steps",
+        lambda value, get: {} if get(_T + "trainer.total_training_steps") else {"train_epochs": value},
+    ),
+    "total_training_steps": Key("`train_iters`", tuning.zero_or("train_iters")),
+    "save_freq": Key("`save_interval`; after_each_epoch: the end is saved", _save_freq),
+    "test_freq": Key("`eval_interval`, where train_val_split_ratio is below 1", _test_freq),
+    "max_ckpt_to_keep": Key("`keep_last_k`", lambda value, get: {"keep_last_k": max(2, value)}),
+    "merge_lora_on_final_save": Key(
+        "`save_hf`, whose adapters are merged", lambda value, get: {"save_hf": True} if value else {}
+    ),
+    "default_local_dir": Key(
+        "`save`, unless it is SageMaker's /opt/ml/model",
+        lambda value, get: {} if str(value).rstrip("/") == "/opt/ml/model" else {"save": value},
+        is_text=True,
+    ),
+    "default_hdfs_dir": only((), "recipes.save may be an s3:// address"),
+    "resume_mode": nothing("a job goes on from its newest checkpoint"),
+    "resume_from_path": Key(
+        "refused: a job goes on from its own folder",
+        lambda value, get: tuning.refuse(
+            f"{value}: a job goes on from its own folder; recipes.save=FOLDER says another"
+        ),
+        is_text=True,
+    ),
+    "device": only(("cuda",), "for CPUs give +env_vars.CUDA_VISIBLE_DEVICES="),
+    "nnodes": nothing("recipes.trainer.num_nodes says it"),
+    "n_gpus_per_node": nothing("recipes.trainer.devices says it"),
+    "profile_interval": nothing("recipes.profile=true profiles steps"),
+}
+_DPO_TRAINER = {
+    "beta": _dpo("dpo_beta"),
+    "label_smoothing": _dpo("dpo_label_smoothing"),
+    "loss_type": _dpo("dpo_loss_type"),
+    "reference_free": only((False,), "take recipes.objective=orpo, which has no reference"),
+    "training_mode": only(("auto",), "adapters or all weights are trained, as lora_rank says"),
+}
+DATA = {
+    "train_files": Key("`data_path`", lambda value, get: {"data_path": _words(value)}, is_text=True, is_list=True),
+    "val_files": Key("refused: finetune.py splits its samples", tuning.own_validation, is_text=True, is_list=True),
+    "train_val_split_ratio": Key("`split`", tuning.split),
+    "train_max_samples": only((-1,), "all samples of a file are read; give a shorter one"),
+    "val_max_samples": only((-1,), "eval_iters says how many batches"),
+    "custom_cls.*": only((), "samples of your own are files of what docs/finetuning.md names"),
+    "train_batch_size": to("global_batch_size"),
+    "use_shm": nothing("files are read where they are"),
+    "shuffle": nothing("the order of samples is drawn by seed"),
+    "seed": nothing("the order of samples is drawn by engine.seed"),
+    "dataloader_num_workers": nothing("samples are encoded before the first step"),
+    "truncation": Key("`truncation_side`", lambda value, get: {} if value == "right" else {"truncation_side": value}),
+}
+_OF_SAMPLES = {
+    "max_length": to("seq_length"),
+    "max_token_len_per_gpu": Key("`micro_batch_size`, with use_dynamic_bsz", _micro_batch),
+    "micro_batch_size_per_gpu": Key("`micro_batch_size`, without use_dynamic_bsz", _fixed_micro_batch),
+    "use_dynamic_bsz": read_with("max_token_len_per_gpu"),
+    "messages_key": only(("messages",), "finetune.py reads messages"),
+    "prompt_key": only(("prompt",), "finetune.py reads prompt, chosen and rejected"),
+    "chosen_key": Key(
+        "`objective: dpo`",
+        lambda value, get: (
+            {"objective": "dpo"}
+            if value == "chosen"
+            else tuning.refuse(f"{value} cannot be had: finetune.py reads prompt, chosen and rejected")
+        ),
+    ),
+    "rejected_key": only(("rejected",), "finetune.py reads prompt, chosen and rejected"),
+    "pad_mode": nothing("no sample is padded that has a batch alone; loss and gradients do not see padding"),
+    "ignore_input_ids_mismatch": nothing("a template that renders a turn otherwise once others follow is refused"),
+    "remove_invalid_samples": nothing("bad_sample_threshold says how many may be dropped"),
+    "apply_chat_template_kwargs.enable_thinking": only((False,), "templates write the reasoning that a sample has"),
+    "apply_chat_template_kwargs.*": only((), "recipes.chat_template=FILE says another template"),
+}
+
+
+def _words(value: Any) -> str:
+    return value if isinstance(value, str) else " ".join(map(str, value))
+
+
+_OF_RL = "it is of reinforcement learning, and AWS's scripts say it for every recipe"
+KEYS: dict[str, Key] = {
+    **tuning.COMMON,
+    "run.model_type": only(("verl",), "it is the form of the recipe"),
+    "*._target_": nothing("a class of verl's"),
+    **{f"training_config.{name}": key for name, key in tuning.MLFLOW.items() if name != "mlflow.tracking_uri"},
+    "training_config.mlflow.tracking_uri": read_with("trainer.logger"),
+    "training_config.checkpoint.save_contents": Key("`save_hf`, with hf_model; checkpoints are whole", _contents),
+    "training_config.checkpoint.load_contents": nothing("checkpoints are whole"),
+    "training_config.checkpoint.save_only_adapter_if_lora": nothing("checkpoints beside adapters have adapters only"),
+    **{f"training_config.data.{name}": key for name, key in (DATA | _OF_SAMPLES).items()},
+    **{f"training_config.engine.{name}": key for name, key in engine_keys(_T + "engine.").items()},
+    **{f"training_config.model.{name}": key for name, key in model_keys(_T + "model.", _T + "engine.").items()},
+    "training_config.actor_rollout_ref.model.path": Key(
+        "`load`, before `training_config.model.path`: AWS's scripts of DPO say it so", tuning.model_folder, is_text=True
+    ),
+    **dict.fromkeys(("training_config.critic.*", "training_config.reward_model.*"), nothing(_OF_RL)),
+    **{f"training_config.optim.{name}": key for name, key in optimizer_keys(_T + "optim.").items()},
+    **{f"training_config.trainer.{name}": key for name, key in (TRAINER | _DPO_TRAINER).items()},
+    "training_config.trainer_callbacks": Key("refused but for AWS's metering", tuning.callbacks),
+    "training_config.profiler.enable": Key("`profile`", lambda value, get: {"profile": True} if value else {}),
+    "training_config.profiler.*": nothing("recipes.profile=true profiles steps"),
+}
+SIZES = {"devices": _T + "trainer.n_gpus_per_node", "num_nodes": _T + "trainer.nnodes"}
+"""Keys that say how much a recipe runs on where its section trainer does not."""
+VERL = Form("verl", KEYS, lambda get: True, {"packing": "off"}, SIZES)

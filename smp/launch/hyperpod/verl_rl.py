@@ -1,0 +1,356 @@
+"""HyperPod's recipes of ``verl`` with an actor: GRPO on rewards of functions (RLVR) or of a judge (RLAIF).
+
+The policy writes its completions itself, so all that is said of inference engines, Ray, critics and reward models on
+GPUs has no counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smp.config import ConfigError
+from smp.launch.hyperpod import tuning, verl
+from smp.launch.hyperpod.form import Form
+from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to
+
+_T = "training_config."
+_A = _T + "actor_rollout_ref."
+_ENGINES = (_A + "actor.fsdp_config.", _A + "actor.megatron.")
+_LOSSES = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "luspo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+_ESTIMATORS = {
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++-baseline",
+}
+_KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+_REFERENCE = "the reference is the model without its adapters, or a copy; it is computed as the policy is"
+_SAMPLING = "completions are sampled by the layers that train, which need no engine"
+_JUDGE = "the function in recipes.reward_funcs asks the judge"
+
+
+def _one_of(name: str, names: Mapping[str, str]) -> Key:
+    def convert(value: Any, get: Get) -> Mapping[str, Any]:
+        if value not in names:
+            raise ConfigError(f"{value} cannot be had: take one of {', '.join(names)}")
+        return {name: names[value]}
+
+    return Key(f"`{name}`", convert)
+
+
+def _generations(get: Get) -> int:
+    return int(get(_A + "rollout.n") or 1)
+
+
+def _batches(value: Any, get: Get) -> Mapping[str, Any]:
+    """verl counts prompts; here a step is a number of completions."""
+    prompts, step = get(_T + "data.train_batch_size"), get(_A + "actor.ppo_mini_batch_size")
+    if not prompts or not step:
+        raise ConfigError("data.train_batch_size and actor.ppo_mini_batch_size go together")
+    if prompts % step:
+        raise ConfigError(f"actor.ppo_mini_batch_size {step} does not divide data.train_batch_size {prompts}")
+    return {"global_batch_size": step * _generations(get), "steps_per_generation": prompts // step}
+
+
+def _longest(get: Get) -> tuple[int, int]:
+    """Tokens of a prompt and of a completion."""
+    prompt = get(_T + "data.max_prompt_length") or get(_A + "rollout.prompt_length")
+    completion = get(_A + "rollout.response_length") or get(_T + "data.max_response_length")
+    if not prompt or not completion:
+        raise ConfigError("data.max_prompt_length and rollout.response_length go together")
+    return prompt, completion
+
+
+def _lengths(value: Any, get: Get) -> Mapping[str, Any]:
+    prompt, completion = _longest(get)
+    return {"seq_length": prompt + completion, "max_completion_length": completion}
+
+
+def _micro_batch(value: Any, get: Get) -> Mapping[str, Any]:
+    """As many completions of full length as verl's micro-batches have tokens for, or verl's own number of them."""
+    engine = next((section for section in _ENGINES if get(section + "strategy") or get(section + "dtype")), _ENGINES[0])
+    parallel = verl.model_parallel(get, engine.rstrip(".")) * (get(_A + "actor.ulysses_sequence_parallel_size") or 1)
+    processes = tuning.data_processes(get, parallel)
+    most = get(_A + "actor.ppo_micro_batch_size_per_gpu") or 1
+    if get(_A + "actor.use_dynamic_bsz"):
+        most = tuning.micro_batch_of_tokens(get(_A + "actor.ppo_max_token_len_per_gpu"), sum(_longest(get)))
+    step = (get(_A + "actor.ppo_mini_batch_size") or 1) * _generations(get)
+    return {"micro_batch_size": tuning.micro_batch(most, step, processes)}
+
+
+def _ulysses(value: Any, get: Get) -> Mapping[str, Any]:
+    return {} if value == 1 else {"context_parallel_size": value, "cp_comm_type": "a2a"}
+
+
+def _kl(value: Any, get: Get) -> Mapping[str, Any]:
+    return {"beta": (get(_A + "actor.kl_loss_coef") or 0.0) if value else 0.0}
+
+
+def _delta(value: Any, get: Get) -> Mapping[str, Any]:
+    """verl's third clip acts where the advantage is negative, as TRL's second side does."""
+    high = get(_A + "actor.clip_ratio_high") or get(_A + "actor.clip_ratio") or 0.2
+    if value < 1 + high:
+        raise ConfigError(f"{value} is below 1 + clip_ratio_high, {1 + high:g}")
+    return {"delta": float(value)}
+
+
+def _correction(value: Any, get: Get) -> Mapping[str, Any]:
+    if value not in ("token", "sequence"):
+        raise ConfigError(f"{value} cannot be had: take token or sequence")
+    limit = get(_T + "algorithm.rollout_correction.rollout_is_threshold") or 2.0
+    return {"importance_sampling_mode": f"{value}_truncate", "importance_sampling_clip_max": float(limit)}
+
+
+def _evaluation(value: Any, get: Get) -> Mapping[str, Any]:
+    return {"eval_temperature": float(value) if get(_A + "rollout.val_kwargs.do_sample") else 0.0}
+
+
+def _reward(value: Any, get: Get) -> Mapping[str, Any]:
+    name = get(_T + "custom_reward_function.name") or "compute_score"
+    return {"reward_funcs": f"{value}:{name}"}
+
+
+def _thinking(value: Any, get: Get) -> Mapping[str, Any] | str:
+    """Templates think unless they are told not to, Gemma's the other way round."""
+    if bool(value) == ("gemma" not in str(get(_A + "model.path")).lower()):
+        return "it is what the model's template does by itself"
+    raise ConfigError(f"{str(value).lower()} cannot be had: recipes.chat_template=FILE says another template")
+
+
+def _unset_or(values: tuple[Any, ...], why: str) -> Key:
+    return only(("", "None", *values), why)
+
+
+def _offloaded(keys: dict[str, Key]) -> dict[str, Key]:
+    """verl moves a policy's weights out of the way of another engine, which there is not."""
+    stays = nothing("there is no other engine that the weights would be in the way of")
+    return keys | {"param_offload": stays, "grad_offload": stays}
+
+
+_ACTOR = {
+    "strategy": only(("fsdp", "fsdp2", "megatron"), "weights are sharded by FSDP2"),
+    "ppo_mini_batch_size": Key("`global_batch_size`: this x rollout.n; `steps_per_generation`", _batches),
+    "ppo_micro_batch_size": only((), "ppo_micro_batch_size_per_gpu says it"),
+    "ppo_micro_batch_size_per_gpu": Key("`micro_batch_size`, without use_dynamic_bsz", _micro_batch),
+    "ppo_max_token_len_per_gpu": Key("`micro_batch_size`, with use_dynamic_bsz", _micro_batch),
+    "use_dynamic_bsz": read_with("ppo_max_token_len_per_gpu"),
+    "ppo_epochs": to("num_iterations"),
+    "clip_ratio": Key("`epsilon`, without clip_ratio_low", lambda value, get: {"epsilon": value}),
+    "clip_ratio_low": to("epsilon"),
+    "clip_ratio_high": to("epsilon_high"),
+    "clip_ratio_c": Key("`delta`", _delta),
+    "loss_agg_mode": _one_of("loss_type", _LOSSES),
+    "loss_scale_factor": only((), "dr_grpo divides by max_completion_length"),
+    "use_kl_loss": Key("`beta`: kl_loss_coef, or 0", _kl),
+    "kl_loss_coef": read_with("use_kl_loss"),
+    "kl_loss_type": _one_of("kl_estimator", _KL),
+    "entropy_coeff": only((0, 0.0), "entropy is logged and not rewarded"),
+    "entropy_advantage": only((False,), "advantages are those of rewards"),
+    "entropy_advantage_alpha": nothing("it goes with entropy_advantage"),
+    "entropy_advantage_kappa": nothing("it goes with entropy_advantage"),
+    "calculate_entropy": nothing("entropy is logged"),
+    "policy_loss.loss_mode": only(("vanilla",), "take recipes.objective=gspo or cispo"),
+    "policy_loss.*": nothing("it goes with another loss_mode"),
+    "tau_pos": nothing("it goes with another loss_mode"),
+    "tau_neg": nothing("it goes with another loss_mode"),
+    "shuffle": only((False,), "completions are trained on in the order of their prompts"),
+    "data_loader_seed": nothing("seed draws the order of prompts"),
+    "grad_clip": to("clip_grad"),
+    "ulysses_sequence_parallel_size": Key("`context_parallel_size`, `cp_comm_type: a2a`", _ulysses),
+    "entropy_checkpointing": nothing("the loss takes the vocabulary in chunks"),
+    "entropy_from_logits_with_chunking": nothing("the loss takes the vocabulary in chunks"),
+    "use_fused_kernels": nothing("the device says which kernels run"),
+    "use_remove_padding": nothing("padding is no input of any product that it could change"),
+    "use_torch_compile": nothing("recipes.compile=true compiles blocks"),
+    "freeze_vision_tower": nothing("models are read without their towers"),
+    "load_weight": only((True,), "the model is read from its folder"),
+    "rollout_n": read_with("rollout.n"),
+    "checkpoint.save_contents": Key(
+        "`save_hf`, with hf_model; checkpoints are whole",
+        lambda value, get: {"save_hf": True} if "hf_model" in value else {},
+    ),
+    "checkpoint.load_contents": nothing("checkpoints are whole"),
+    "checkpoint.async_save": Key("`async_save`", lambda value, get: {"async_save": True} if value else {}),
+    "router_replay.mode": only(("disabled",), "completions are sampled by the layers that train: routers agree"),
+    "router_replay.*": nothing("it goes with router_replay.mode"),
+    "profiler.*": nothing("recipes.profile=true profiles steps"),
+}
+_ROLLOUT = {
+    "n": to("num_generations"),
+    "temperature": to("temperature"),
+    "top_p": to("top_p"),
+    "top_k": Key("`top_k`; -1: all", lambda value, get: {"top_k": max(0, value)}),
+    "do_sample": only((True,), "completions are sampled"),
+    "ignore_eos": only((False,), "a completion ends where the model ends it"),
+    "response_length": Key("`max_completion_length`, `seq_length` with the prompt's", _lengths),
+    "prompt_length": read_with("data.max_prompt_length"),
+    "val_kwargs.n": to("num_generations_eval"),
+    "val_kwargs.temperature": Key("`eval_temperature`; 0 without do_sample", _evaluation),
+    "val_kwargs.do_sample": read_with("val_kwargs.temperature"),
+    "val_kwargs.top_p": nothing("evaluations take top_p"),
+    "val_kwargs.top_k": nothing("evaluations take top_k"),
+    "multi_turn.enable": only((False,), "a completion is one turn"),
+    "multi_turn.*": nothing("it goes with multi_turn.enable"),
+    "agent.*": nothing("a completion is one turn"),
+    "quantization": only((), "the policy samples in the precision that it is trained in"),
+    "skip_rollout": only((False,), "completions are sampled"),
+    "over_sample_rate": only((0,), "take recipes.max_sampling_rounds"),
+    "*": nothing(_SAMPLING),
+}
+_MODEL = {
+    **verl.model_keys(_A + "model.", _ENGINES[1]),
+    "attn_implementation": nothing("the device says which kernels run"),
+    "is_saving_checkpoint_in_lora": nothing("checkpoints beside adapters have adapters only"),
+    "patch_full_model": only((False,), "the model is that of its folder"),
+    "patched_model_path": only((), "model.path says the folder"),
+    "override_config.model_config.*": only((), "the model's folder says its architecture"),
+    "override_config.moe_config.freeze_moe_router": only((False,), "adapters leave routers as they are"),
+    **{
+        f"lora.{name}": nothing(why)
+        for name, why in (
+            ("type", "adapters are LoRA"),
+            ("lora_A_init_method", "A and B begin as peft's"),
+            ("lora_B_init_method", "A and B begin as peft's"),
+            ("dropout_position", "it goes with dropout"),
+            ("dtype", "adapters are fp32"),
+            ("a2a_experimental", "it is a matter of speed"),
+            ("freeze_language_model", "beside adapters all else is frozen"),
+            ("freeze_vision_model", "beside adapters all else is frozen"),
+            ("freeze_vision_projection", "beside adapters all else is frozen"),
+        )
+    },
+    "lora.adapter_path": only((), "recipes.load_adapter=FOLDER says it"),
+    "lora.exclude_modules": nothing("lora.target_modules says what gets adapters"),
+}
+_ALGORITHM = {
+    "adv_estimator": _one_of("advantage_estimator", _ESTIMATORS),
+    "norm_adv_by_std_in_grpo": Key(
+        "`scale_rewards` group or off", lambda value, get: {"scale_rewards": "group" if value else "off"}
+    ),
+    "gamma": only((1.0, 1), "a completion has one reward"),
+    "lam": only((1.0, 1), "a completion has one reward"),
+    "use_kl_in_reward": only((False,), "take recipes.kl_placement=reward"),
+    "kl_penalty": nothing("it goes with use_kl_in_reward"),
+    "kl_ctrl.*": nothing("it goes with use_kl_in_reward"),
+    "use_pf_ppo": only((False,), "completions are not sampled again by their rewards"),
+    "pf_ppo.*": nothing("it goes with use_pf_ppo"),
+    "rollout_correction.rollout_is": Key("`importance_sampling_mode`, `importance_sampling_clip_max`", _correction),
+    "rollout_correction.rollout_is_threshold": read_with("rollout_is"),
+    "rollout_correction.rollout_is_batch_normalize": only((False,), "weights are not normalised"),
+    "rollout_correction.rollout_rs": only((), "take recipes.importance_sampling_mode=sequence_mask"),
+    "rollout_correction.rollout_rs_threshold": only((), "it goes with rollout_rs"),
+    "rollout_correction.rollout_rs_threshold_lower": only((), "it goes with rollout_rs"),
+    "rollout_correction.rollout_token_veto_threshold": only((), "take recipes.importance_sampling_mode=token_mask"),
+    "rollout_correction.bypass_mode": only((False,), "log-probabilities before the update are the trainer's"),
+    "rollout_correction.loss_type": only(("ppo_clip",), "recipes.loss_type says another"),
+}
+_DATA = {
+    **verl.DATA,
+    "train_batch_size": Key("`global_batch_size`, `steps_per_generation`, with actor.ppo_mini_batch_size", _batches),
+    "val_batch_size": nothing("eval_iters says how many batches"),
+    "max_prompt_length": Key("`seq_length`, with rollout.response_length", _lengths),
+    "max_response_length": read_with("rollout.response_length, where that is not given"),
+    "filter_overlong_prompts": only((True,), "prompts that are too long are left out and counted"),
+    "truncation": nothing("prompts that are too long are left out and counted, never cut"),
+    "split_seed": nothing("seed draws the split as well"),
+    "validation_shuffle": nothing("evaluations take prompts in order"),
+    "prompt_key": only(("prompt",), "finetune.py reads prompt; other columns go to the reward function"),
+    "apply_chat_template_kwargs.enable_thinking": Key("refused unless it is the template's default", _thinking),
+    "chat_template_kwargs.enable_thinking": Key("refused unless it is the template's default", _thinking),
+    **{
+        f"{section}.{name}": only(("medium",), "recipes.chat_template=FILE says another template")
+        for section in ("apply_chat_template_kwargs", "chat_template_kwargs")
+        for name in ("reasoning_effort", "reasoning_effot")  # as one recipe spells it
+    },
+    "apply_chat_template_kwargs.*": only((), "recipes.chat_template=FILE says another template"),
+    "chat_template_kwargs.*": only((), "recipes.chat_template=FILE says another template"),
+    "datagen.*": only((), "prompts are those of files"),
+    "sampler.*": only((), "prompts are drawn by seed"),
+    "tokenizer": only((), "recipes.tokenizer_model says it"),
+    "tool_config_path": only((), "a completion is one turn"),
+    "auto_convert_format": only((False,), "samples are those of docs/finetuning.md"),
+    "trust_remote_code": nothing("no code of a model's folder is run"),
+    "seed": nothing("the order of prompts is drawn by seed"),
+    **{
+        name: nothing("rows are what docs/finetuning.md names; all their columns go to the reward function")
+        for name in (
+            *("image_key", "video_key", "image_patch_size", "reward_fn_key", "return_full_prompt", "return_raw_chat"),
+            *("return_multi_modal_inputs", "return_raw_input_ids", "filter_overlong_prompts_workers"),
+        )
+    },
+}
+_TRAINER = {
+    **verl.TRAINER,
+    "val_before_train": nothing("a run is evaluated before its first step"),
+    "val_only": only((False,), "tools/evaluate.py evaluates a model"),
+    "use_custom_rollouts": only((False,), "completions are sampled by the layers that train"),
+    "custom_rollout.*": _unset_or((), "completions are sampled by the layers that train"),
+    "early_stopping.enable": only((False,), "a run ends where train_epochs or train_iters says"),
+    "early_stopping.*": nothing("it goes with early_stopping.enable"),
+    "max_actor_ckpt_to_keep": Key("`keep_last_k`", lambda value, get: {"keep_last_k": max(2, value)}),
+    "rollout_data_dir": only((), "recipes.log_completions writes completions"),
+    "validation_data_dir": only((), "recipes.log_completions writes completions"),
+    "critic_warmup": only((0,), "there is no critic"),
+    "log_val_generations": nothing("recipes.log_completions writes completions"),
+    **{
+        name: nothing("there is no Ray and no critic, and a job goes on by itself")
+        for name in (
+            *("max_critic_ckpt_to_keep", "del_local_ckpt_after_load", "esi_redundant_time", "balance_batch"),
+            *("ray_wait_register_center_timeout", "use_legacy_worker_impl", "profile_steps"),
+            *("controller_nsight_options.*", "worker_nsight_options.*", "npu_profile.*"),
+        )
+    },
+}
+
+
+def _under(prefix: str, keys: Mapping[str, Key]) -> dict[str, Key]:
+    return {f"{prefix}.{name}": key for name, key in keys.items()}
+
+
+KEYS: dict[str, Key] = {
+    **tuning.COMMON,
+    "run.model_type": only(("verl",), "it is the form of the recipe"),
+    "*._target_": nothing("a class of verl's"),
+    "ray_cluster.*": nothing("there is no Ray: torchrun starts all processes"),
+    f"{_T}mlflow.run_id": tuning.MLFLOW["mlflow.run_id"],
+    f"{_T}mlflow.tracking_uri": read_with("trainer.logger"),
+    **_under(f"{_A}actor", _ACTOR),
+    **{f"{section}{name}": key for section in _ENGINES for name, key in _offloaded(verl.engine_keys(section)).items()},
+    **_under(f"{_A}actor.optim", verl.optimizer_keys(_A + "actor.optim.")),
+    **_under(f"{_A}model", _MODEL),
+    f"{_A}ref.*": nothing(_REFERENCE),
+    **_under(f"{_A}rollout", _ROLLOUT),
+    f"{_A}hybrid_engine": nothing(_SAMPLING),
+    f"{_A}merge_lora_for_inference": nothing(_SAMPLING),
+    f"{_A}nccl_timeout": nothing("recipes.distributed_timeout_minutes says it"),
+    f"{_A}profiler.*": nothing("recipes.profile=true profiles steps"),
+    **_under(f"{_T}algorithm", _ALGORITHM),
+    f"{_T}critic.enable": only((False,), "there is no critic"),
+    f"{_T}critic.*": nothing("there is no critic"),
+    f"{_T}custom_reward_function.path": Key("`reward_funcs`, with name", _reward, is_text=True),
+    f"{_T}custom_reward_function.name": read_with("path"),
+    f"{_T}custom_reward_function.lambda_arn": only((), "recipes.reward_funcs=FILE.py:NAME says a function"),
+    f"{_T}reward_manager.*": nothing("recipes.reward_funcs says the functions"),
+    f"{_T}reward_model.enable": only((False,), "recipes.reward_funcs says what rewards completions"),
+    f"{_T}reward_model.use_reward_loop": only((False,), "recipes.reward_funcs says what rewards completions"),
+    f"{_T}reward_model.reward_kwargs.*": nothing(_JUDGE),
+    f"{_T}reward_model.*": nothing("recipes.reward_funcs says what rewards completions"),
+    **_under(f"{_T}data", _DATA),
+    **_under(f"{_T}trainer", _TRAINER),
+    f"{_T}trainer_callbacks": Key("refused but for AWS's metering", tuning.callbacks),
+    f"{_T}transfer_queue.enable": only((False,), "rows go through no queue"),
+    **{f"{_T}{name}.*": nothing("there is no Ray") for name in ("ray_init", "ray_kwargs")},
+    f"{_T}global_profiler.*": nothing("recipes.profile=true profiles steps"),
+}
+ALWAYS = {
+    **{"objective": "grpo", "bf16": True, "use_bias_correction_kl": False, "lr_decay_style": "constant"},
+    "adam_beta2": 0.999,
+}
+"""verl's KL term is not multiplied by the ratio of policies; its optimizer and schedule are torch's where no key is."""
+VERL_RL = Form("verl with an actor", KEYS, lambda get: True, ALWAYS, verl.SIZES)

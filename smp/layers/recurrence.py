@@ -1,0 +1,91 @@
+"""What layers with a recurrence need of the tokens: where documents begin, which forget what was before; and where
+sequences are cut over context-parallel ranks, how to undo that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from smp.kernels.sequence_cut import SequenceCut
+from smp.kernels.token_layout import TokenLayout
+from smp.kernels.transfer import to_device
+from smp.layers.context_parallel.heads import WholePlan, whole_plan
+from smp.layers.context_parallel.states import StatesPlan, states_plan
+from smp.parallel.collectives import Group
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Of the tokens that a recurrence goes through, (rows, length) each: those of a micro-batch, or what ``plan`` makes
+    of them.
+
+    Attributes:
+        begins: bool, the first token of each document; None: only the first of a row, before which nothing is.
+        places: int64, tokens of its document before each; None: those of its row.
+        valid: bool, not padding behind a prompt; None: all are.
+        plan: of cut sequences; None: they are whole.
+    """
+
+    begins: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+    plan: StatesPlan | WholePlan | None = None
+
+
+@dataclass(frozen=True)
+class DocumentsNeed:
+    """See :class:`Documents`.
+
+    Attributes:
+        conv: tokens that the layer's convolution sees.
+        cp: its ranks share the tokens of sequences that are cut.
+        exchange: what they exchange for these: states, or heads for tokens.
+    """
+
+    conv: int
+    cp: Group | None = None
+    exchange: Literal["states", "heads"] = "states"
+
+    @property
+    def key(self) -> str:
+        return f"documents, {self.conv} tokens, {self.exchange}"
+
+    def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> Documents:
+        assert layout.position_ids is not None, "a model gives them"
+        device, shape = layout.position_ids.device, (layout.batch, layout.length)
+        lengths = None
+        if layout.cache is not None:
+            lengths = sequence_lengths()[: layout.num_queries].view(shape)
+        if layout.cut is not None:
+            return self._of_cut(layout.cut, device, None if lengths is None else lengths[:, :1])
+        if lengths is not None:
+            places = layout.position_ids[: layout.num_queries].view(shape)
+            return Documents(places=places, valid=places < lengths)
+        if layout.document_ids is None:
+            return Documents()
+        return of_documents(to_device(layout.document_ids, device))
+
+    def _of_cut(self, cut: SequenceCut, device: torch.device, lengths: torch.Tensor | None) -> Documents:
+        """``lengths`` (batch, 1) of texts that are written: the whole of a prompt goes to every rank then."""
+        assert self.cp is not None, "who cuts sequences gives layers the ranks"
+        if self.exchange == "states" and lengths is None:
+            begins, places, states = states_plan(cut, self.cp.rank, self.conv, device)
+            return Documents(begins, places, plan=states)
+        found = Documents() if cut.document_ids is None else of_documents(to_device(cut.document_ids, device))
+        plan = whole_plan(cut, self.cp, device)
+        if lengths is None:
+            return Documents(found.begins, found.places, plan=plan)
+        places = torch.arange(cut.length, device=device).expand(cut.batch, cut.length)
+        return Documents(places=places, valid=places < lengths, plan=plan)
+
+
+def of_documents(ids: torch.Tensor) -> Documents:
+    """Of tokens with these numbers of documents, (rows, length), each of which lies in one piece."""
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    first = torch.where(begins, column, 0).cummax(1).values
+    return Documents(begins, column - first)

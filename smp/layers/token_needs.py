@@ -1,0 +1,108 @@
+"""What layers need of the tokens beside their activations, prepared once per micro-batch for all layers that need it.
+
+A layer has ``needs``, a tuple of values of this file or of a caller's own; whatever holds the token layout calls
+``prepare`` of each distinct one and keeps the result under its ``key`` in ``TokenLayout.prepared``, where the layer's
+forward pass finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from smp.kernels.token_layout import TokenLayout
+from smp.layers.rope import DynamicScaling, LongRopeScaling, Scaling, rope_frequencies, rope_table, temperature
+
+RotaryTable = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin, each fp32 (tokens, 1, channels)."""
+
+
+class TokenNeed(Protocol):
+    """A hashable value."""
+
+    @property
+    def key(self) -> str:
+        """Where the layer finds what it needs. (Text, which compiled code can compare.)"""
+
+    def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> Any:
+        """Of a layout with ``position_ids``, of which this rank has all rows.
+
+        Args:
+            layout: of the micro-batch.
+            sequence_lengths: int64 (tokens,), tokens of the sequence that each belongs to.
+        """
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """See :data:`RotaryTable`.
+
+    Attributes:
+        base: theta.
+        channels: of a head that are rotated.
+        scaling: of the frequencies.
+    """
+
+    base: float
+    channels: int
+    scaling: Scaling | None = None
+
+    @cached_property
+    def key(self) -> str:
+        return repr(self)
+
+    def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> RotaryTable:
+        positions, scaling = layout.position_ids, self.scaling
+        assert positions is not None, "a model gives them"
+        freqs = rope_frequencies(self.channels, self.base, scaling, positions.device)
+        if isinstance(scaling, LongRopeScaling):
+            freqs = scaling.frequencies(freqs, sequence_lengths())
+        elif isinstance(scaling, DynamicScaling):
+            freqs = scaling.frequencies(freqs, self.base, sequence_lengths())
+        return rope_table(positions, freqs, 1.0 if scaling is None else scaling.amplitude)
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """fp32 (tokens, 1, 1), what queries are multiplied by; see :func:`smp.layers.rope.temperature`."""
+
+    floor_scale: int
+    scale: float
+
+    @cached_property
+    def key(self) -> str:
+        return repr(self)
+
+    def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> torch.Tensor:
+        assert layout.position_ids is not None, "a model gives them"
+        return temperature(layout.position_ids, self.floor_scale, self.scale)
+
+
+def chunks_key(size: int) -> str:
+    """Where layers whose tokens see their own chunk of ``size`` find the layout of it."""
+    return f"chunks of {size}"
+
+
+def with_needs(
+    layout: TokenLayout, needs: Iterable[TokenNeed], sequence_lengths: Callable[[], torch.Tensor]
+) -> TokenLayout:
+    """The layout with what ``needs``, each there once, prepare."""
+    prepared = {need.key: need.prepare(layout, sequence_lengths) for need in needs}
+    return replace(layout, prepared={**layout.prepared, **prepared})
+
+
+def prepared(layout: TokenLayout, key: str) -> Any:
+    """What is under ``key``.
+
+    Raises:
+        ValueError: nothing prepared it.
+    """
+    if key not in layout.prepared:
+        raise ValueError(
+            f"TokenLayout.prepared has no {key!r}, which this layer needs; it has {sorted(layout.prepared)}"
+        )
+    return layout.prepared[key]

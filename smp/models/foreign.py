@@ -1,0 +1,111 @@
+"""Models that transformers computes, as the rooms of this project ask for them: a module without memory, and what is in
+it. How such a module is cut and runs as a :class:`smp.models.protocol.Model` is in :mod:`smp.hf.run_model`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp.config import ConfigError
+from smp.config.foreign import transformers_config
+from smp.models.inventory import Parameter
+from smp.models.part import ModelPart
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is in a model. Names are Hugging Face's, shapes those of the whole; how a mesh cuts it is not said.
+
+    Attributes:
+        ends: parameters outside of the blocks.
+        blocks: those of each block, in order.
+        buffers: persistent ones, which no gradient trains.
+        architecture: name of its class.
+    """
+
+    ends: tuple[Parameter, ...]
+    blocks: tuple[tuple[Parameter, ...], ...]
+    buffers: tuple[Parameter, ...]
+    architecture: str
+
+    def of(self, parts: Sequence[ModelPart]) -> Iterator[Parameter]:
+        """Parameters of some parts of the model."""
+        if any(part.embedding or part.head for part in parts):
+            yield from self.ends
+        for part in parts:
+            for layer in part.layers:
+                yield from self.blocks[layer]
+
+
+def new_module(content: str) -> Any:
+    """The causal language model of a config.json's ``content``, on the meta device, in fp32.
+
+    Raises:
+        ConfigError: transformers has none of this type, or it cannot be built without memory.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = transformers_config(json.loads(content), "config.json")
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # of any kind: each class checks its own configuration
+        raise ConfigError(f"--model-implementation transformers: {config.model_type}: {_one_line(error)}") from None
+    if not hasattr(module, "get_output_embeddings") or module.get_output_embeddings() is None:
+        raise ConfigError(f"--model-implementation transformers: {type(module).__name__} has no output matrix")
+    return module.requires_grad_(True)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The decoder's layers by their names, in order: the list of modules with most elements, which is in no other."""
+    lists = {name: child for name, child in module.named_modules() if isinstance(child, nn.ModuleList)}
+    outer = {n: c for n, c in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
+    if not outer:
+        raise ConfigError(f"--model-implementation transformers: {type(module).__name__} has no list of layers")
+    name = max(outer, key=lambda name: sum(p.numel() for p in outer[name].parameters()))
+    return [(f"{name}.{i}", layer) for i, layer in enumerate(outer[name])]
+
+
+@cache
+def parts_of(content: str) -> Parts:
+    """Of the model of a config.json's ``content``."""
+    module = new_module(content)
+    chosen = _experts_of_a_token(module.config.get_text_config(decoder=True))
+    named = dict(module.named_parameters())
+    matrices = {id(p) for m in module.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
+    head, tables = module.get_output_embeddings(), {id(module.get_input_embeddings().weight)}
+
+    def made(name: str, p: torch.Tensor) -> Parameter:
+        shape = tuple(p.shape)
+        experts = chosen if p.ndim == 3 and chosen is not None and ".experts" in name else None
+        linear = id(p) in matrices and p.ndim == 2
+        used = math.prod(shape[1:]) * experts if experts is not None else math.prod(shape)
+        counts = p.ndim > 1 and (id(p) not in tables or p is head.weight)
+        return Parameter(name, shape, linear=linear, flops=2 * used * counts, chosen=experts)
+
+    blocks = []
+    for prefix, _ in blocks_of(module):
+        blocks.append(tuple(made(n, p) for n, p in named.items() if n.startswith(f"{prefix}.")))
+    inside = {parameter.name for block in blocks for parameter in block}
+    ends = tuple(replace(made(n, p), linear=False) for n, p in named.items() if n not in inside)
+    state = module.state_dict(keep_vars=True)
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = tuple(Parameter(n, tuple(b.shape)) for n, b in state.items() if n not in known)
+    return Parts(ends, tuple(blocks), buffers, type(module).__name__)
+
+
+def _experts_of_a_token(text: Any) -> int | None:
+    names = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "num_experts_per_token")
+    return next((n for name in names if isinstance(n := getattr(text, name, None), int)), None)

@@ -1,0 +1,52 @@
+"""The loss of multi-token prediction; the layers of it are in :mod:`smp.layers.prediction`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from smp.config.mtp import further_layers
+from smp.layers.prediction import Prediction
+from smp.models.micro_batch import MicroBatch
+from smp.models.tokens import Tokens
+
+GPT = Any
+"""The decoder, whose file imports this one."""
+
+
+def further_loss(
+    model: GPT,
+    hidden: torch.Tensor,
+    batch: MicroBatch,
+    tokens: Tokens,
+    matrices: tuple[torch.Tensor | None, torch.Tensor | None],
+    balance: list[torch.Tensor],
+) -> torch.Tensor:
+    """The mean loss of the layers that predict further tokens, as it is added to the model's.
+
+    Args:
+        model: with these layers.
+        hidden: the final norm's result.
+        batch, tokens: of the micro-batch.
+        matrices: the embedding's and the output layer's, one for all uses, so that their gradients add as FSDP adds
+            them.
+        balance: gets what the layers' routers measure.
+    """
+    assert model.head is not None
+    (table, matrix), losses = matrices, []
+    without_dropout = replace(tokens, keys=None)
+    # Each goes on from the hidden states of the one before.
+    for layer, module, target in zip(
+        further_layers(model.config), model.predictions.values(), batch.further, strict=True
+    ):
+        prediction = cast(Prediction, module)
+        x = prediction(hidden, model.embed(target.input_ids, without_dropout, table))
+        counted = model.expert_counts.of(tokens, target.loss_weights)
+        x = model.run_layer(layer, x, without_dropout, counted, balance)
+        hidden = prediction.norm(x)
+        labels, weights = tokens.flat(target.labels), tokens.flat(target.loss_weights)
+        losses.append(model.head(model.scaled(hidden), labels, weights, matrix).loss)
+    # The mean over these layers, as in DeepSeek-V3 (arXiv 2412.19437).
+    return sum(losses[1:], losses[0]) * (model.config.mtp_loss_scaling_factor / len(losses))

@@ -1,0 +1,130 @@
+"""What runs, objectives, sharding, optimizers, checkpoints, adapters and generation ask of a model.
+
+:class:`Model` is what every model gives; what only some can give is :class:`StagedModel`, and a name in
+``capabilities``. ``smp.models.gpt.GPT`` is the implementation that gives all of it, and
+``smp.hf.run_model.TransformersModel`` a causal language model of transformers; ``smp.training.build`` chooses. Outside
+of ``smp/models`` nothing imports the first (``make check``): :func:`smp.models.build.new_model` makes one.
+
+It is a base class and not a ``typing.Protocol``: FSDP, optimizers and hooks take an ``nn.Module``, and a protocol
+cannot say that it is one. All that is asked beside these methods is what every module has. ``parameters`` and
+``named_parameters``: the optimizer, clipping, checkpoints and adapters find what there is by the names in
+``smp.models.inventory``, of DTensors on the tensor-parallel mesh. ``modules``: adapters, FP8 and 4-bit weights are put
+into layers of ``smp.layers``, wherever they are. ``train`` and ``eval``: dropout.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from smp.config import ConfigError, ModelConfig
+from smp.layers import init_weights
+from smp.layers.block import TransformerBlock
+from smp.layers.head import ModelOutput
+from smp.models.micro_batch import MicroBatch
+from smp.models.part import ModelPart
+
+Capability = Literal["context parallelism", "generation"]
+
+
+class Model(nn.Module, ABC):
+    """A model that can be trained.
+
+    Attributes:
+        config: the architecture, resolved; ``smp.models.inventory`` lists its parameters, and FLOPs, memory and
+            exports follow from it.
+        head: what makes a loss of hidden states, a chunk of tokens at a time; None: another pipeline rank has it. It
+            takes an ``AnswerLoss``, and is trained as a whole beside adapters where it is a head of scores.
+        further_blocks: blocks that only training passes through, which validation must not gather.
+        casts_weights: whether layers cast fp32 weights to the dtype of their input, where there is no FSDP to do it.
+        capabilities: what else it can do. ``context parallelism``: micro-batches may be cut (``MicroBatch.cut``).
+            ``generation``: they may have a cache of keys and values (``MicroBatch.cache``).
+    """
+
+    config: ModelConfig
+    head: nn.Module | None
+    further_blocks: Sequence[nn.Module] = ()
+    casts_weights: bool = True
+    capabilities: frozenset[Capability] = frozenset()
+
+    @abstractmethod
+    def forward(self, micro_batch: MicroBatch) -> ModelOutput:
+        """The loss of a micro-batch, with its graph, as a part of the mean over the global batch: the weights in it
+        contain the division, so losses and gradients of micro-batches and ranks add up. With ``answers`` their loss or
+        values; without labels the logits. Auxiliary losses and metrics come beside it, under the names of
+        ``smp.models.beside``."""
+
+    @abstractmethod
+    def fsdp_units(self) -> list[nn.Module | list[nn.Module]]:
+        """What FSDP gathers and frees together, in the order of the forward pass; the rest is one unit more."""
+
+    def blocks(self) -> list[Any]:
+        """Of these units the blocks, in order: what is recomputed, compiled and offloaded. Their attribute ``run`` is
+        what their forward pass calls (``smp.layers.block.TransformerBlock``)."""
+        return [module for module in self.modules() if isinstance(module, TransformerBlock)]
+
+    def allocate(self, device: torch.device) -> None:
+        """Memory for what is on the meta device; buffers that are computed have their values then."""
+        self.to_empty(device=device)
+
+    def draw(self, device: torch.device, seed: int) -> None:
+        """Memory for everything, with first values: a function of the seed, in every layout."""
+        self.allocate(device)
+        # ``to_empty`` loses buffers too, so this fills all that has an initializer.
+        init_weights(self, seed)
+
+    def end_step(self, applied: torch.Tensor) -> None:
+        """Called after each optimizer step, ``applied`` (0-dim, bool) unless it was skipped: for what a model counts
+        over the micro-batches of a step, and moves by other rules than gradients."""
+
+
+class StagedModel(Model):
+    """A model that a pipeline can cut: built for some parts of it, and run part by part.
+
+    Attributes:
+        parts: those of this rank.
+    """
+
+    parts: tuple[ModelPart, ...]
+
+    @abstractmethod
+    def forward(
+        self, micro_batch: MicroBatch, hidden: torch.Tensor | None = None, part: ModelPart | None = None
+    ) -> ModelOutput:
+        """As of every model; of a part without the head ``hidden``, which the next part takes."""
+
+    @abstractmethod
+    def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
+        """Of what one part hands to the next, for this many tokens: the receiver must know it before the message."""
+
+    @abstractmethod
+    def stage_units(self, part: ModelPart) -> list[nn.Module]:
+        """The modules that hold the parameters of a part, in the order of their use, as ``fsdp_units`` cuts them: the
+        schedule says when each is gathered. Two parts of a rank may share one."""
+
+    @property
+    @abstractmethod
+    def embeds_at_the_end(self) -> bool:
+        """Whether the last part uses the embedding's matrix as well: both ends then have a copy of it, whose gradients
+        are added up."""
+
+    @abstractmethod
+    def embedding_matrix(self) -> nn.Parameter:
+        """That matrix, where one of the ends is."""
+
+
+def require_capability(model: Model, capability: Capability, flag: str) -> None:
+    """Raise ConfigError unless ``model`` has it; ``flag`` is what asks for it."""
+    if capability not in model.capabilities:
+        raise ConfigError(f"{flag}: {type(model).__name__} has no {capability}; leave it out")
+
+
+def require_stages(model: Model, flag: str) -> StagedModel:
+    """``model``, of which a pipeline is asked by ``flag``. Raises ConfigError where it has no stages."""
+    if not isinstance(model, StagedModel):
+        raise ConfigError(f"{flag}: {type(model).__name__} cannot be cut into stages; leave it out")
+    return model

@@ -1,0 +1,213 @@
+"""Reward functions: from their names to the rewards of some completions.
+
+A function is called as TRL calls it, by keywords: ``prompts``, ``completions``, ``completion_ids`` and every column of
+the data, each a list with a value for every completion; it returns a list of numbers, None where it does not apply. A
+function without ``**kwargs`` gets what it names. One may be ``async``: those of one call run together. Functions with
+verl's signature (``solution_str``, ``ground_truth``, ...) are called once for each completion.
+
+This project calls them with the completions of one prompt, and not with those of a batch: the rewards do not depend on
+how prompts are divided over processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from smp.rewards import verifiers
+
+BUILT_IN = {
+    "exact_match": verifiers.exact_match,
+    "number": verifiers.number,
+    "math": verifiers.math,
+    "json_schema": verifiers.json_schema,
+    "regex": verifiers.regex,
+}
+_VERL = "solution_str"
+
+
+class RewardError(ValueError):
+    """A reward function that cannot be used, or what it gave; the message names it."""
+
+
+class Call(NamedTuple):
+    """What functions are called with: some completions, each list as long as ``completions``.
+
+    Attributes:
+        prompts, completions: texts or lists of messages.
+        completion_ids: token ids.
+        columns: of the data.
+    """
+
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+
+
+class RewardFunction:
+    """One function.
+
+    Args:
+        spec: ``FILE.py:NAME`` or the name of a built-in one.
+
+    Raises:
+        RewardError: there is none.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.name = spec.rpartition(":")[2]
+        self._function: Callable[..., Any] = BUILT_IN[spec] if spec in BUILT_IN else load(spec, "--reward-funcs")
+        try:
+            parameters = inspect.signature(self._function).parameters.values()
+        except (TypeError, ValueError):
+            raise RewardError(f"reward function {spec} has no signature") from None
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+    def start(self, call: Call) -> Any:
+        """The rewards, or of an async function what is to be awaited."""
+        if _VERL in self._names:
+            return [self._of_verl(call, i) for i in range(len(call.completions))]
+        given = {"prompts": call.prompts, "completions": call.completions, "completion_ids": call.completion_ids}
+        given = call.columns | given
+        return self._function(**{name: x for name, x in given.items() if self._takes_all or name in self._names})
+
+    def _of_verl(self, call: Call, i: int) -> Any:
+        row = {name: values[i] for name, values in call.columns.items()}
+        model = row.get("reward_model")
+        truth = model.get("ground_truth") if isinstance(model, dict) else row.get("ground_truth", row.get("answer"))
+        given = {
+            "data_source": row.get("data_source"),
+            "solution_str": verifiers.text_of(call.completions[i]),
+            "ground_truth": truth,
+            "extra_info": row.get("extra_info"),
+        }
+        found = self._function(**{name: x for name, x in given.items() if self._takes_all or name in self._names})
+        return found.get("score") if isinstance(found, dict) else found
+
+    def checked(self, found: Any, count: int) -> list[float | None]:
+        """What it returned, as numbers; None where it does not apply.
+
+        Raises:
+            RewardError: it is something else.
+        """
+        if found is None:
+            return [None] * count
+        try:
+            values = None if isinstance(found, (str, bytes, dict)) else list(found)
+        except TypeError:
+            values = None
+        if values is None:
+            raise RewardError(f"reward function {self.spec} returned {type(found).__name__}, not a list") from None
+        if len(values) != count:
+            raise RewardError(f"reward function {self.spec} returned {len(values)} rewards for {count} completions")
+        return [self._number(value) for value in values]
+
+    def _number(self, value: Any) -> float | None:
+        if value is None:
+            return None
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise RewardError(f"reward function {self.spec} returned {value!r:.100}, which is no number") from None
+        if not math.isfinite(number):
+            raise RewardError(f"reward function {self.spec} returned {number}")
+        return number
+
+
+def load(spec: str, flag: str, kind: str = "function") -> Callable[..., Any]:
+    """A function or class of a file, ``FILE.py:NAME``, which ``flag`` names.
+
+    Raises:
+        RewardError: there is none, or the file fails.
+    """
+    file, _, name = spec.partition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise RewardError(f"{flag} {spec}: there is no file {file}")
+    known = f"smp_rewards_{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
+    module = sys.modules.get(known)
+    if module is None:
+        found = importlib.util.spec_from_file_location(known, path)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[known] = module
+        # What lies beside the file can be imported, as when it is run.
+        sys.path.insert(0, str(path.resolve().parent))
+        try:
+            found.loader.exec_module(module)
+        except BaseException as error:
+            del sys.modules[known]
+            raise RewardError(f"{flag} {spec}: {file} fails: {type(error).__name__}: {error}") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise RewardError(f"{flag} {spec}: {file} has no {kind} {name}")
+    return function
+
+
+class Scored(NamedTuple):
+    """Of one function.
+
+    Attributes:
+        rewards: None where it does not apply.
+        error: why it gave none; empty: it did.
+        seconds: that the call took.
+    """
+
+    rewards: list[float | None]
+    error: str
+    seconds: float
+
+
+def score(functions: list[RewardFunction], call: Call, begin: Callable[[int], None]) -> list[Scored]:
+    """What each function says. ``begin`` is called with the number of each before it runs; async ones run last and
+    together, under the number of the first of them."""
+    return asyncio.run(_score(functions, call, begin))
+
+
+async def _score(functions: list[RewardFunction], call: Call, begin: Callable[[int], None]) -> list[Scored]:
+    found: dict[int, Scored] = {}
+    waiting: dict[int, tuple[Any, float]] = {}
+    for i, function in enumerate(functions):
+        begin(i)
+        started = time.perf_counter()
+        try:
+            made = function.start(call)
+        except Exception as error:
+            found[i] = _failed(function, call, error, started)
+            continue
+        if inspect.isawaitable(made):
+            waiting[i] = made, started
+        else:
+            found[i] = _finished(function, call, made, started)
+    if waiting:
+        begin(min(waiting))
+    results = await asyncio.gather(*(made for made, _ in waiting.values()), return_exceptions=True)
+    for (i, (_, started)), made in zip(waiting.items(), results, strict=True):
+        failed = isinstance(made, BaseException)
+        found[i] = (_failed if failed else _finished)(functions[i], call, made, started)
+    return [found[i] for i in range(len(functions))]
+
+
+def _finished(function: RewardFunction, call: Call, made: Any, started: float) -> Scored:
+    try:
+        rewards = function.checked(made, len(call.completions))
+    except RewardError as error:
+        return Scored([None] * len(call.completions), str(error), time.perf_counter() - started)
+    except Exception as error:  # a generator, which runs only now
+        return _failed(function, call, error, started)
+    return Scored(rewards, "", time.perf_counter() - started)
+
+
+def _failed(function: RewardFunction, call: Call, error: BaseException, started: float) -> Scored:
+    said = " ".join(f"reward function {function.spec} raised {type(error).__name__}: {error}".split())
+    return Scored([None] * len(call.completions), said, time.perf_counter() - started)

@@ -1,0 +1,119 @@
+"""Processes that call reward functions while the model writes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from smp.rewards.child import Child
+from smp.rewards.functions import Call, RewardError, Scored
+
+
+class RewardPool:
+    """Calls functions in processes of their own. A call that takes too long ends its process; another one takes its
+    place.
+
+    Args:
+        specs: of the functions.
+        workers: processes.
+        timeout: seconds that one function may take for one call.
+
+    Raises:
+        RewardError: a function cannot be found, or its file fails; the first process is waited for.
+    """
+
+    def __init__(self, specs: Sequence[str], workers: int = 1, timeout: float = 60.0) -> None:
+        self._specs, self._timeout = list(specs), timeout
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._all: set[_Worker] = set()
+        self._lock, self._closed = threading.Lock(), False
+        try:
+            for _ in range(workers):
+                self._free.put(self._new())
+        except RewardError:
+            self.close()
+            raise
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
+
+    def submit(self, call: Call) -> Future[list[Scored]]:
+        """What each function will say."""
+        return self._threads.submit(self._score, call)
+
+    def close(self) -> None:
+        """End the processes; what they work on is lost."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._all)
+        for worker in workers:
+            worker.kill()
+        if hasattr(self, "_threads"):
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _new(self) -> _Worker:
+        worker = _Worker(self._specs)
+        with self._lock:
+            self._all.add(worker)
+            closed = self._closed
+        if closed:
+            worker.kill()
+            raise RewardError("the run ends")
+        worker.wait_until_ready()
+        return worker
+
+    def _score(self, call: Call) -> list[Scored]:
+        worker = self._free.get()
+        try:
+            return worker.score(call, self._timeout)
+        except _LostWorkerError as lost:
+            worker.kill()
+            with self._lock:
+                self._all.discard(worker)
+                closed = self._closed
+            if not closed:
+                worker = self._new()
+            count = len(call.completions)
+            # Which of the functions it was is known; what the others said is gone with the process.
+            return [
+                Scored([None] * count, f"reward function {spec} {lost}" if i == lost.function else "", 0.0)
+                for i, spec in enumerate(self._specs)
+            ]
+        finally:
+            self._free.put(worker)
+
+
+class _LostWorkerError(Exception):
+    """A process was too slow, or is gone, in a function."""
+
+    def __init__(self, why: str, function: int) -> None:
+        super().__init__(why)
+        self.function = function
+
+
+class _Worker:
+    """One process, which does one call at a time."""
+
+    def __init__(self, specs: list[str]) -> None:
+        self._child = Child("smp.rewards.worker", specs)
+
+    def wait_until_ready(self) -> None:
+        self._child.wait_until_ready("reward functions")
+
+    def score(self, call: Call, timeout: float) -> list[Scored]:
+        function = 0
+        if not self._child.send(call):
+            raise _LostWorkerError("ended its process", function)
+        while True:
+            said = self._child.line(timeout)
+            if said is None:
+                gone = self._child.ended
+                why = "ended its process" if gone else f"did not return within {timeout:g} s (--reward-timeout)"
+                raise _LostWorkerError(why, function)
+            if "begin" in said:
+                function = said["begin"]
+            else:
+                return [Scored(*scored) for scored in said["scored"]]
+
+    def kill(self) -> None:
+        self._child.kill()

@@ -1,0 +1,127 @@
+"""The teacher of a distillation run: a second model in the layout of the run, or log-probabilities in files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from smp.config import Config
+from smp.data.loader import RankBatch
+from smp.data.tuning.batches import NumberedBatch
+from smp.kernels.transfer import to_device
+from smp.layers.answers import AnswerLoss
+from smp.layers.distillation import TeacherHead, TeacherStates, TopLogits
+from smp.layers.head import VocabParallelHead
+from smp.models.micro_batch import MicroBatch
+from smp.models.protocol import Model
+from smp.parallel.collectives import Group
+from smp.sharding.parallelize import free_gathered
+from smp.training.build import RunSetup, build_forward_backward
+from smp.training.distillation.stored import StoredLogits
+from smp.training.finetune_model import build_finetune_model
+from smp.training.forward_backward import ForwardBackward
+from smp.training.micro_batches import MicroBatches
+from smp.training.objectives.contract import Said, answer_micro_batches
+
+
+@dataclass(frozen=True)
+class ModelTeacher:
+    """A frozen model that is run on every batch.
+
+    Attributes:
+        model, forward_backward: of the teacher.
+        student: the head of the model that is trained; None: another pipeline rank has it.
+        device: of both.
+        cp: ranks that share every sequence.
+    """
+
+    model: Model
+    forward_backward: ForwardBackward
+    student: VocabParallelHead | None
+    device: torch.device
+    cp: Group | None
+    _heads: list[TeacherHead] = field(default_factory=list)
+
+    def begin(self, batch: RankBatch) -> Said:
+        states = self.states(batch)
+        if not states:
+            assert self.student is None, "one stage has both heads"
+            return lambda i, micro_batch: None
+        head = self.head
+        return lambda i, micro_batch: TeacherStates(head, states[i])
+
+    def states(self, batch: RankBatch) -> list[torch.Tensor]:
+        """What the output matrix is multiplied with, of each micro-batch, (tokens [/p], hidden); nothing on a pipeline
+        rank that does not have the head."""
+        self.model.eval()
+        outputs = self.forward_backward.forward(self.micro_batches(batch))
+        free_gathered(self.model)  # no backward pass comes that would
+        return [output.values for output in outputs if output.values is not None]
+
+    def micro_batches(self, batch: RankBatch) -> MicroBatches:
+        """What the teacher is asked."""
+        wanted = AnswerLoss(states=self._take)
+        return answer_micro_batches(batch, lambda _: wanted, self.device, self.cp)
+
+    @property
+    def head(self) -> TeacherHead:
+        """What makes logits of the states, known from the first batch on."""
+        return self._heads[0]
+
+    def _take(self, matrix: torch.Tensor) -> None:
+        """Keep this rank's rows of the output matrix. It does not change, and is wanted when the teacher's weights are
+        sharded again: under FSDP a copy."""
+        if self._heads:
+            return
+        own = self.model.head
+        assert isinstance(own, VocabParallelHead), "a language model has one"
+        kept = matrix.detach().clone() if isinstance(self.model, FSDPModule) else matrix.detach()
+        head = TeacherHead(kept, own.shard, own.sequence_parallel)
+        self._heads.append(head if self.student is None else _fitting(head, self.student))
+
+
+def _fitting(head: TeacherHead, student: VocabParallelHead) -> TeacherHead:
+    """With the rows of the student, where they are not those already."""
+    same = replace(head.shard, softcap=None) == replace(student.shard, softcap=None)
+    return head if same else head.aligned(student.shard)
+
+
+def build_teacher(config: Config, setup: RunSetup, student: VocabParallelHead | None) -> tuple[ModelTeacher, list[str]]:
+    """(the teacher, what the user should hear). ``config`` is that of ``teacher_config``."""
+    model, notes = build_finetune_model(config, setup, None, trainable=False)
+    forward_backward = build_forward_backward(config, setup, model)
+    made = ModelTeacher(model, forward_backward, student, setup.device, setup.context.cp_group)
+    return made, [f"teacher: {config.checkpoint.load}", *notes]
+
+
+@dataclass(frozen=True)
+class StoredTeacher:
+    """What a teacher said before.
+
+    Attributes:
+        stored: by the number of a label.
+        device: of the model.
+        has_head: whether this rank needs it.
+    """
+
+    stored: StoredLogits
+    device: torch.device
+    has_head: bool
+
+    def begin(self, batch: RankBatch) -> Said:
+        assert isinstance(batch, NumberedBatch) and batch.numbers is not None
+        numbers, length = batch.numbers, batch.input_ids.shape[-1]
+
+        def said(i: int, micro_batch: MicroBatch) -> TopLogits | None:
+            if not self.has_head:
+                return None
+            assert micro_batch.token_index is not None
+            # Numbers of tokens say which columns of its rows this rank has.
+            columns = micro_batch.token_index.cpu() - batch.sample_index[i][:, None] * length
+            found = self.stored[numbers[i].gather(1, columns).flatten()]
+            ids, log_probs, rest = (to_device(x, self.device) for x in (found.ids, found.log_probs, found.rest))
+            return TopLogits(ids, log_probs, rest, found.vocab_size)
+
+        return said

@@ -1,0 +1,138 @@
+"""Who has not come: ranks that make no progress tell each other, through torch's store, where they stand.
+
+Every rank's :class:`smp.training.runtime.Watchdog` finds that it makes no progress, for all wait for the one at fault.
+Each leaves word in the store whether its main thread is in a collective, and in which. The lowest rank that is still
+there reads all of it and says which collective it is, which ranks are not in it, and their stacks.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from smp.pipeline.failure import of_this_package
+
+_TORCHS = ("distributed_c10d.py", "_functional_collectives.py", "_fsdp_collectives.py", "_fsdp_param_group.py")
+"""Files of torch whose functions are collectives or wait for them."""
+_MESSAGE = "a message"
+"""Of a pipeline, which only the runner waits for."""
+_FRAMES = 12
+"""Innermost ones of a stack that is told."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """Where a rank stands.
+
+    Attributes:
+        collective: the one that it is in; empty: none.
+        place: innermost function of this package, or of the script if there is none.
+        stack: innermost frames, the last one innermost.
+    """
+
+    host: str
+    collective: str
+    place: str
+    stack: str
+
+
+def word_of_thread(ident: int) -> Word:
+    """Of a thread of this process, as it is now."""
+    frames = list(traceback.walk_stack(sys._current_frames()[ident]))  # innermost first
+    stack = "".join(traceback.StackSummary.extract(iter(frames[:_FRAMES][::-1])).format())
+    callers = [one for one in frames if not _is_ours(one[0])]
+    caller = next(iter(of_this_package(callers)), callers[0][0].f_code.co_qualname)
+    # What was called is the outermost function of torch; without one it is one of this package.
+    waits = [frame.f_code.co_name for frame, _ in frames if _is_torchs(frame)]
+    waits = waits or [frame.f_code.co_name for frame, _ in frames if _is_ours(frame)]
+    waits = waits or [_MESSAGE for frame, _ in frames[:2] if frame.f_code.co_qualname == "_Step._wait"]
+    collective = f"{waits[-1]} of {caller}" if waits else ""
+    innermost, line = frames[0]
+    place = f"{innermost.f_code.co_qualname} ({Path(innermost.f_code.co_filename).name}:{line})"
+    return Word(socket.gethostname(), collective, place, stack)
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    """Whether it is a collective of torch; all of its wrappers have one name."""
+    return Path(frame.f_code.co_filename).name in _TORCHS and frame.f_code.co_name != "wrapper"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether it is a function of :mod:`smp.parallel`."""
+    return "smp/parallel/" in Path(frame.f_code.co_filename).as_posix()
+
+
+class Hang:
+    """Asks the other ranks where they stand, when this one makes no progress. One for each standstill.
+
+    Ranks need not have stood still equally often: one may go on just before it would leave word. So each has one place
+    for its word, and what was left there before this standstill is not read.
+
+    Args:
+        since: when this rank finished something last, in seconds since 1970. Clocks of hosts may differ by less than a
+            rank waits before it asks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, since: float) -> None:
+        self._store, self._rank, self._size = dist.PrefixStore("hang", store), rank, size
+        self._since = since
+
+    def report(self, word: Word, patience: float) -> str:
+        """Leave word and wait so many seconds for those of others. What is to be said by this rank: nothing, if a lower
+        one says it."""
+        self._store.set(str(self._rank), json.dumps({"left": time.time(), **asdict(word)}))
+        deadline = time.monotonic() + patience
+        words = {self._rank: word}
+        while len(words) < self._size and time.monotonic() < deadline:
+            words |= {rank: found for rank in range(self._size) if rank not in words and (found := self._word_of(rank))}
+            if len(words) < self._size:
+                time.sleep(min(0.1, patience / 10))
+        return in_words(dict(sorted(words.items())), self._size) if min(words) == self._rank else ""
+
+    def _word_of(self, rank: int) -> Word | None:
+        """None: it has left none since this standstill began."""
+        if not self._store.check([str(rank)]):
+            return None
+        found = json.loads(self._store.get(str(rank)))
+        return Word(**found) if found.pop("left") >= self._since else None
+
+
+def in_words(words: Mapping[int, Word], size: int) -> str:
+    """What a hang looks like from all ranks: the collective, who has not come, and their stacks."""
+    waiting = Counter(word.collective for word in words.values() if word.collective)
+    collective, _ = waiting.most_common(1)[0] if waiting else ("", 0)
+    there = [rank for rank, word in words.items() if word.collective == collective != ""]
+    absent = [rank for rank in words if rank not in there]
+    silent = [rank for rank in range(size) if rank not in words]
+    lines = [f"hang: {_ranks(there)} in {collective}" if there else "hang: no rank is in a collective"]
+    for rank in absent:
+        word = words[rank]
+        instead = f"it is in {word.collective}, another one" if word.collective else f"it is in {word.place}"
+        lines.append(f"hang: rank {rank} on {word.host} has not come: {instead}; its stack:\n{word.stack.rstrip()}")
+    if silent:
+        lines.append(f"hang: {_ranks(silent)} silent: stopped, gone, or in code that holds the interpreter")
+    if there and not absent and not silent:
+        lines.append("hang: all ranks are there: a link between them is cut, or a device has not finished")
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """rank 3, or ranks 0-2, 5."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {told} is" if len(ranks) == 1 else f"ranks {told} are"

@@ -1,0 +1,118 @@
+"""What kinds of runs do not share. Pretraining and fine-tuning are two; ``smp.training.run`` has what they do share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from smp.checkpoint import CheckpointError
+from smp.config import Config
+from smp.data.build import Datasets
+from smp.data.loader import BatchLoader, RankBatch, ReadBatch, Unreadable
+from smp.kernels import Kernels
+from smp.models.protocol import Model
+from smp.parallel.agree import on_rank_zero
+from smp.parallel.context import ParallelContext
+from smp.training.adapter_files import leave_companions
+from smp.training.build import RunSetup
+from smp.training.forward_backward import ForwardBackward
+from smp.training.objectives.contract import Objective
+from smp.training.trainer import Trainer
+
+Say = Callable[[str], None]
+
+
+class BatchSource(Protocol):
+    """Where the batches of a run come from: files, or the model itself."""
+
+    def next_or_reason(self) -> RankBatch | Unreadable:
+        """The next step's, or why this rank has none."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint needs beside the number of consumed samples: the same on all ranks, which ask together.
+        Names begin with ``smp.training.persistence.CARRIED``."""
+
+    def close(self) -> None:
+        """Stop what works in the background. Safe to call twice."""
+
+
+class Trainable(NamedTuple):
+    """A model as it is before a checkpoint is loaded, how micro-batches go through it, and what is minimised."""
+
+    model: Model
+    forward_backward: ForwardBackward
+    objective: Objective
+
+
+class RunKind(ABC):
+    """A run calls these methods in their order here.
+
+    Args:
+        config: resolved settings.
+
+    Attributes:
+        work: FLOPs of a step, relative to pretraining on as many tokens.
+        evaluate_first: also before the first step.
+    """
+
+    work: float = 1.0
+    evaluate_first: bool = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def datasets(self) -> Datasets:
+        """Read what to train and evaluate on, once the folder of checkpoints is this run's."""
+
+    @abstractmethod
+    def kernels(self, context: ParallelContext, device: torch.device) -> tuple[Kernels, list[str]]:
+        """What computes, and what the user should hear of that choice."""
+
+    @abstractmethod
+    def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
+        """What is trained. ``say`` tells the user a line; ``progress`` is called when something that takes long has
+        come further."""
+
+    def batches(
+        self, setup: RunSetup, dataset: Any, consumed: int, carried: Mapping[str, torch.Tensor], say: Say
+    ) -> BatchSource | None:
+        """The batches of the training data from a sample on, where they are not read from it; None: the loader reads
+        them. ``carried`` is what a checkpoint has of the ``state()`` of this source."""
+        return None
+
+    def evaluate(
+        self, trainer: Trainer, dataset: Any, read: Callable[[Any], BatchLoader], stopped: Callable[[], bool]
+    ) -> float | None:
+        """What an evaluation measures, the lower the better: the mean loss, unless ``evaluates`` in
+        ``smp.config.objectives`` says otherwise. ``read`` gives the batches of a data set, ``stopped`` says whether a
+        signal came. None: one ended it."""
+        batches = read(dataset)
+        try:
+            return trainer.evaluate(batches, self.config.training.eval_iters, stopped)
+        finally:
+            # Also when a signal or an error ends it: the reader's threads would go on.
+            batches.close()
+
+    def read(self, dataset: Any) -> ReadBatch | None:
+        """What makes a batch of numbered samples of one of the data sets; None: the loader stacks them."""
+        return None
+
+    def before(self) -> None:
+        """Called before the first step."""
+        on_rank_zero(lambda: leave_companions(self.config), CheckpointError)
+
+    def instead(self, progress: Callable[[], None]) -> str | None:
+        """Work that a run of this kind does in place of training: what to report of it. None: it trains. ``progress``
+        is called as it comes further."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 (most kinds have nothing to close)
+        """Called at the end of a run, whatever became of it."""
+
+    def after(self, iteration: int) -> list[str]:
+        """Called when the run is done and saved, at its last iteration: what to tell the user."""
+        return []

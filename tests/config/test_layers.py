@@ -1,0 +1,129 @@
+"""Settings resolve to one list of layer specs, which says of each layer what it is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from smp.config import Config, ConfigError, Layout, ModelConfig, load_config, resolve
+from smp.config.finetune import LoraConfig
+from smp.config.layer_specs import DeltaNetMixer, ExpertsSpec, LatentMixer, MLPSpec
+from smp.config.layers import in_runs, layer_specs
+from smp.config.qlora import check_qlora
+from smp.config.resolve import resolve_model
+from smp.models.presets import PRESETS
+from smp.training.settings import read_settings
+
+
+def named(name: str, **more: object) -> ModelConfig:
+    return resolve_model(ModelConfig(**{**PRESETS[name], "vocab_size": 1000, **more}))  # type: ignore[arg-type]
+
+
+def test_layer_7_of_gpt_oss() -> None:
+    specs = layer_specs(named("gpt-oss-20b"))
+    assert len(specs) == 24 and specs[7].mixer.window is None and specs[6].mixer.window == 128
+    assert isinstance(specs[7].feed_forward, ExpertsSpec) and specs[7].feed_forward.count == 32
+    lines = in_runs(specs)
+    assert [line.partition(":")[0] for line in lines] == [
+        f"layers {', '.join(map(str, range(first, 24, 2)))}" for first in (0, 1)
+    ]
+    assert "window 128" in lines[0] and "4 of 32 experts of 2880" in lines[0] and "yarn x32" in lines[0]
+    assert "window" not in lines[1]
+
+
+def test_layers_of_other_families() -> None:
+    assert [line.partition(":")[0] for line in in_runs(layer_specs(named("deepseek-v3")))] == [
+        "layers 0-2",
+        "layers 3-60",
+    ]
+    dense, sparse = layer_specs(named("deepseek-v3"))[2:4]
+    assert isinstance(dense.mixer, LatentMixer) and isinstance(dense.feed_forward, MLPSpec) and sparse.has_experts
+    local = [spec.mixer.rope.local for spec in layer_specs(named("gemma-3-1b"))]
+    assert local[:6] == [True] * 5 + [False]
+    scout = layer_specs(named("llama4-scout"))
+    assert [s.mixer.chunk for s in scout[:4]] == [8192] * 3 + [None] and scout[3].mixer.temperature is not None
+
+
+def test_layers_of_multi_token_prediction_are_as_the_last() -> None:
+    specs = layer_specs(named("debug", mtp_num_layers=2))
+    assert len(specs) == named("debug").num_layers + 2 and specs[-1] == specs[-2] == specs[-3]
+
+
+def test_layer_types_repeat() -> None:
+    model = named("debug", num_layers=4)
+    assert layer_specs(replace(model, layer_types="attention attention")) == layer_specs(model)
+    with pytest.raises(ConfigError, match="'mamba' is no kind of layer"):
+        layer_specs(replace(model, layer_types="mamba"))
+
+
+def test_a_recurrence_is_in_the_layers_that_the_pattern_names() -> None:
+    specs = layer_specs(named("qwen3-next-80b-a3b"))
+    assert [isinstance(spec.mixer, DeltaNetMixer) for spec in specs] == [True, True, True, False] * 12
+    assert specs[3].mixer.gate and specs[3].mixer.norm_one_plus and specs[0].has_experts
+    assert in_runs(specs)[1].startswith("layers 3, 7, ") and "32 states of 128 x 128" in in_runs(specs)[0]
+    listed = named("qwen3-next-80b-a3b", num_layers=4, linear_attention_freq="[1,1,1,0]")
+    assert layer_specs(listed) == specs[:4]
+    alone = named("debug", linear_attention_type="gated_delta_net", num_query_groups=None)
+    assert all(isinstance(spec.mixer, DeltaNetMixer) for spec in layer_specs(alone))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"linear_num_key_heads": 3}, "--linear-num-value-heads 32 is not divisible by --linear-num-key-heads 3"),
+        ({"layer_types": "attention"}, "--layer-types attention and --linear-attention-type gated_delta_net both say"),
+        ({"linear_attention_freq": "1"}, "--linear-attention-freq 1 leaves no layer with it"),
+        ({"linear_attention_freq": "[1,0]"}, "--linear-attention-freq [1,0] names 2 layers of 48"),
+    ],
+)
+def test_a_recurrence_that_cannot_be_is_one_line(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        layer_specs(named("qwen3-next-80b-a3b", **settings))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensor-model-parallel-size 8", "--linear-num-key-heads 4 is not divisible by --tensor-model-parallel-size"),
+        ("--fp8-format e4m3 --fp8-emulate", "--fp8-format e4m3 and --linear-attention-type gated_delta_net exclude"),
+        ("--multi-latent-attention --attention-output-gate", "--attention-output-gate is not there with --multi-lat"),
+    ],
+)
+def test_what_a_recurrence_has_not_is_refused(flags: str, message: str) -> None:
+    words = "--mock-data --vocab-size 100 --train-iters 1 --hidden-size 64 --num-attention-heads 8 "
+    words += "--linear-attention-type gated_delta_net --linear-num-key-heads 4 --linear-num-value-heads 8 "
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(load_config([*words.split(), *flags.split()], {}), 8)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("--attention-output-gate", "--qk-layernorm", "--softmax-scale 0.2", "--softmax-type learnable"),
+        *("--window-size 8", "--attention-dropout 0.1", "--attn-logit-softcapping 5.0", "--rotary-base 500.0"),
+        *("--add-qkv-bias", "--num-query-groups 2", "--kv-channels 8", "--position-embedding-type alibi"),
+    ],
+)
+def test_without_attention_what_only_attention_has_is_refused(flags: str) -> None:
+    words = ["--mock-data", "--vocab-size", "100", "--train-iters", "1", "--linear-attention-type", "gated_delta_net"]
+    with pytest.raises(ConfigError, match=f"^{flags}: all layers have --linear-attention-type gated_delta_net, none "):
+        resolve(load_config([*words, *flags.split()], {}), 1)
+    resolve(load_config([*words, *flags.split(), "--linear-attention-freq", "2"], {}), 1)
+
+
+def test_rows_of_a_recurrence_are_whole_blocks_of_4_bits() -> None:
+    model = named("qwen3-next-80b-a3b", linear_value_head_dim=5)
+    config = Config(model=model, lora=LoraConfig(lora_rank=4, load_in_4bit=True))
+    with pytest.raises(ConfigError, match=r"rows of width 160 \(recurrence\) are not made of them"):
+        check_qlora(config, Layout())
+
+
+def test_a_named_size_with_so_few_layers_that_none_has_attention() -> None:
+    """What the size says of attention goes; what the command line says is refused."""
+    words = "--model qwen3-next-80b-a3b --num-layers 2 --mock-data --seq-length 64 --train-iters 1"
+    model = read_settings(words.split(), PRESETS, 1).model
+    assert model.linear_attention_type and not model.attention_output_gate and not model.qk_layernorm
+    with pytest.raises(ConfigError, match="--window-size 8: all layers have"):
+        read_settings([*words.split(), "--window-size", "8"], PRESETS, 1)

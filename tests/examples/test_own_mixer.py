@@ -1,0 +1,55 @@
+"""A mixer of one's own trains in every layout, with packed documents, and goes on from a checkpoint in another one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from smp.config.layer_specs import MLPSpec
+from smp.data.indexed_dataset import IndexedDatasetWriter
+from smp.models.mixers import register_mixer
+from tests.programs import run_program
+from tests.training.flag_runs import TINY
+
+ROOT = Path(__file__).parents[2]
+PACKED = "--no-mock-data --data-path text --split 1,0,0 --reset-attention-mask --reset-position-ids"
+FLAGS = f"{TINY} {PACKED} --num-layers 4 --layer-types ema attention --train-iters 4 --lr-decay-style constant"
+
+
+def losses(folder: Path, processes: int, flags: str) -> list[float]:
+    """Of each step, on documents of 1 to 9 tokens."""
+    with IndexedDatasetWriter(folder / "text", np.uint16) as writer:
+        for document in range(200):
+            writer.add_document([(document * 7 + i * i) % 97 for i in range(1 + document % 9)])
+    run = run_program(ROOT / "examples/own_mixer.py", [*FLAGS.split(), *flags.split()], folder, processes)
+    assert run.returncode == 0, run.stderr
+    records = [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [record["lm loss"] for record in records if "lm loss" in record]
+
+
+def test_every_layout_is_one_process(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "tp", "pp")]
+    for folder in folders:
+        folder.mkdir()
+    alone = losses(folders[0], 1, "")
+    sliced = losses(folders[1], 2, "--tensor-model-parallel-size 2 --sequence-parallel --save kept --exit-interval 2")
+    assert sliced == pytest.approx(alone[:2], rel=1e-5)
+    staged = losses(folders[2], 2, f"--pipeline-model-parallel-size 2 --load {folders[1] / 'kept'}")
+    assert staged == pytest.approx(alone[2:], rel=1e-5)
+
+
+def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
+    for words, message in (
+        ("--layer-types ema lstm", "'lstm' is no kind of layer; known: attention, ema"),
+        ("--layer-types ema ema attention", "names 3 layers, which do not divide --num-layers 4"),
+    ):
+        run = run_program(ROOT / "examples/own_mixer.py", [*TINY.split(), "--num-layers", 4, *words.split()], tmp_path)
+        assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="'attention'.* is registered already"):
+        register_mixer("attention", MLPSpec, resolve=None, build=None, parameters=None)  # type: ignore[arg-type]

@@ -1,0 +1,205 @@
+"""The gated delta rule in chunks against the rule by its definition, and the convolution against torch's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from smp.kernels.causal_conv import causal_conv
+from smp.kernels.delta_rule import CHUNK, Pair, chunked, gated_delta_rule, step_by_step
+
+ROWS, KEY_HEADS, HEADS, KEY, VALUE = 2, 2, 4, 6, 5
+LENGTHS = (1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7)
+
+
+def drawn(length: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """q, k, v, g, beta and a first state."""
+    made = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(ROWS, *shape, generator=made, dtype=torch.float64).to(dtype)
+
+    q, k = (F.normalize(normal(length, KEY_HEADS, KEY), dim=-1) for _ in range(2))
+    v, g, beta = normal(length, HEADS, VALUE), -normal(length, HEADS).abs(), normal(length, HEADS).sigmoid()
+    return [q, k, v, g, beta, normal(HEADS, KEY, VALUE)]
+
+
+def begins_of(length: int) -> torch.Tensor:
+    """Documents of 1 to many tokens, other ones in each row."""
+    begins = torch.rand(ROWS, length, generator=torch.Generator().manual_seed(3)) < 0.1
+    begins[:, 0] = True
+    return begins
+
+
+def differentiated(
+    rule: Callable[..., Pair], tensors: list[torch.Tensor], begins: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Results of the rule, then gradients of all that it takes."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out, last = rule(*leaves[:5], begins, *leaves[5:])
+    weights = torch.Generator().manual_seed(9)
+    loss = sum((y * torch.randn(y.shape, generator=weights, dtype=torch.float64)).sum() for y in (out, last))
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    return [out.detach(), last.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def errors(got: list[torch.Tensor], want: list[torch.Tensor]) -> list[float]:
+    return [((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_chunks_are_steps(length: int, packed: bool, state: bool) -> None:
+    tensors, begins = drawn(length)[: 6 if state else 5], begins_of(length) if packed else None
+    want = differentiated(step_by_step, tensors, begins)
+    assert len(want) == 2 + len(tensors)
+    assert max(errors(differentiated(chunked, tensors, begins), want)) <= 1e-12
+
+
+def test_a_state_is_carried_on() -> None:
+    """Of two halves the second begins with the first one's state."""
+    *tokens, state = drawn(90)
+    whole, last = chunked(*tokens, None, state)
+    first, between = chunked(*(x[:, :37] for x in tokens), None, state)
+    second, end = chunked(*(x[:, 37:] for x in tokens), None, between)
+    assert max(errors([torch.cat((first, second), 1), end], [whole, last])) <= 1e-12
+
+
+def test_packed_documents_are_separate_ones() -> None:
+    *tokens, _ = drawn(70)
+    begins = torch.zeros(ROWS, 70, dtype=torch.bool)
+    begins[:, [0, 11, 12]] = True
+    packed = chunked(*tokens, begins)[0]
+    for start, end in ((0, 11), (11, 12), (12, 70)):
+        alone = chunked(*(x[:, start:end] for x in tokens))[0]
+        assert errors([packed[:, start:end]], [alone])[0] <= 1e-12
+
+
+def test_sums_are_in_fp32() -> None:
+    """Of bf16 inputs the result is as near as one rounding of the output."""
+    *rounded, _ = drawn(100, torch.bfloat16)
+    exact = step_by_step(*(x.double() for x in rounded))[0]
+    out, last = chunked(*rounded)
+    assert out.dtype == torch.bfloat16 and last.dtype == torch.float32
+    assert errors([out.double()], [exact])[0] <= 4e-3
+    with pytest.raises(TypeError):
+        chunked(*rounded[:4])  # type: ignore[call-arg]
+
+
+def forgetful(length: int, g: float) -> list[torch.Tensor]:
+    """fp32, with ``g`` in every other half of a chunk, and mild decays in between."""
+    *tokens, _ = drawn(length, torch.float32)
+    strong = torch.arange(length) % CHUNK < CHUNK // 2
+    tokens[3] = torch.where(strong[:, None], g, 0.1 * tokens[3])
+    return tokens
+
+
+@pytest.mark.parametrize("g", [-100.0, -1000.0])
+def test_strong_forgetting_rounds_nothing_else(g: float) -> None:
+    """Sums of g are large then, and mild decays behind them are differences of sums."""
+    tokens = forgetful(150, g)
+    want = differentiated(step_by_step, [x.double() for x in tokens], None)
+    assert max(errors([x.double() for x in differentiated(chunked, tokens, None)], want)) <= 1e-6
+
+
+@pytest.mark.parametrize("g", [-100.0, -1000.0])
+def test_what_a_document_forgets_changes_no_other(g: float) -> None:
+    """Up to the order of sums in products: what a document's tokens are in a chunk depends on those before it."""
+    tokens, begins = forgetful(70, g), torch.zeros(ROWS, 70, dtype=torch.bool)
+    begins[:, [0, 40]] = True
+    packed = chunked(*tokens, begins)[0]
+    for start, end in ((0, 40), (40, 70)):
+        assert errors([packed[:, start:end]], [chunked(*(x[:, start:end] for x in tokens))[0]])[0] <= 5e-7
+
+
+class Fla:
+    """Stands for flash-linear-attention: takes what its kernels take, and computes it document by document."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def chunk_gated_delta_rule(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any, *, scale: Any, initial_state: Any, **more: Any
+    ) -> Pair:
+        assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and g.dtype == beta.dtype == torch.float32
+        assert q.shape == k.shape == (*v.shape[:3], KEY) and g.shape == beta.shape == v.shape[:3]
+        assert scale == 1.0 and more["output_final_state"]
+        self.calls += 1
+        if (ends := more["cu_seqlens"]) is None:
+            return chunked(q, k, v, g, beta, None, initial_state)
+        assert len(v) == 1 and ends[-1] == v.shape[1]
+        found = []
+        for number, (start, end) in enumerate(pairwise(ends.tolist())):
+            state = None if initial_state is None else initial_state[number : number + 1]
+            found.append(chunked(*(x[:, start:end] for x in (q, k, v, g, beta)), None, state))
+        return torch.cat([out for out, _ in found], 1), torch.cat([last for _, last in found])
+
+
+@pytest.fixture
+def fla(monkeypatch: pytest.MonkeyPatch) -> Fla:
+    stand_in = Fla()
+    module = ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = stand_in.chunk_gated_delta_rule  # type: ignore[attr-defined]
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return stand_in
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_linear_attention_gets_what_it_takes(packed: bool, state: bool, fla: Fla) -> None:
+    *tokens, first = drawn(70, torch.float32)
+    tokens[:3] = (x.bfloat16() for x in tokens[:3])
+    begins = begins_of(70) if packed else None
+    if begins is not None:
+        begins[0, 0] = False  # goes on with its state
+    arguments = (*tokens, begins, first if state else None)
+    got, want = gated_delta_rule(*arguments, backend="fla"), chunked(*arguments)
+    assert fla.calls == 1 and got[0].dtype == torch.bfloat16 and got[1].dtype == torch.float32
+    assert errors([got[0].double()], [want[0].double()])[0] <= 4e-3 and errors([got[1]], [want[1]])[0] <= 1e-6
+
+
+def test_flash_linear_attention_gets_nothing_in_fp32(fla: Fla) -> None:
+    *tokens, _ = drawn(70, torch.float32)
+    assert torch.equal(gated_delta_rule(*tokens, backend="fla")[0], chunked(*tokens)[0])
+    mixed = [x.bfloat16() for x in tokens[:2]] + tokens[2:]
+    assert torch.equal(gated_delta_rule(*mixed, backend="fla")[0], chunked(*mixed)[0])
+    assert fla.calls == 0
+
+
+@pytest.mark.parametrize(("size", "length"), [(2, 9), (4, 9), (4, 150)])
+def test_the_convolution_is_torchs(size: int, length: int) -> None:
+    draw: dict[str, Any] = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
+    x, weight = torch.randn(ROWS, length, 7, **draw), torch.randn(7, size, **draw)
+    results = []
+    for ours in (True, False):
+        leaves = [y.clone().requires_grad_() for y in (x, weight)]
+        if ours:
+            y = causal_conv(*leaves)
+        else:
+            whole = F.conv1d(leaves[0].transpose(1, 2), leaves[1][:, None], padding=size - 1, groups=7)
+            y = F.silu(whole[..., :length]).transpose(1, 2)
+        (y * torch.arange(y.numel()).view(y.shape).cos()).sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    assert max(errors(*results)) <= 1e-12
+
+
+def test_the_convolution_sees_its_document_and_what_is_before() -> None:
+    draw: dict[str, Any] = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
+    x, weight = torch.randn(1, 9, 3, **draw), torch.randn(3, 4, **draw)
+    whole = causal_conv(x, weight)
+    assert errors([causal_conv(x[:, 5:], weight, x[:, 2:5])], [whole[:, 5:]])[0] <= 1e-15
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 0, 1]])
+    packed = causal_conv(x, weight, None, places)
+    for start, end in ((0, 4), (4, 6), (6, 7), (7, 9)):
+        assert errors([packed[:, start:end]], [causal_conv(x[:, start:end], weight)])[0] <= 1e-15

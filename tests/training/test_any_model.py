@@ -1,0 +1,200 @@
+"""Models that transformers computes train as in a plain loop of transformers, packed or not, in every layout."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smp.config import ConfigError
+from smp.training.finetune_settings import read_finetune_settings
+from tests.distributed import run_distributed
+from tests.parity.result import TOLERANCE
+from tests.programs import run_program
+from tests.training.any_model_lab import LR, largest_error, load, plain_loop, train_plainly, tune_types, write_type
+from tests.training.tuning_lab import together
+from tools.convert_checkpoint import main as convert
+from tools.generate import main as generate
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+TYPES = ("helium", "qwen3_next", "gemma2", "deepseek_v3")
+"""Dense; gated delta net and experts; windows and caps of scores and logits, a family of ours too; latent attention."""
+STEPS = f"--seq-length 48 --micro-batch-size 2 --global-batch-size 8 --lr {LR} --optimizer sgd --weight-decay 0"
+COMMON = f"{STEPS} --train-iters 5 --model-implementation transformers"
+LN_2 = 0.6931472
+LAYOUTS = {
+    "alone": (1, ""),
+    "recompute": (1, "--recompute-granularity full"),
+    "shard 2": (2, ""),
+    "replicas 2": (2, "--hybrid-shard-degree 1 --recompute-granularity selective"),
+    "tp 2": (2, "--tensor-model-parallel-size 2"),
+    "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "shard 2 x tp 2": (4, "--tensor-model-parallel-size 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("types")
+    return {kind: write_type(root / kind, kind) for kind in (*TYPES, "llama")}
+
+
+Runs = dict[tuple[str, str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(folders: dict[str, Path]) -> Runs:
+    out: Runs = {}
+    for world in (1, 2, 4):
+        here = [layout for layout, (processes, _) in LAYOUTS.items() if processes == world]
+        cases = [(layout, kind, pack) for layout in here for kind in TYPES for pack in ("off", "best-fit")]
+        flags = [flags_of(folders[kind], f"{LAYOUTS[layout][1]} --packing {pack}") for layout, kind, pack in cases]
+        ranks = run_distributed(tune_types, world, flags)
+        for i, case in enumerate(cases):
+            every = [r[i] for r in ranks]
+            out[case] = every[0] if "refused" in every[0] else together(every)
+    return out
+
+
+def flags_of(folder: Path, more: str) -> str:
+    return f"--load {folder} --data-path {folder}/sft.jsonl --log-dir {folder}/logs {COMMON} {more}"
+
+
+@pytest.mark.parametrize("pack", ["off", "best-fit"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_run_equals_a_plain_loop_of_transformers(runs: Runs, folders: dict[str, Path], kind: str, pack: str) -> None:
+    alone = runs["alone", kind, pack]
+    if kind == "qwen3_next" and pack == "best-fit":
+        assert "GatedDeltaNet, which carries over from one document to the next" in alone["refused"]
+        return
+    want = plain_loop(folders[kind], alone["batches"])
+    assert len(set(want["losses"])) == 5
+    for layout in LAYOUTS:
+        errors = largest_error(runs[layout, kind, pack], want)
+        assert max(errors.values()) <= TOLERANCE, (layout, errors)
+
+
+def test_both_implementations_of_a_family_give_the_same_losses(folders: dict[str, Path]) -> None:
+    flags = flags_of(folders["llama"], "")
+    ours, theirs = run_distributed(tune_types, 1, [flags.replace(" transformers", " smp"), flags])[0]
+    assert len(set(ours["losses"])) == 5
+    for key in ("losses", "norms"):
+        assert theirs[key] == pytest.approx(ours[key], rel=TOLERANCE)
+    assert "layers.0.attention.query.weight" in ours["initial"]
+    assert "model.layers.0.self_attn.q_proj.weight" in theirs["initial"]
+
+
+def test_pairs_and_labelled_answers_have_the_same_losses_too(folders: dict[str, Path]) -> None:
+    """Of both implementations: loss and gradient come by the same seam of answers."""
+    folder = folders["llama"]
+    common = f"--load {folder} --log-dir {folder}/logs {STEPS} --train-iters 2 --model-implementation"
+    lora = "dpo.jsonl --objective dpo --lora-rank 2 --lora-target-modules"
+    of = {"dpo": "dpo.jsonl --objective dpo", "orpo": "dpo.jsonl --objective orpo", "kto": "kto.jsonl --objective kto"}
+    flags = [f"{common} {i} --data-path {folder}/{words}" for words in of.values() for i in ("smp", "transformers")]
+    adapted = [f"{common} transformers --data-path {folder}/{lora} {words}" for words in ("q_proj", "all-linear")]
+    *results, some, every = run_distributed(tune_types, 1, [*flags, *adapted])[0]
+    assert some["losses"][0] == every["losses"][0] == pytest.approx(LN_2) and some["losses"][1] != every["losses"][1]
+    assert {name.split(".")[-3] for name in some["initial"]} == {"q_proj"}
+    for name, ours, theirs in zip(of, results[::2], results[1::2], strict=True):
+        assert len(set(ours["losses"])) == 2
+        for key in ("losses", "norms"):
+            assert theirs[key] == pytest.approx(ours[key], rel=TOLERANCE), name
+
+
+LORA = {
+    "alone": (1, ""),
+    "shard 2, bf16": (2, "--bf16"),
+    "tp 2": (2, "--tensor-model-parallel-size 2"),
+    "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full"),
+}
+
+
+def test_adapters_equal_those_of_peft_in_every_layout(folders: dict[str, Path], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    # peft takes the dense layers of models with experts for experts
+    kinds, done = {"helium": "all-linear", "deepseek_v3": "*self_attn*"}, {}
+    for layout, (world, words) in LORA.items():
+        save = {kind: f"--save {tmp_path}/{kind}" if layout == "alone" else "" for kind in kinds}
+        more = f"--packing off --lora-rank 4 --lr 0.1 {words} --lora-target-modules"
+        flags = [flags_of(folders[k], f"{more} {which} {save[k]}") for k, which in kinds.items()]
+        ranks = run_distributed(tune_types, world, flags)
+        done |= {(layout, kind): together([r[i] for r in ranks]) for i, kind in enumerate(kinds)}
+    for kind in kinds:
+        alone = done["alone", kind]
+        model = peft.PeftModel.from_pretrained(load(folders[kind]), tmp_path / kind / "adapter", is_trainable=True)
+        factors = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters()}
+        for name, tensor in alone["final"].items():
+            factor = factors[
+                name.replace(".lora.a", ".lora_A.default.weight").replace(".lora.b", ".lora_B.default.weight")
+            ]
+            assert torch.equal(factor, tensor), "the folder in peft's format"
+            factor.data.copy_(alone["initial"][name])
+        want = train_plainly(model.train(), alone["batches"], 0.1)
+        assert len(want["final"]) == len(alone["final"])
+        for layout in LORA:
+            near = 1e-2 if "bf16" in layout else TOLERANCE
+            for key in ("losses", "norms"):
+                assert done[layout, kind][key] == pytest.approx(want[key], rel=near), (layout, kind)
+
+
+def run(folder: Path, words: str, processes: int = 1, program: str = "finetune.py") -> str:
+    common = f"--log-dir {folder}/logs --no-tensorboard --no-progress-bar --log-interval 1"
+    done = run_program(ROOT / program, f"{words} {common}".split(), folder, processes)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
+def test_a_run_goes_on_in_another_layout_and_ends_as_a_folder_of_transformers(
+    folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    argv = flags_of(folders[kind], "--packing off")
+    run(tmp_path, f"{argv} --save {tmp_path}/whole --save-hf")
+    run(tmp_path, f"{argv} --save {tmp_path}/same --exit-interval 3")
+    run(tmp_path, f"{argv} --save {tmp_path}/same --resume --save-hf --async-save")
+    run(tmp_path, f"{argv} --save {tmp_path}/other --exit-interval 3 --tensor-model-parallel-size 2", 2)
+    out = run(tmp_path, f"{argv} --save {tmp_path}/other --resume --save-hf", 2)
+    assert "at iteration 3" in out
+    want = weights(tmp_path / "whole/hf_model")
+    same, other = weights(tmp_path / "same/hf_model"), weights(tmp_path / "other/hf_model")
+    assert want.keys() == weights(folders[kind]).keys()
+    assert all(torch.equal(same[name], tensor) for name, tensor in want.items())
+    for name, tensor in want.items():
+        assert (other[name] - tensor).norm() <= TOLERANCE * tensor.norm().clamp(min=1e-3), name
+    assert convert(["--load", f"{tmp_path}/whole", "--save", f"{tmp_path}/converted"]) == 0
+    converted = weights(tmp_path / "converted")
+    assert all(torch.equal(converted[name], tensor) for name, tensor in want.items())
+    assert generate(["--load", f"{tmp_path}/whole", "--prompt", "a"]) == 2, "said in one line"
+    names = {path.name for path in (tmp_path / "whole/hf_model").iterdir()}
+    assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+REFUSED = {
+    "--context-parallel-size 2": "--context-parallel-size 2: only this project's decoder has it",
+    "--fp8-format hybrid": "--fp8-format hybrid: only this project's decoder has it",
+    "--lora-rank 2 --lora-dropout 0.5": "--lora-dropout 0.5: only this project's decoder has it",
+    "--lora-rank 2 --use-dora": "--use-dora: only this project's decoder has it",
+    "--objective reward": "--objective reward: only this project's decoder has it",
+    "--attention-backend math": "--attention-backend math: only this project's decoder has it",
+    "--expert-model-parallel-size 2": "--expert-model-parallel-size 2: only this project's decoder has it",
+    "--window-size 4": "--window-size: the architecture is that of config.json",
+}
+
+
+def test_what_only_the_decoder_has_is_refused_by_name(folders: dict[str, Path]) -> None:
+    for words, said in REFUSED.items():
+        data = "dpo" if "reward" in words else "sft"
+        argv = flags_of(folders["helium"], words).replace("sft.jsonl", f"{data}.jsonl")
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            read_finetune_settings(argv.split(), 2)

@@ -1,0 +1,154 @@
+"""Nodes leave, are lost and join while a run trains: its losses are those of one process. A node is a torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.training.elastic_lab import Job
+from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
+
+pytestmark = pytest.mark.timeout(900)  # many starts of many processes
+BOUND = 1e-6
+COMMON = (
+    "--train-iters 30 --global-batch-size 8 --micro-batch-size 1 --log-interval 1 --optimizer sgd --lr 0.02 "
+    "--no-tensorboard --no-progress-bar --log-dir logs"
+)
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size 97 --mock-data "
+    "--seq-length 17 --init-method-std 0.2 --hidden-dropout 0.1"
+)
+ELASTIC = "--max-nodes {most} --min-nodes {least} --peer-snapshot-interval 4 --distributed-timeout-minutes 1"
+EXPERTS = "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
+PRETRAINING = {
+    "dense": (1, MODEL),
+    "hybrid sharding": (2, f"{MODEL} --hybrid-shard-degree 2"),
+    "experts, EP 2": (2, f"{MODEL} {EXPERTS} --expert-model-parallel-size 2"),
+    "PP 2": (2, f"{MODEL} --pipeline-model-parallel-size 2"),
+}
+TUNING = {
+    "packed SFT": "--load {0} --seq-length 48 --data-path {0}/sft.jsonl",
+    "DPO": "--load {0} --seq-length 48 --data-path {0}/dpo.jsonl --objective dpo --lora-rank 4",
+}
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    made: list[Job] = []
+    yield made
+    for job in made:
+        job.close()
+
+
+def alone(folder: Path, flags: str, jobs: list[Job], entry: str) -> dict[int, float]:
+    """Losses of one process."""
+    job = Job(folder, flags, 1, 1, entry=entry, step=0)
+    jobs.append(job)
+    job.start()
+    assert job.finish() == [0], job.said()
+    return job.losses()
+
+
+def require_equal(job: Job, want: dict[int, float]) -> None:
+    got = job.losses()
+    assert sorted(got) == sorted(want) == list(range(1, 31)), job.said()
+    worst = max(abs(got[i] - want[i]) / abs(want[i]) for i in want)
+    print(f"worst relative difference of 30 losses: {worst:.1e}")
+    assert worst <= BOUND
+
+
+def four_three_two_four(job: Job) -> None:
+    """One node is asked to leave, one is killed, two come."""
+    job.start(4)
+    job.reach(6)
+    job.leave(3)
+    job.reach(12)
+    job.kill(2)
+    job.reach(18)
+    job.start(2)
+    job.until(lambda: "4 nodes" in job.now())
+
+
+@pytest.mark.slow
+def test_four_three_two_four_nodes(tmp_path: Path, jobs: list[Job]) -> None:
+    flags = f"{COMMON} {MODEL}"
+    want = alone(tmp_path / "alone", flags, jobs, "pretrain_gpt")
+    job = Job(tmp_path / "elastic", f"{flags} {ELASTIC.format(least=2, most=4)}", 2, 4, step=0.8)
+    jobs.append(job)
+    four_three_two_four(job)
+    codes = job.finish()
+    assert codes[:2] == [0, 0] and codes[4:] == [0, 0], job.said()
+    require_equal(job, want)
+    said = job.said()
+    # What was asked to leave loses no step; of a node that is lost the steps since its last copy are trained again.
+    assert said.count("resumed from the memory of the nodes at iteration") >= 3
+    assert [line for line in said.splitlines() if line.startswith("  3 nodes") and line.endswith("(now)")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*list(PRETRAINING)[1:], *TUNING])
+def test_other_kinds_of_runs(kind: str, tmp_path: Path, jobs: list[Job]) -> None:
+    """Two nodes, one, two again; the first one is killed."""
+    if kind in TUNING:
+        write_tokenizer(tmp_path / "hf")
+        write_model(tmp_path / "hf", layers=2)
+        write_samples(tmp_path / "hf")
+        entry, each, own = "finetune", 1, TUNING[kind].format(tmp_path / "hf")
+    else:
+        entry, (each, own) = "pretrain_gpt", PRETRAINING[kind]
+    whole = own
+    for layout in ("--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--hybrid-shard-degree 2"):
+        whole = whole.replace(layout, "")
+    want = alone(tmp_path / "alone", f"{COMMON} {whole}", jobs, entry)
+    flags = f"{COMMON} {own} {ELASTIC.format(least=1, most=2)}"
+    job = Job(tmp_path / "elastic", flags, 1, 2, entry=entry, each=each, step=0.8)
+    jobs.append(job)
+    job.start(1)
+    job.until(lambda: job.iteration >= 1)
+    job.start(1)
+    job.until(lambda: "2 nodes" in job.now())
+    job.reach(job.iteration + 4)  # the second node has a copy by now
+    job.kill(0)
+    job.until(lambda: "1 nodes" in job.now())
+    job.reach(job.iteration + 2)
+    job.start(1)
+    job.reach(30)
+    codes = job.finish()
+    assert codes[1:] == [0, 0], job.said()
+    require_equal(job, want)
+    assert job.said().count("resumed from the memory of the nodes") == 3, job.said()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_started_again_from_memory(tmp_path: Path, jobs: list[Job]) -> None:
+    """Without --save, and without an elastic run: torchrun starts the workers again on the same nodes."""
+    flags = f"{COMMON} {MODEL} --peer-snapshot-interval 3"
+    want = alone(tmp_path / "alone", f"{COMMON} {MODEL}", jobs, "pretrain_gpt")
+    job = Job(tmp_path / "two", flags, 2, 2)
+    jobs.append(job)
+    job.start(2)
+    for iteration, node in ((5, 0), (14, 1)):
+        job.reach(iteration)
+        job.kill_worker(node)
+    assert job.finish() == [0, 0], job.said()
+    require_equal(job, want)
+    assert job.said().count("resumed from the memory of the nodes") >= 2
+    assert not list(tmp_path.rglob("iter_*"))
+
+
+@pytest.mark.slow
+def test_spare_nodes_wait_and_take_over(tmp_path: Path, jobs: list[Job]) -> None:
+    flags = f"{COMMON} {MODEL} {ELASTIC.format(least=2, most=2)}"
+    want = alone(tmp_path / "alone", f"{COMMON} {MODEL}", jobs, "pretrain_gpt")
+    job = Job(tmp_path / "spare", flags, 2, 3)
+    jobs.append(job)
+    job.start(3)
+    job.until(lambda: "spare, behind 2 processes" in job.said())
+    job.reach(6)
+    job.kill(job.node_of("  2 nodes"))
+    job.reach(30)
+    codes = job.finish()
+    assert sorted(codes) == [-9, 0, 0], job.said()
+    require_equal(job, want)
