@@ -13,11 +13,11 @@ from __future__ import annotations
 import sys
 
 from smp.config import Config, LoggingConfig
-from smp.config.entry_points import FINETUNE
+from smp.config.command_line.entry_points import FINETUNE
 from smp.data.tuning.build import PromptData, TuningData
 from smp.training.entry import run_command
-from smp.training.finetune_settings import read_finetune_settings, uncounted
 from smp.training.process import Process
+from smp.training.tuning.settings import read_finetune_settings, uncounted
 
 Settings = tuple[Config, TuningData | PromptData | None]
 
@@ -31,7 +31,7 @@ def read(argv: list[str], world_size: int) -> tuple[Settings, LoggingConfig | No
 def check_save(config: Config) -> None:
     """Refuse a --save that is in use or holds another run's checkpoints; one process looks for all."""
     if config.checkpoint.save is not None and Process.from_environment().rank == 0:
-        from smp.training.saving import try_save  # imports torch, which takes seconds
+        from smp.training.checkpoints.saving import try_save  # imports torch, which takes seconds
 
         try_save(config, print)
 
@@ -46,7 +46,7 @@ def run(settings: Settings, process: Process) -> int:
         return 0
     from smp.training.kind import RunKind  # imports torch, which takes seconds
     from smp.training.launch import launch
-    from smp.training.tuning_kinds import tuning_kind
+    from smp.training.tuning.kinds import tuning_kind
 
     def parts() -> RunKind:
         assert data is not None, "only a dry run may have none"

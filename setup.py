@@ -2,7 +2,8 @@
 
 The entry points pretrain_gpt.py and finetune.py are short scripts, meant to be read and changed; in the wheel they are
 modules (``torchrun -m pretrain_gpt``) and commands beside the launcher's. Tools that are of use without a checkout are
-``smp.tools`` in a wheel. smp/config/commands.py has the table of commands, and the name of the distribution.
+``smp.tools`` in a wheel. smp/config/command_line/commands.py has the table of commands, and the name of the
+distribution.
 """
 
 import os

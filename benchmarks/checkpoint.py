@@ -33,10 +33,10 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 
 from smp import checkpoint
 from smp.checkpoint.commit import commit
-from smp.checkpoint.entries import Manifest, Shard, TensorEntry
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.tensor_bytes import lay_out, raw_bytes
-from smp.checkpoint.tensor_file import write_file
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.format.entries import Manifest, Shard, TensorEntry
+from smp.checkpoint.format.tensor_bytes import lay_out, raw_bytes
+from smp.checkpoint.format.tensor_file import write_file
 
 State = dict[str, torch.Tensor]
 WIDTH = 2048

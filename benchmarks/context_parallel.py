@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from smp.kernels.attention_core import AttentionCore, AttentionSpec
-from smp.kernels.fused_attention import FusedAttention
+from smp.kernels.attention_cores.attention_core import AttentionCore, AttentionSpec
+from smp.kernels.attention_cores.fused_attention import FusedAttention
 from smp.kernels.token_layout import TokenLayout
 from smp.layers import context_parallel_attention, cut_sequences
 from smp.layers.context_parallel import ring

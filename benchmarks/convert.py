@@ -23,13 +23,13 @@ from pathlib import Path
 
 import torch
 
-from smp.checkpoint.local import LocalFolder, sync_to_disk
-from smp.checkpoint.tensor_bytes import lay_out, raw_bytes
-from smp.checkpoint.tensor_file import write_file
-from smp.convert.hf_config import resolved, to_hf
-from smp.convert.hf_store import INDEX
+from smp.checkpoint.folders.local import LocalFolder, sync_to_disk
+from smp.checkpoint.format.tensor_bytes import lay_out, raw_bytes
+from smp.checkpoint.format.tensor_file import write_file
+from smp.convert.huggingface.config import resolved, to_hf
+from smp.convert.huggingface.more_families import FAMILIES
+from smp.convert.huggingface.store import INDEX
 from smp.convert.layout import by_external_name, links
-from smp.convert.more_families import FAMILIES
 from smp.models.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -31,8 +31,8 @@ import numpy as np
 
 from smp.config.schema import DataConfig
 from smp.data.preprocess import Encoder, preprocess
-from smp.data.tokenizer import SentencePieceTokenizer
-from smp.data.tokenizer_files import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer
+from smp.data.tokenizers.files import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer
+from smp.data.tokenizers.tokenizer import SentencePieceTokenizer
 from tools.train_tokenizer import train
 
 ROUNDS = 5

@@ -26,7 +26,7 @@ from transformers.utils import logging
 from benchmarks.timing import Report
 from smp.convert.formats import open_checkpoint
 from smp.generation import Generator, Request, Sampling
-from smp.training.text_model import alone, load_model
+from smp.training.texts.text_model import alone, load_model
 
 CONFIG = LlamaConfig(
     vocab_size=32000,

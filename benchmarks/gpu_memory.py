@@ -20,7 +20,7 @@ from timing import RESULTS, ROOT, Report
 from smp.config import Layout
 from smp.kernels import Kernels
 from smp.models.presets import PRESETS
-from smp.training.fake_step import StepMeasures, fake_gpu_step, fake_step
+from smp.training.cost.fake_step import StepMeasures, fake_gpu_step, fake_step
 from smp.training.settings import read_settings
 
 COMMON = "--mock-data --train-iters 6 --log-interval 1 --no-tensorboard --no-progress-bar --profile "

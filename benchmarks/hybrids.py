@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from smp.config import Layout
 from smp.convert.describe import read_architecture
-from smp.convert.hf_config import resolved
+from smp.convert.huggingface.config import resolved
 from smp.convert.load import load_hf
 from smp.models.arithmetic import forward_flops
 from smp.models.gpt import GPT

@@ -22,9 +22,9 @@ from timing import Clock, Report, copy_bandwidth, product_rate
 
 from smp.kernels import norm, rope, swiglu
 from smp.kernels.cuda.library import library_path
-from smp.kernels.permute import combine_rows, repeat_rows
-from smp.kernels.router import choose_experts
-from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
+from smp.kernels.experts.permute import combine_rows, repeat_rows
+from smp.kernels.experts.router import choose_experts
+from smp.layers.heads.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
 
 Function = Callable[..., Any]

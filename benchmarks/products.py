@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from smp.kernels.attention_core import AttentionCore, AttentionSpec
-from smp.kernels.fused_attention import FusedAttention
-from smp.kernels.math_attention import MathAttention
+from smp.kernels.attention_cores.attention_core import AttentionCore, AttentionSpec
+from smp.kernels.attention_cores.fused_attention import FusedAttention
+from smp.kernels.attention_cores.math_attention import MathAttention
+from smp.kernels.attention_cores.varlen import VarlenAttention
 from smp.kernels.token_layout import TokenLayout
-from smp.kernels.varlen import VarlenAttention
-from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
+from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy
 from smp.parallel.collectives import Group
 
 

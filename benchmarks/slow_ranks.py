@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from smp.training.stragglers import WINDOW, Detector, Numbers
+from smp.training.reporting.stragglers import WINDOW, Detector, Numbers
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 97 --mock-data "
@@ -31,7 +31,7 @@ FLAGS = (
 def worker(argv: list[str]) -> int:
     """One rank of the run; rank 0 keeps the times."""
     import pretrain_gpt
-    from smp.training.slow_ranks import SlowRanks
+    from smp.training.reporting.slow_ranks import SlowRanks
 
     kept: list[Numbers] = []
     compare = SlowRanks._compare

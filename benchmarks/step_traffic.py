@@ -9,7 +9,7 @@ import time
 
 from smp.config import Config, Layout
 from smp.models.presets import PRESETS
-from smp.training.fake_step import StepMeasures, fake_gpu_step
+from smp.training.cost.fake_step import StepMeasures, fake_gpu_step
 from smp.training.settings import read_settings
 
 COMMON = "--bf16 --seq-length 8192 --mock-data --dry-run "

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smp import checkpoint, layers
 from smp.config import ConfigError
-from smp.config.command import CommandParser, exit_code, in_one_line
+from smp.config.command_line.command import CommandParser, exit_code, in_one_line
 from smp.optim.optimizer import clip_gradients
 from smp.sharding.parallelize import shard
 from smp.training.process import Process

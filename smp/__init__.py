@@ -16,11 +16,11 @@ _WHERE = {
     "cut_sequence": "smp.hf.context",
     "init": "smp.hf.state",
     "is_initialized": "smp.hf.state",
-    "load_weights": "smp.hf.delayed",
+    "load_weights": "smp.hf.loading.delayed",
     "state": "smp.hf.state",
     "transform": "smp.hf.transform",
 }
-_MODULES = {"compat": "smp.hf.compat", "delayed_param": "smp.hf.delayed", "grad_norm": "smp.hf.clip"}
+_MODULES = {"compat": "smp.hf.sagemaker.compat", "delayed_param": "smp.hf.loading.delayed", "grad_norm": "smp.hf.clip"}
 """SMP v2's names of modules."""
 
 

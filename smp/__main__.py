@@ -11,8 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from smp.config.commands import CHECKOUT, COMMANDS, DISTRIBUTION, ENTRY_POINTS, TOOLS, in_checkout
-from smp.config.fields import did_you_mean
+from smp.config.command_line.commands import CHECKOUT, COMMANDS, DISTRIBUTION, ENTRY_POINTS, TOOLS, in_checkout
+from smp.config.command_line.fields import did_you_mean
 
 
 def main_of(name: str) -> Callable[[list[str]], int]:

@@ -16,13 +16,9 @@ import torch.distributed.checkpoint  # noqa: F401
 
 import finetune  # noqa: F401
 import pretrain_gpt  # noqa: F401
-import smp.hf
-import smp.training.adapter_files
-import smp.training.launch
-import smp.training.pretraining  # noqa: F401
 import tests.distributed  # noqa: F401
-from smp.config.entry_points import FINETUNE, PRETRAIN
-from smp.config.fields import settings
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
+from smp.config.command_line.fields import settings
 
 with contextlib.suppress(ImportError):  # which tests can do without
     from transformers import LlamaForCausalLM  # noqa: F401

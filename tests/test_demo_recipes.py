@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from smp.config import ModelConfig, load_config, resolve
-from smp.config.cli import build_tree, read_values
-from smp.config.entry_points import FINETUNE
-from smp.config.finetune import fill_in
+from smp.config.command_line.cli import build_tree, read_values
+from smp.config.command_line.entry_points import FINETUNE
+from smp.config.rules.finetune import fill_in
 from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
 from tools.demo import EXPERTS

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from smp.config import Layout, ModelConfig, resolve_model
-from smp.convert.hf_config import to_hf
+from smp.convert.huggingface.config import to_hf
 from smp.data.indexed_dataset import IndexedDatasetWriter
 from smp.data.tuning.build import TuningData
 from smp.models.presets import PRESETS
 from smp.training.distillation.meaning import VERSION, Meaning
-from smp.training.finetune_settings import read_finetune_settings
 from smp.training.settings import read_settings
+from smp.training.tuning.settings import read_finetune_settings
 from tests.training.flag_runs import run_here
 from tests.training.tiny_hf import write_model, write_pieces, write_samples, write_tokenizer
 

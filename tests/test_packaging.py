@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import smp
-from smp.config.commands import COMMANDS, DISTRIBUTION, TOOLS
+from smp.config.command_line.commands import COMMANDS, DISTRIBUTION, TOOLS
 from smp.kernels.cuda.build import nvcc_path
 
 ROOT = Path(__file__).parents[1]

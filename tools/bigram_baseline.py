@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from smp.config.blend import parse_split
-from smp.config.command import CommandParser, run_tool
+from smp.config.command_line.command import CommandParser, run_tool
 from smp.config.schema import DataConfig
 from smp.data.gpt_dataset import split_documents
 from smp.data.indexed_dataset import IndexedDataset
-from smp.data.tokenizer_files import PATTERNS, load_tokenizer
+from smp.data.tokenizers.files import PATTERNS, load_tokenizer
 
 DISCOUNTS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 UNSEEN_COUNT = 0.5  # k
@@ -144,7 +144,7 @@ def report(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: print(report(build_parser().parse_args(argv))))
 
 

@@ -31,14 +31,14 @@ from smp.checkpoint import CheckpointError, DamagedError, Manifest, find, read_m
 from smp.checkpoint.box import read_blocks, read_box
 from smp.checkpoint.commit import OUR_FILES
 from smp.checkpoint.diff import CACHED, diff_tensor
-from smp.checkpoint.entries import ELEMENT_SIZES, TensorEntry
-from smp.checkpoint.folder import Folder, open_folder
-from smp.checkpoint.latest import ITERATION, LATEST, complete, misnamed, other_iteration
-from smp.checkpoint.lock import RunLock
-from smp.checkpoint.manifest import MANIFEST
-from smp.checkpoint.retention import VALIDATION_LOSS, Retention, doomed, prune
+from smp.checkpoint.folders.folder import Folder, open_folder
+from smp.checkpoint.folders.latest import ITERATION, LATEST, complete, misnamed, other_iteration
+from smp.checkpoint.folders.lock import RunLock
+from smp.checkpoint.folders.retention import VALIDATION_LOSS, Retention, doomed, prune
+from smp.checkpoint.format.entries import ELEMENT_SIZES, TensorEntry
+from smp.checkpoint.format.manifest import MANIFEST
 from smp.checkpoint.rewrite import rewrite
-from smp.config.command import CommandParser, run_tool
+from smp.config.command_line.command import CommandParser, run_tool
 
 _SHOWN_WHOLE = 1000  # elements: of more, torch prints only the first and last ones in each dimension
 _EDGE = 3  # torch's: so many of them
@@ -348,7 +348,7 @@ def _tolerance(text: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code, see :mod:`smp.config.command`."""
+    """Run a command; returns the exit code, see :mod:`smp.config.command_line.command`."""
 
     def work() -> int:
         args = parser().parse_args(argv)

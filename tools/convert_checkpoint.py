@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError
 from smp.config import ConfigError
-from smp.config.command import CommandParser, run_tool
-from smp.config.hub import model_path
+from smp.config.command_line.command import CommandParser, run_tool
+from smp.config.command_line.hub import model_path
 from smp.convert.convert import ERRORS, write
 from smp.convert.formats import FORMATS, Format, Opened, detect, make_target, open_checkpoint
-from smp.convert.hf import TOKENIZERS, companions
+from smp.convert.huggingface.folder import TOKENIZERS, companions
 from smp.convert.upcycle import Upcycled
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -152,7 +152,7 @@ def export(args: argparse.Namespace, opened: Opened, kind: Format) -> None:
         raise ConfigError("--load is of a model that transformers computes: it becomes a Hugging Face folder (--to hf)")
     if args.save.exists() and any(args.save.iterdir()):
         raise CheckpointError(f"{args.save} exists already: give a new name or remove it")
-    from smp.hf.export import write_folder  # here, because other models need none of that room
+    from smp.hf.run.export import write_folder  # here, because other models need none of that room
 
     with opened.weights as weights:
         write_folder(weights, args.save, opened.reference, None if args.dtype is None else DTYPES[args.dtype])
@@ -160,7 +160,7 @@ def export(args: argparse.Namespace, opened: Opened, kind: Format) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: convert(parser().parse_args(argv)), "the same command goes on from here", expected=ERRORS)
 
 

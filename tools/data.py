@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from smp.config.blend import parse_split
-from smp.config.command import CommandParser, run_tool
+from smp.config.command_line.command import CommandParser, run_tool
 from smp.config.schema import DataConfig
 from smp.data.cache import NodeCache
 from smp.data.contents import check_integers, check_vocabulary, contents_of
 from smp.data.gpt_dataset import split_documents
 from smp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, check_new
-from smp.data.tokenizer_files import PATTERNS, load_tokenizer
+from smp.data.tokenizers.files import PATTERNS, load_tokenizer
 
 
 def describe(prefix: str) -> str:
@@ -163,7 +163,7 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
 
     def work() -> None:
         args = build_parser().parse_args(argv)

@@ -33,7 +33,7 @@ from itertools import zip_longest
 from math import log
 from pathlib import Path
 
-from smp.config.command import CommandParser, run_tool
+from smp.config.command_line.command import CommandParser, run_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "class Parser:\n    def __init__(self"
@@ -301,7 +301,7 @@ def work(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: work(argv))
 
 

@@ -22,7 +22,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from smp.config.command import CommandParser, refuse_existing, run_tool
+from smp.config.command_line.command import CommandParser, refuse_existing, run_tool
 
 QUOTES = '"""'
 LONGEST_PAIR = 500
@@ -113,7 +113,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: work(build_parser().parse_args(argv)))
 
 

@@ -22,12 +22,12 @@ import torch
 from tqdm import tqdm
 
 from smp.config import ConfigError
-from smp.config.command import CommandParser, refuse_existing, run_tool
-from smp.config.hub import model_path, tokenizer_path
-from smp.data.remote import RemoteFile
-from smp.data.text_files import expand_paths, read_texts
-from smp.training.evaluation import Perplexity, TextScorer, harness_model
-from smp.training.text_model import DTYPES, alone, end_ids, folder_tokenizer, load_model, open_model
+from smp.config.command_line.command import CommandParser, refuse_existing, run_tool
+from smp.config.command_line.hub import model_path, tokenizer_path
+from smp.data.files.remote import RemoteFile
+from smp.data.files.text_files import expand_paths, read_texts
+from smp.training.texts.evaluation import Perplexity, TextScorer, harness_model
+from smp.training.texts.text_model import DTYPES, alone, end_ids, folder_tokenizer, load_model, open_model
 
 OF_TASKS = ("num_fewshot", "include_path", "apply_chat_template", "limit")
 
@@ -155,7 +155,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: work(build_parser().parse_args(argv)))
 
 

@@ -25,16 +25,16 @@ from typing import Any, TextIO
 import torch
 
 from smp.config import ConfigError
-from smp.config.command import CommandParser, refuse_existing, run_tool
-from smp.config.hub import model_path, tokenizer_path
+from smp.config.command_line.command import CommandParser, refuse_existing, run_tool
+from smp.config.command_line.hub import model_path, tokenizer_path
 from smp.convert.formats import Opened
-from smp.data.text_files import is_blank, parse_record, read_chunks
-from smp.data.tokenizer_files import PATTERNS
+from smp.data.files.text_files import is_blank, parse_record, read_chunks
+from smp.data.tokenizers.files import PATTERNS
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.tokenizer import PieceTokenizer, TuningTokenizer
 from smp.generation import Completion, Generator, Request, Sampling, Stops
 from smp.models.protocol import Model
-from smp.training.text_model import (
+from smp.training.texts.text_model import (
     DTYPES,
     alone,
     end_ids,
@@ -312,7 +312,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: work(parser().parse_args(argv)))
 
 

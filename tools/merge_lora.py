@@ -20,12 +20,12 @@ import torch
 from tqdm import tqdm
 
 from smp.config import ConfigError
-from smp.config.command import CommandParser, run_tool
-from smp.config.hub import model_path
-from smp.convert.adapters import MergedWeights
+from smp.config.command_line.command import CommandParser, run_tool
+from smp.config.command_line.hub import model_path
 from smp.convert.convert import ERRORS, write
 from smp.convert.formats import FORMATS, make_target, open_checkpoint
-from smp.training.adapter_files import companions_of, open_adapters, require_adapter
+from smp.convert.peft.adapters import MergedWeights
+from smp.training.tuning.adapter_files import companions_of, open_adapters, require_adapter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,7 +72,7 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str]) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: merge(parser().parse_args(argv)), "the same command goes on from here", expected=ERRORS)
 
 

@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from smp.checkpoint.retention import best_interval
+from smp.checkpoint.folders.retention import best_interval
 from smp.config import Config, ConfigError, load_config
-from smp.config.cli import read_values
-from smp.config.command import CommandParser, run_tool
-from smp.config.entry_points import PRETRAIN
+from smp.config.command_line.cli import read_values
+from smp.config.command_line.command import CommandParser, run_tool
+from smp.config.command_line.entry_points import PRETRAIN
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.presets import PRESETS
 from smp.planner.devices import DEVICES, GB, GIB, Device
@@ -264,7 +264,7 @@ def plan(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: plan(argv))
 
 

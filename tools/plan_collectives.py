@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
-from smp.config.command import CommandParser, run_tool
+from smp.config.command_line.command import CommandParser, run_tool
 from smp.config.resolve import resolve_model
 from smp.models.arithmetic import count_parameters
 from smp.models.inventory import block_parameters

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.command import CommandParser, run_tool
-from smp.config.commands import pip_install
-from smp.training.sinks import Curve, read_curve
+from smp.config.command_line.command import CommandParser, run_tool
+from smp.config.command_line.commands import pip_install
+from smp.training.reporting.sinks import Curve, read_curve
 
 EXPERT_LOAD = "expert load max/mean"
 TRAINING, VALIDATION, BASELINE, TEXT = "#4477aa", "#cc3311", "#777777", "#333333"
@@ -101,7 +101,7 @@ def plot(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: print(plot(build_parser().parse_args(argv))))
 
 

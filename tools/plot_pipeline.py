@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.command import CommandParser, run_tool
-from smp.config.commands import pip_install
+from smp.config.command_line.command import CommandParser, run_tool
+from smp.config.command_line.commands import pip_install
 from smp.pipeline.actions import COMPUTE, Action, Op
 from smp.pipeline.schedules import SCHEDULES, build_schedule
 from smp.pipeline.simulate import StageCosts, simulate
@@ -201,7 +201,7 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: print(plot(build_parser().parse_args(argv))))
 
 

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from smp.config.command import CommandParser, run_tool
-from smp.config.commands import pip_install
-from smp.config.hub import on_this_machine
+from smp.config.command_line.command import CommandParser, run_tool
+from smp.config.command_line.commands import pip_install
+from smp.config.command_line.hub import on_this_machine
 from smp.data.contents import count_of
+from smp.data.files.text_files import expand_paths
 from smp.data.indexed_dataset import IndexedDataset, check_new
 from smp.data.job_output import is_unfinished
 from smp.data.preprocess import Encoder, preprocess
-from smp.data.text_files import expand_paths
-from smp.data.tokenizer_files import PATTERNS
+from smp.data.tokenizers.files import PATTERNS
 
 _MUCH_UNKNOWN = 0.01
 """Share of the tokens from which on <unk> is warned of."""
@@ -106,7 +106,7 @@ def _say_what_came(name: str, text_bytes: int, dropped: int, unk: int | None) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: work(build_parser().parse_args(argv)), "the same command goes on from here")
 
 

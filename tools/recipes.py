@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smp.config import ConfigError
-from smp.config.command import CommandParser, run_tool
+from smp.config.command_line.command import CommandParser, run_tool
 from smp.launch.cli import prepare
 from smp.launch.compose import compose
 from smp.launch.environment import VARIABLES, known_instances
@@ -23,7 +23,7 @@ from smp.launch.hyperpod import FORMS, FeatureError
 from smp.launch.library import list_recipes, read_recipe_text
 from smp.launch.recipe import Recipe, read_recipe
 from smp.launch.yaml_text import load_text
-from smp.training.describe import predicted_memory
+from smp.training.cost.predict import predicted_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHING, HYPERPOD = ROOT / "docs/launching.md", ROOT / "docs/hyperpod.md"

@@ -26,14 +26,14 @@ from jinja2 import Environment
 
 from smp.config import ConfigError
 from smp.config.blend import parse_blend
-from smp.config.command import CommandParser, run_tool
-from smp.config.commands import pip_install
-from smp.config.entry_points import FINETUNE, PRETRAIN
-from smp.config.fields import as_text, settings
+from smp.config.command_line.command import CommandParser, run_tool
+from smp.config.command_line.commands import pip_install
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
+from smp.config.command_line.fields import as_text, settings
 from smp.config.objectives import OBJECTIVES
-from smp.training.goodput import FILE, Account, in_words, read_account
-from smp.training.sinks import COMPLETIONS, METRICS, Curve, read_curves
-from smp.training.slow_ranks import FILE as STRAGGLERS
+from smp.training.reporting.goodput import FILE, Account, in_words, read_account
+from smp.training.reporting.sinks import COMPLETIONS, METRICS, Curve, read_curves
+from smp.training.reporting.slow_ranks import FILE as STRAGGLERS
 
 CHARTS = (
     ("Loss", "nats per token", ("lm loss", "validation loss", "test loss")),
@@ -232,7 +232,7 @@ def write(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: print(write(build_parser().parse_args(argv))))
 
 

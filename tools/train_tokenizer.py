@@ -20,9 +20,9 @@ from typing import Any
 
 import sentencepiece
 
-from smp.config.command import CommandParser, refuse_existing, run_tool
-from smp.data.text_files import expand_paths, read_texts
-from smp.data.tokenizer import END_OF_DOCUMENT
+from smp.config.command_line.command import CommandParser, refuse_existing, run_tool
+from smp.data.files.text_files import expand_paths, read_texts
+from smp.data.tokenizers.tokenizer import END_OF_DOCUMENT
 
 LOSSLESS: dict[str, Any] = {
     "byte_fallback": True,  # a character without a piece becomes its UTF-8 bytes
@@ -122,7 +122,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code, see :mod:`smp.config.command`."""
+    """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
     return run_tool(lambda: work(build_parser().parse_args(argv)))
 
 

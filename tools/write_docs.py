@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smp.config import ModelConfig
-from smp.config.command import CommandParser, run_tool
-from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint
-from smp.config.fields import Setting, as_text, settings, title_of
+from smp.config.command_line.command import CommandParser, run_tool
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN, EntryPoint
+from smp.config.command_line.fields import Setting, as_text, settings, title_of
 from smp.config.megatron.rows import Row
 from smp.config.megatron.table import ROWS, TABLE, fate_of
 from smp.layers.context_parallel import picture as context_picture

@@ -1,5 +1,9 @@
 """Checkpoints: a JSON manifest and checksummed safetensors files, readable under any layout. No pickle anywhere.
 
+Read ``api`` first: one folder saved and loaded by all ranks. ``dcp_planner`` says who writes and reads which shard,
+:mod:`smp.checkpoint.format` has the files, :mod:`smp.checkpoint.folders` what they lie in,
+:mod:`smp.checkpoint.background` saves while training goes on, ``recovery`` cleans up after a crash.
+
 Names are looked up when they are used: the process that writes in the background starts without torch.
 """
 
@@ -8,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smp.checkpoint.api import load, save
-    from smp.checkpoint.async_saver import AsyncSaver, Saved, async_save
-    from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest, Shard, TensorEntry
-    from smp.checkpoint.latest import commit_latest, find
-    from smp.checkpoint.lock import LockLostError, RunLock
-    from smp.checkpoint.manifest import read_manifest
-    from smp.checkpoint.retention import Retention, prune
+    from smp.checkpoint.background.async_saver import AsyncSaver, Saved, async_save
+    from smp.checkpoint.folders.latest import commit_latest, find
+    from smp.checkpoint.folders.lock import LockLostError, RunLock
+    from smp.checkpoint.folders.retention import Retention, prune
+    from smp.checkpoint.format.entries import CheckpointError, DamagedError, Manifest, Shard, TensorEntry
+    from smp.checkpoint.format.manifest import read_manifest
     from smp.checkpoint.state import (
         collect_logical_rows,
         materialize_optimizer_state,
@@ -23,24 +27,24 @@ if TYPE_CHECKING:
     from smp.checkpoint.verification import verify
 
 _WHERE = {
-    "AsyncSaver": "smp.checkpoint.async_saver",
-    "CheckpointError": "smp.checkpoint.entries",
-    "DamagedError": "smp.checkpoint.entries",
-    "LockLostError": "smp.checkpoint.lock",
-    "Manifest": "smp.checkpoint.entries",
-    "Retention": "smp.checkpoint.retention",
-    "RunLock": "smp.checkpoint.lock",
-    "Saved": "smp.checkpoint.async_saver",
-    "Shard": "smp.checkpoint.entries",
-    "TensorEntry": "smp.checkpoint.entries",
-    "async_save": "smp.checkpoint.async_saver",
+    "AsyncSaver": "smp.checkpoint.background.async_saver",
+    "CheckpointError": "smp.checkpoint.format.entries",
+    "DamagedError": "smp.checkpoint.format.entries",
+    "LockLostError": "smp.checkpoint.folders.lock",
+    "Manifest": "smp.checkpoint.format.entries",
+    "Retention": "smp.checkpoint.folders.retention",
+    "RunLock": "smp.checkpoint.folders.lock",
+    "Saved": "smp.checkpoint.background.async_saver",
+    "Shard": "smp.checkpoint.format.entries",
+    "TensorEntry": "smp.checkpoint.format.entries",
+    "async_save": "smp.checkpoint.background.async_saver",
     "collect_logical_rows": "smp.checkpoint.state",
-    "commit_latest": "smp.checkpoint.latest",
-    "find": "smp.checkpoint.latest",
+    "commit_latest": "smp.checkpoint.folders.latest",
+    "find": "smp.checkpoint.folders.latest",
     "load": "smp.checkpoint.api",
     "materialize_optimizer_state": "smp.checkpoint.state",
-    "prune": "smp.checkpoint.retention",
-    "read_manifest": "smp.checkpoint.manifest",
+    "prune": "smp.checkpoint.folders.retention",
+    "read_manifest": "smp.checkpoint.format.manifest",
     "restore_optimizer_scalars": "smp.checkpoint.state",
     "save": "smp.checkpoint.api",
     "training_state": "smp.checkpoint.state",

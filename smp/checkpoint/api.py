@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from smp.checkpoint.box import files_of, read_boxes
 from smp.checkpoint.commit import commit, discard_unfinished
-from smp.checkpoint.entries import CheckpointError, Manifest
-from smp.checkpoint.folder import Folder, open_folder
-from smp.checkpoint.lock import RunLock
-from smp.checkpoint.manifest import check_extra, read_manifest
+from smp.checkpoint.dcp_planner import Item, LocalShard, assign, items_of, local_shards, misfits, require_fit
+from smp.checkpoint.folders.folder import Folder, open_folder
+from smp.checkpoint.folders.lock import RunLock
+from smp.checkpoint.format.entries import CheckpointError, Manifest
+from smp.checkpoint.format.manifest import check_extra, read_manifest
 from smp.checkpoint.peers import PeerFolder
-from smp.checkpoint.planner import Item, LocalShard, assign, items_of, local_shards, misfits, require_fit
 from smp.checkpoint.storage import Write, build_manifest, unused_suffix, write_items, write_tensors
 from smp.checkpoint.together import together
 from smp.parallel.agree import on_rank_zero, rank

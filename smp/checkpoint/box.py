@@ -12,12 +12,12 @@ from contextlib import closing
 
 import torch
 
-from smp.checkpoint.entries import Manifest, Shard
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.manifest import check_files
+from smp.checkpoint.folders.folder import Folder
+from smp.checkpoint.format.entries import Manifest, Shard
+from smp.checkpoint.format.manifest import check_files
+from smp.checkpoint.format.tensor_bytes import DTYPES
 from smp.checkpoint.read_ahead import Wanted, read_ahead
 from smp.checkpoint.reader import Slice, check_slot, narrow, opened_file, read_slices, require_checksum
-from smp.checkpoint.tensor_bytes import DTYPES
 
 
 def read_box(

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from smp.checkpoint.entries import CheckpointError, Manifest
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from smp.checkpoint.folders.folder import Folder
+from smp.checkpoint.format.entries import CheckpointError, Manifest
+from smp.checkpoint.format.manifest import MANIFEST, read_manifest, write_manifest
 
 SHARD_FILE = re.compile(r"shard_\d{5,}(?:\.(\d+))?\.safetensors")
 OUR_FILES = re.compile(rf"({SHARD_FILE.pattern}(\.json)?|{re.escape(MANIFEST)})((\.[0-9a-f]+)?\.tmp)?")

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from smp.checkpoint.box import read_blocks, read_box
-from smp.checkpoint.entries import Manifest, Shard
-from smp.checkpoint.folder import Folder
+from smp.checkpoint.folders.folder import Folder
+from smp.checkpoint.format.entries import Manifest, Shard
+from smp.checkpoint.format.tensor_bytes import DTYPES, as_bits
 from smp.checkpoint.reader import narrow
-from smp.checkpoint.tensor_bytes import DTYPES, as_bits
 
 CACHED = 1 << 16
 """Elements that are summed at a time: 0.5 MB of them in double precision, which stay in the cache."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from smp.checkpoint.entries import TensorEntry
+from smp.checkpoint.format.entries import TensorEntry
 
 
 def shared_memory(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, TensorEntry]) -> dict[str, str]:

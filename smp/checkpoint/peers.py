@@ -30,15 +30,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from smp.checkpoint.entries import CheckpointError, Manifest, Shard
-from smp.checkpoint.latest import iteration_name, iteration_of
-from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.lock import started_at
-from smp.checkpoint.manifest import MANIFEST, check_extra, read_manifest, write_manifest
-from smp.checkpoint.planner import Item, LocalShard, assign, items_of, local_shards
-from smp.checkpoint.staging import StagingBuffer
+from smp.checkpoint.background.staging import StagingBuffer
+from smp.checkpoint.dcp_planner import Item, LocalShard, assign, items_of, local_shards
+from smp.checkpoint.folders.latest import iteration_name, iteration_of
+from smp.checkpoint.folders.local import LocalFolder
+from smp.checkpoint.folders.lock import started_at
+from smp.checkpoint.format.entries import CheckpointError, Manifest, Shard
+from smp.checkpoint.format.manifest import MANIFEST, check_extra, read_manifest, write_manifest
+from smp.checkpoint.format.tensor_file import FileLayout, write_file
 from smp.checkpoint.storage import build_manifest, write_items
-from smp.checkpoint.tensor_file import FileLayout, write_file
 from smp.checkpoint.together import together
 from smp.parallel.agree import any_rank, gather, on_rank_zero, rank
 

@@ -13,9 +13,9 @@ from itertools import cycle
 import torch
 import xxhash
 
-from smp.checkpoint.local import Source
-from smp.checkpoint.tensor_bytes import DTYPES, raw_bytes
-from smp.checkpoint.tensor_file import Slot
+from smp.checkpoint.folders.local import Source
+from smp.checkpoint.format.tensor_bytes import DTYPES, raw_bytes
+from smp.checkpoint.format.tensor_file import Slot
 
 
 @dataclass(frozen=True)

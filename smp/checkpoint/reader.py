@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest, Shard
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.local import Source
+from smp.checkpoint.folders.folder import Folder
+from smp.checkpoint.folders.local import Source
+from smp.checkpoint.format.entries import CheckpointError, DamagedError, Manifest, Shard
+from smp.checkpoint.format.tensor_bytes import as_bits
+from smp.checkpoint.format.tensor_file import Slot, read_header
 from smp.checkpoint.read_ahead import Block, Wanted, read_ahead
-from smp.checkpoint.tensor_bytes import as_bits
-from smp.checkpoint.tensor_file import Slot, read_header
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from functools import partial
 from typing import TypeVar
 
 from smp.checkpoint.commit import discard_unfinished
-from smp.checkpoint.entries import CheckpointError, DamagedError, Manifest
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.latest import DAMAGED, ITERATION, LATEST, commit_latest, complete, set_aside_names
-from smp.checkpoint.lock import LEFT_BY_TAKERS
-from smp.checkpoint.manifest import MANIFEST, read_manifest
+from smp.checkpoint.folders.folder import Folder
+from smp.checkpoint.folders.latest import DAMAGED, ITERATION, LATEST, commit_latest, complete, set_aside_names
+from smp.checkpoint.folders.lock import LEFT_BY_TAKERS
+from smp.checkpoint.format.entries import CheckpointError, DamagedError, Manifest
+from smp.checkpoint.format.manifest import MANIFEST, read_manifest
 from smp.parallel.agree import on_rank_zero
 
 REASON = "DAMAGED.txt"

@@ -9,13 +9,13 @@ import torch
 
 from smp.checkpoint.box import read_box_into
 from smp.checkpoint.commit import commit, discard_unfinished
-from smp.checkpoint.entries import CheckpointError, Manifest, Shard
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.manifest import check_files, read_manifest
-from smp.checkpoint.planner import Item
+from smp.checkpoint.dcp_planner import Item
+from smp.checkpoint.folders.folder import Folder
+from smp.checkpoint.format.entries import CheckpointError, Manifest, Shard
+from smp.checkpoint.format.manifest import check_files, read_manifest
+from smp.checkpoint.format.tensor_bytes import DTYPES, lay_out, raw_bytes
+from smp.checkpoint.format.tensor_file import rows_of_a_shard, write_file
 from smp.checkpoint.storage import build_manifest, write_items
-from smp.checkpoint.tensor_bytes import DTYPES, lay_out, raw_bytes
-from smp.checkpoint.tensor_file import rows_of_a_shard, write_file
 
 
 def rewrite(

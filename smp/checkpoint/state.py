@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD, Adam, Optimizer
 
-from smp.checkpoint.entries import CheckpointError
+from smp.checkpoint.format.entries import CheckpointError
 from smp.optim.host import HostAdamW
 from smp.optim.low_precision import MOMENTS, LowPrecisionAdamW
 from smp.optim.muon import Muon

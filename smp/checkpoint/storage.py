@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from smp.checkpoint.commit import SHARD_FILE
-from smp.checkpoint.entries import Manifest, Shard, TensorEntry
-from smp.checkpoint.folder import Folder
-from smp.checkpoint.manifest import check_extra
-from smp.checkpoint.planner import Item
-from smp.checkpoint.tensor_bytes import lay_out, raw_bytes
-from smp.checkpoint.tensor_file import shard_keys, write_file
+from smp.checkpoint.dcp_planner import Item
+from smp.checkpoint.folders.folder import Folder
+from smp.checkpoint.format.entries import Manifest, Shard, TensorEntry
+from smp.checkpoint.format.manifest import check_extra
+from smp.checkpoint.format.tensor_bytes import lay_out, raw_bytes
+from smp.checkpoint.format.tensor_file import shard_keys, write_file
 
 Write = Callable[[str, Mapping[str, torch.Tensor]], dict[str, str]]
 """Writes a data file with these tensors by key; checksums by key."""

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from smp.checkpoint.entries import CheckpointError, DamagedError
-from smp.checkpoint.lock import LockLostError
+from smp.checkpoint.folders.lock import LockLostError
+from smp.checkpoint.format.entries import CheckpointError, DamagedError
 from smp.config import ConfigError
-from smp.config.command import DamageError, exit_code, in_one_line
+from smp.config.command_line.command import DamageError, exit_code, in_one_line
 from smp.parallel.agree import on_rank_zero, rank
 
 Part = TypeVar("Part")

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from smp.checkpoint.entries import DamagedError, Manifest, Shard
-from smp.checkpoint.folder import Folder, open_folder
-from smp.checkpoint.manifest import read_manifest
+from smp.checkpoint.folders.folder import Folder, open_folder
+from smp.checkpoint.format.entries import DamagedError, Manifest, Shard
+from smp.checkpoint.format.manifest import read_manifest
+from smp.checkpoint.format.tensor_file import Slot
 from smp.checkpoint.read_ahead import Wanted, read_ahead
 from smp.checkpoint.reader import check_slot, opened_file, require_checksum
-from smp.checkpoint.tensor_file import Slot
 
 
 def verify(

@@ -1,6 +1,11 @@
-"""Settings of a run: the schema, flags and YAML, derived defaults and checks. Imports neither torch nor YAML."""
+"""Settings of a run: the schema, flags and YAML, derived defaults and checks. Imports neither torch nor YAML.
 
-from smp.config.cli import as_flat_dict, load_config, to_yaml
+Read :mod:`smp.config.schema` first: the tree of dataclasses, with ``model``, ``parallel`` and others for its parts.
+``resolve`` derives defaults, :mod:`smp.config.rules` checks, ``layers`` says which layer is what,
+:mod:`smp.config.command_line` turns flags into settings, :mod:`smp.config.megatron` does so with Megatron's.
+"""
+
+from smp.config.command_line.cli import as_flat_dict, load_config, to_yaml
 from smp.config.layout import Layout
 from smp.config.model import ModelConfig
 from smp.config.parallel import ParallelConfig

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Sequence
 from functools import cache
 
-from smp.config.fields import require
+from smp.config.command_line.fields import require
 from smp.config.model import ModelConfig
 from smp.config.schema import ConfigError
 

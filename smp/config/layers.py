@@ -6,11 +6,12 @@ which they share with the settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import replace
 from typing import Any, Literal
 
-from smp.config.fields import require
-from smp.config.layer_pattern import linear, no_rope, windowed, with_experts
+from smp.config.command_line.fields import require, without_effect
+from smp.config.layer_pattern import OF_ATTENTION, linear, no_rope, windowed, with_experts
 from smp.config.layer_specs import (
     Activation,
     AttentionMixer,
@@ -26,8 +27,9 @@ from smp.config.layer_specs import (
     RopeSpec,
 )
 from smp.config.model import ModelConfig
-from smp.config.mtp import further_layers
-from smp.config.positions import longrope_factors
+from smp.config.rules.mtp import further_layers
+from smp.config.rules.positions import longrope_factors
+from smp.config.schema import Config
 
 MixerResolver = Callable[[ModelConfig, int], Any]
 """(resolved settings, number of the layer) -> the spec of its mixer, a frozen dataclass."""
@@ -143,6 +145,18 @@ def mixer_kinds(model: ModelConfig) -> tuple[str, ...]:
         f"{model.num_layers}",
     )
     return words * (model.num_layers // len(words))
+
+
+def effective(model: ModelConfig, keep: Container[str] = ()) -> ModelConfig:
+    """``model`` with what has no effect at its default, but for the settings in ``keep``."""
+    # again and again: what needed one of these has no effect now
+    while idle := [s for s in without_effect(Config(model=model), "model") if s.name not in keep]:
+        model = replace(model, **{setting.name: setting.default for setting in idle})
+    if model.linear_attention_type is None or not all(linear(model)):
+        return model
+    # Of a named size or a folder, of which so few layers are taken that none has attention.
+    names = [name for name in (*OF_ATTENTION, "num_query_groups", "kv_channels") if name not in keep]
+    return replace(model, **{name: getattr(ModelConfig, name) for name in names})
 
 
 def in_runs(specs: tuple[LayerSpec, ...]) -> list[str]:

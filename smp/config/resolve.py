@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from smp.config.batch import BatchSizes, scheduled
 from smp.config.blend import BlendPart, data_parts, is_remote, is_text
-from smp.config.checks import check_combinations, check_effects, check_model, check_ranges
-from smp.config.commands import tool
-from smp.config.latent import head_width
+from smp.config.command_line.commands import tool
 from smp.config.layout import Layout
 from smp.config.model import ModelConfig
 from smp.config.parallel import ParallelConfig
+from smp.config.rules.checks import check_combinations, check_effects, check_model, check_ranges
+from smp.config.rules.latent import head_width
 from smp.config.schedule import resolve_schedule
 from smp.config.schema import Config, ConfigError, DataConfig, TrainingConfig
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from smp.config.batch import BatchSizes
-from smp.config.fields import flag_of
+from smp.config.command_line.fields import flag_of
 from smp.config.schema import ConfigError, OptimizerConfig
 
 _PARTS = ("lr_decay", "lr_warmup", "lr_wsd_decay")

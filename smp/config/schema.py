@@ -3,7 +3,7 @@
 Flags, YAML keys, ``--help`` and the table in ``docs/configuration.md`` are generated from these fields, so a field's
 docstring is its documentation. Names are flat: a field name is unique over all groups, ``--kebab-case`` on the command
 line and ``snake_case`` in YAML. They are Megatron's names wherever Megatron has one. Which of them an entry point has,
-and where its defaults and texts are others, is in ``smp.config.entry_points``.
+and where its defaults and texts are others, is in ``smp.config.command_line.entry_points``.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from smp.config import ConfigError, ModelConfig
-from smp.config.fields import as_text, effective, flag_of
+from smp.config.command_line.fields import as_text, flag_of
+from smp.config.layers import effective
 from smp.config.resolve import resolve_model
-from smp.convert.foreign import differences
-from smp.convert.hf_config import FREE, in_one_form, of_kinds
+from smp.convert.huggingface.config import FREE, in_one_form, of_kinds
+from smp.convert.huggingface.foreign import differences
 from smp.models.inventory import weights_of
 
 _SILENT = frozenset(

@@ -17,9 +17,9 @@ from threading import Event, Lock
 from typing import Any, Protocol
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.local import LocalFolder, sync_to_disk
+from smp.checkpoint.folders.local import LocalFolder, sync_to_disk
 from smp.config import ConfigError
-from smp.config.command import DamageError
+from smp.config.command_line.command import DamageError
 from smp.convert.pieces import Feed, Planned, Room
 from smp.convert.weights import Weights
 

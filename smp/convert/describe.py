@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.entries import CheckpointError
-from smp.checkpoint.latest import find, iteration_name
-from smp.checkpoint.manifest import MANIFEST
+from smp.checkpoint.folders.latest import find, iteration_name
+from smp.checkpoint.format.entries import CheckpointError
+from smp.checkpoint.format.manifest import MANIFEST
 from smp.config import ModelConfig
 from smp.convert.changes import saved_model
-from smp.convert.foreign import choose_model, read_model_config
-from smp.convert.hf_config import FREE, is_hf_folder
+from smp.convert.huggingface.config import FREE, is_hf_folder
+from smp.convert.huggingface.foreign import choose_model, read_model_config
 
 
 def read_architecture(folder: str, step: int | None = None, implementation: str = "auto") -> dict[str, Any] | None:

@@ -10,15 +10,15 @@ from typing import Literal, get_args
 import torch
 
 from smp.checkpoint import CheckpointError, find
-from smp.checkpoint.latest import LATEST
-from smp.checkpoint.manifest import MANIFEST
+from smp.checkpoint.folders.latest import LATEST
+from smp.checkpoint.format.manifest import MANIFEST
 from smp.config import ConfigError, ModelConfig
 from smp.convert.convert import Target
-from smp.convert.hf import HFTarget, carried, companions, open_hf
-from smp.convert.hf_config import from_hf as config_from_hf
-from smp.convert.hf_config import is_hf_folder, read_hf_config
-from smp.convert.megatron_read import TRACKER, is_megatron_folder, open_megatron
-from smp.convert.megatron_write import MegatronTarget
+from smp.convert.huggingface.config import from_hf as config_from_hf
+from smp.convert.huggingface.config import is_hf_folder, read_hf_config
+from smp.convert.huggingface.folder import HFTarget, carried, companions, open_hf
+from smp.convert.megatron.read import TRACKER, is_megatron_folder, open_megatron
+from smp.convert.megatron.write import MegatronTarget
 from smp.convert.smp_format import SmpTarget, SmpWeights
 from smp.convert.weights import Weights
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from smp.config import ModelConfig
 from smp.config.layer_pattern import linear
-from smp.config.mtp import further_layers
+from smp.config.rules.mtp import further_layers
 from smp.models.inventory import weights_of
 
 SCORE = "score"

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from smp.checkpoint import CheckpointError, collect_logical_rows, training_state
-from smp.checkpoint.planner import local_shards
+from smp.checkpoint.dcp_planner import local_shards
 from smp.checkpoint.together import together
-from smp.convert.hf import open_hf
+from smp.convert.huggingface.folder import open_hf
 from smp.convert.weights import Weights
 from smp.parallel.boxes import local_part
 

@@ -11,7 +11,7 @@ from threading import Condition
 import torch
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.tensor_bytes import raw_bytes
+from smp.checkpoint.format.tensor_bytes import raw_bytes
 from smp.convert.layout import Link
 from smp.convert.store import Stored
 from smp.convert.weights import Weights

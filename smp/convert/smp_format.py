@@ -15,15 +15,15 @@ from smp import __version__
 from smp.checkpoint import CheckpointError, Manifest, read_manifest
 from smp.checkpoint.box import read_box_into
 from smp.checkpoint.commit import commit
-from smp.checkpoint.folder import Folder, open_folder
-from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.manifest import MANIFEST, parse_tensor
-from smp.checkpoint.planner import Item
+from smp.checkpoint.dcp_planner import Item
+from smp.checkpoint.folders.folder import Folder, open_folder
+from smp.checkpoint.folders.local import LocalFolder
+from smp.checkpoint.format.manifest import MANIFEST, parse_tensor
+from smp.checkpoint.format.tensor_bytes import DTYPE_NAMES, DTYPES
 from smp.checkpoint.rewrite import write_shards
-from smp.checkpoint.tensor_bytes import DTYPE_NAMES, DTYPES
 from smp.config import ModelConfig
-from smp.config.commands import tool
-from smp.convert.hf import carry
+from smp.config.command_line.commands import tool
+from smp.convert.huggingface.folder import carry
 from smp.convert.layout import Link, all_rows
 from smp.convert.pieces import Feed, in_files, plan
 from smp.convert.store import Stored

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from smp.config import ConfigError
-from smp.convert.hf_config import resolved
+from smp.convert.huggingface.config import resolved
 from smp.convert.store import Stored
 from smp.convert.weights import Weights
 from smp.models.inventory import weights_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.tensor_bytes import as_bits
+from smp.checkpoint.format.tensor_bytes import as_bits
 from smp.config import ModelConfig
 from smp.convert.layout import Link, by_external_name
 from smp.convert.store import PieceStore, Stored

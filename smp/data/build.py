@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smp.config.blend import BlendPart, data_parts, is_remote, is_text, parse_split
-from smp.config.credentials import without_credentials
+from smp.config.command_line.credentials import without_credentials
 from smp.config.schema import ConfigError, DataConfig
 from smp.data.blend import BlendedDataset, Source, integer_weights
 from smp.data.cache import NodeCache
 from smp.data.contents import Contents, check_integers, check_vocabulary, contents_of
+from smp.data.files.remote import RemoteDataset
 from smp.data.gpt_dataset import GPTDataset, split_documents
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.mock_dataset import MockDataset
 from smp.data.online import tokenized
 from smp.data.packed_dataset import PackedDataset
-from smp.data.remote import RemoteDataset
 
 
 class Datasets(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from smp.config.command import DamageError
+from smp.config.command_line.command import DamageError
 
 
 class CacheFolderError(ValueError):

@@ -30,7 +30,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from smp.config.command import DamageError, refuse_existing
+from smp.config.command_line.command import DamageError, refuse_existing
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

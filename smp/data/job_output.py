@@ -21,9 +21,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from smp.config.command import DamageError
+from smp.config.command_line.command import DamageError
 from smp.data.indexed_dataset import IndexedDatasetWriter, dataset_paths, naming, publish, sync
-from smp.data.tokenizer import Batch
+from smp.data.tokenizers.tokenizer import Batch
 
 PART_CHUNKS = 64
 _NAMED = 10

@@ -12,10 +12,10 @@ import xxhash
 
 from smp.config.schema import ConfigError, DataConfig
 from smp.data.cache import NodeCache
+from smp.data.files.remote import file_state, local_or_remote, of_size_only
 from smp.data.indexed_dataset import dataset_paths
 from smp.data.preprocess import Encoder, preprocess
-from smp.data.remote import file_state, local_or_remote, of_size_only
-from smp.data.tokenizer_files import tokenizer_key
+from smp.data.tokenizers.files import tokenizer_key
 
 _LARGE = 1 << 24
 """Bytes from which on more than one process is worth its start."""

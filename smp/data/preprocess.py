@@ -22,14 +22,14 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from smp.data import text_files
-from smp.data.gigatoken_backend import GigatokenTokenizer
+from smp.data.files import text_files
+from smp.data.files.remote import RemoteFile, file_state, of_size_only
+from smp.data.files.text_files import Chunk, is_blank, kind_of, read_chunks, texts_of
 from smp.data.indexed_dataset import dtype_for_vocab
 from smp.data.job_output import PART_CHUNKS, BadRecordError, Encoded, Output, Report
-from smp.data.remote import RemoteFile, file_state, of_size_only
-from smp.data.text_files import Chunk, is_blank, kind_of, read_chunks, texts_of
-from smp.data.tokenizer import Batch, Tokenizer
-from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
+from smp.data.tokenizers.files import load_tokenizer, tokenizer_key
+from smp.data.tokenizers.gigatoken_backend import GigatokenTokenizer
+from smp.data.tokenizers.tokenizer import Batch, Tokenizer
 
 _LONGEST = 2**31 - 1
 """Tokens of a document with its end, an int32 in the index."""

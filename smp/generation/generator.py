@@ -15,7 +15,7 @@ from smp.generation.sampling import Sampled, Sampling, choose
 from smp.generation.slots import Forward, Slots, idle
 from smp.generation.stages import Ring
 from smp.generation.texts import Completion, Request, Stops, Text
-from smp.layers.head import VocabParallelHead
+from smp.layers.heads.head import VocabParallelHead
 from smp.models.part import ModelPart
 from smp.models.protocol import Model, require_capability, require_stages
 from smp.parallel.collectives import Group, max_over

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from smp.kernels.dropout import keyed_bits_at
-from smp.layers.cross_entropy import VocabShard
+from smp.layers.heads.cross_entropy import VocabShard
 from smp.parallel.collectives import Group, max_over, start_all_gather, wait
 from smp.parallel.rng import stable_hash
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from smp.config.schema import ConfigError
-from smp.hf import fsdp1
+from smp.hf.sagemaker import fsdp1
 from smp.hf.state import state
 from smp.optim.optimizer import clip_gradients
 

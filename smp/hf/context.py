@@ -20,10 +20,10 @@ from torch import nn
 from smp.config.schema import ConfigError
 from smp.data.sample import IGNORE_INDEX
 from smp.hf.adapters import base_of, faces_of
-from smp.hf.plan import check_dropout
+from smp.hf.planning.plan import check_dropout
 from smp.hf.state import state
-from smp.kernels.attention_core import AttentionCore, AttentionSpec
-from smp.kernels.fused_attention import DEFAULT_ATTENTION
+from smp.kernels.attention_cores.attention_core import AttentionCore, AttentionSpec
+from smp.kernels.attention_cores.fused_attention import DEFAULT_ATTENTION
 from smp.kernels.sequence_cut import cut_sequences
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.choose import CommType, context_parallel_attention

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp.config.fields import did_you_mean
+from smp.config.command_line.fields import did_you_mean
 from smp.config.schema import ConfigError
 from smp.layers.moe.dispatch import Dispatch
 from smp.parallel.collectives import Group, copy_to_group, reduce_from_group

@@ -1,8 +1,8 @@
 """The loss of a transformed causal language model over this rank's part of the vocabulary.
 
-The cross-entropies are those of ``smp.layers.cross_entropy``, as in ``smp.layers.head``. What is here puts them into a
-forward pass that is Hugging Face's: it calls its head and its loss itself, with labels that are not shifted yet, and
-returns logits; a ``MicroBatch`` and a ``ModelOutput`` do not pass through it.
+The cross-entropies are those of ``smp.layers.heads.cross_entropy``, as in ``smp.layers.heads.head``. What is here puts
+them into a forward pass that is Hugging Face's: it calls its head and its loss itself, with labels that are not shifted
+yet, and returns logits; a ``MicroBatch`` and a ``ModelOutput`` do not pass through it.
 
 Hugging Face's forward passes logits to ``model.loss_function``, which a model lets others set. With labels, and while
 gradients are wanted, the head then makes this rank's columns only:
@@ -32,19 +32,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from smp.config.fields import did_you_mean
+from smp.config.command_line.fields import did_you_mean
 from smp.config.schema import ConfigError
 from smp.data.sample import IGNORE_INDEX
 from smp.hf import products
 from smp.hf.adapters import base_of
 from smp.hf.modules import home_of, local_weight_and_bias
-from smp.hf.plan import Plan
-from smp.hf.rows import REPLICATE
+from smp.hf.planning.plan import Plan
+from smp.hf.planning.rows import REPLICATE
 from smp.hf.state import state
 from smp.kernels.dispatch import choose_kernels
 from smp.kernels.matmul import linear
-from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
-from smp.layers.head import chunk_tokens
+from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+from smp.layers.heads.head import chunk_tokens
 from smp.parallel.collectives import Group, copy_to_group
 
 GATHERED, VOCAB_PARALLEL, CHUNKED = "gathered", "vocab_parallel", "chunked"

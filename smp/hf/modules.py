@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from smp.config.schema import ConfigError
 from smp.hf import experts
 from smp.hf.adapters import target_of
-from smp.hf.borrowed import Borrowed
-from smp.hf.fsdp1 import FSDP2
-from smp.hf.plan import Plan, Step
-from smp.hf.rows import COLUMN, EMBEDDING, EXPERTS, LATENT, ROW, SUMMED
+from smp.hf.planning.borrowed import Borrowed
+from smp.hf.planning.plan import Plan, Step
+from smp.hf.planning.rows import COLUMN, EMBEDDING, EXPERTS, LATENT, ROW, SUMMED
+from smp.hf.sagemaker.fsdp1 import FSDP2
 from smp.kernels.matmul import linear
 from smp.layers.parameter import local
 from smp.parallel.collectives import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from smp.config.fields import did_you_mean
+from smp.config.command_line.fields import did_you_mean
 from smp.config.layout import Layout
 from smp.config.schema import ConfigError
 

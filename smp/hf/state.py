@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config.layout import Layout
 from smp.config.schema import ConfigError
-from smp.hf.checkpoint_queue import AsyncCallsQueue
+from smp.hf.sagemaker.checkpoint_queue import AsyncCallsQueue
 from smp.hf.settings import DEGREES, NO_EFFECT, Settings, layout_of, read
 from smp.parallel.agree import every_rank, gather, on_all_or_none
 from smp.parallel.context import ParallelContext, build_context

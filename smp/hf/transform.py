@@ -2,7 +2,8 @@
 
 The object stays: its class, the names of its parameters, ``forward``, ``generate``, ``save_pretrained``. Parameters
 become DTensors on the tensor-parallel mesh, so ``fully_shard`` adds the data dimensions and ``state_dict()`` has
-Hugging Face's names and global shapes. All is decided (:mod:`smp.hf.plan`) before the first parameter is touched.
+Hugging Face's names and global shapes. All is decided (:mod:`smp.hf.planning.plan`) before the first parameter is
+touched.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import torch
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf import adapters, attention, context, experts, guards, optimizers, products, sequence, trainer, weights
+from smp.hf import adapters, attention, context, experts, guards, optimizers, products, sequence, trainer
+from smp.hf.loading import weights
 from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
 from smp.hf.loss import install as install_loss
 from smp.hf.modules import install
-from smp.hf.plan import Plan, Step, check_untouched, make_expert_plan, make_plan
-from smp.hf.rows import EXPERTS, REPLICATE, check_given, pattern_of
-from smp.hf.share import Share
+from smp.hf.planning.plan import Plan, Step, check_untouched, make_expert_plan, make_plan
+from smp.hf.planning.rows import EXPERTS, REPLICATE, check_given, pattern_of
+from smp.hf.planning.share import Share
 from smp.hf.state import state
 from smp.hf.verify import Expected
 from smp.parallel.agree import on_all_or_none
@@ -68,9 +70,9 @@ def transform(
     Args:
         model: a transformers model with a tensor-parallel plan, or any module with ``rows``.
         device: where the parts go; by default they stay where the model is. A model that is on the meta device, on all
-            ranks, stays there until ``smp.load_weights`` or ``DelayedParamIniter`` (:mod:`smp.hf.delayed`).
+            ranks, stays there until ``smp.load_weights`` or ``DelayedParamIniter`` (:mod:`smp.hf.loading.delayed`).
         dtype: of floating-point parameters; by default each keeps its own.
-        rows: styles by pattern of module names (:mod:`smp.hf.rows`), before those that transformers has.
+        rows: styles by pattern of module names (:mod:`smp.hf.planning.rows`), before those that transformers has.
         loss: of a causal language model called with labels: "gathered", Hugging Face's own on all logits,
             "vocab_parallel" on this rank's columns, "chunked" without logits (:mod:`smp.hf.loss`).
         cp_comm_type: what attention exchanges with context_parallel_degree > 1: "p2p", keys around a ring beside

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from smp.config import ConfigError
-from smp.kernels.attention_core import AttentionCore
-from smp.kernels.fused_attention import DEFAULT_ATTENTION
+from smp.kernels.attention_cores.attention_core import AttentionCore
+from smp.kernels.attention_cores.fused_attention import DEFAULT_ATTENTION
 
 Backend = Literal["torch", "triton", "cuda", "apex", "fla"]
 Wish = Literal["auto", "torch", "triton", "cuda", "apex"]
@@ -29,10 +29,10 @@ class Kernels:
         norm: RMSNorm and LayerNorm, alone and after an addition (:mod:`smp.kernels.norm`).
         swiglu: SiLU(gate) x up, computed again in the backward pass (:mod:`smp.kernels.swiglu`).
         rope: rotation of queries and keys (:mod:`smp.kernels.rope`).
-        router: choice of each token's experts and their weights (:mod:`smp.kernels.router`).
-        permute: rows of tokens to their experts and back (:mod:`smp.kernels.permute`).
-        delta_rule: the gated delta rule (:mod:`smp.kernels.delta_rule`).
-        attention: what computes attention (:mod:`smp.kernels.attention_core`).
+        router: choice of each token's experts and their weights (:mod:`smp.kernels.experts.router`).
+        permute: rows of tokens to their experts and back (:mod:`smp.kernels.experts.permute`).
+        delta_rule: the gated delta rule (:mod:`smp.kernels.recurrences.delta_rule`).
+        attention: what computes attention (:mod:`smp.kernels.attention_cores.attention_core`).
         recurrence_exchange: what context-parallel ranks exchange for layers with a recurrence: states, or heads for
             tokens.
         rope_in_place: a fused one rotates where the projections' outputs are. Not for a compiler, nor for selective

@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from smp.kernels.fp8 import (
+from smp.kernels.matmul import linear, weight_gradient
+from smp.kernels.precision.fp8 import (
     BLOCK,
     E4M3,
     E5M2,
@@ -28,8 +29,7 @@ from smp.kernels.fp8 import (
     scaled_product,
     transposed,
 )
-from smp.kernels.matmul import linear, weight_gradient
-from smp.kernels.nf4 import Nf4
+from smp.kernels.precision.nf4 import Nf4
 from smp.kernels.registry import define, shapes_of
 
 Format = Literal["hybrid", "e4m3", "e2m1"]

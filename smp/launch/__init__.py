@@ -1,5 +1,9 @@
 """The launcher: a recipe becomes settings, settings become artifacts, artifacts are submitted. Imports no torch: a head
-node needs none."""
+node needs none.
+
+Read ``job`` first: a recipe, a back-end and a folder. ``compose`` makes one tree of files and overrides, ``recipe``
+settings of it, :mod:`smp.launch.hyperpod` translates AWS's recipes, :mod:`smp.launch.backends` submits.
+"""
 
 from smp.launch.library import get_recipe, list_recipes
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from smp.config import Config, ConfigError, Layout
-from smp.config.command import run_tool
-from smp.config.commands import as_called_here
-from smp.config.fields import did_you_mean
-from smp.launch.backend import NOT_SUBMITTED, Backend, read_facts, write_artifacts
+from smp.config.command_line.command import run_tool
+from smp.config.command_line.commands import as_called_here
+from smp.config.command_line.fields import did_you_mean
+from smp.launch.backends.backend import NOT_SUBMITTED, Backend, read_facts, write_artifacts
 from smp.launch.compose import BACKENDS, compose
 from smp.launch.hyperpod import FeatureError
 from smp.launch.job import Artifacts, Job, make_job
@@ -180,7 +180,7 @@ def _without_secrets(words: list[str]) -> list[str]:
 def backend_of(name: str) -> Backend:
     """The back-end of a name. Imported when it is used: each has its own libraries."""
     assert name in BACKENDS
-    backend = importlib.import_module(f"smp.launch.{name}").BACKEND
+    backend = importlib.import_module(f"smp.launch.backends.{name}").BACKEND
     assert isinstance(backend, Backend)
     return backend
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.fields import did_you_mean
+from smp.config.command_line.fields import did_you_mean
 from smp.launch.hyperpod import KEYS, OWN_MODEL, flatten, form_of, has_its_sections
 from smp.launch.key_types import is_text, value_of
 from smp.launch.library import collection, find_cluster, load_recipe, load_yaml, own_config

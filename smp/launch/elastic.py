@@ -6,7 +6,7 @@ from smp.config import ConfigError
 from smp.launch.recipe import Recipe
 
 VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-"""A store for every start of the workers, see ``smp.config.elastic``; and seconds that they have to save."""
+"""A store for every start of the workers, see ``smp.config.rules.elastic``; and seconds that they have to save."""
 RESTARTS = 1000
 MEETING = "last_call_timeout=30,keep_alive_interval=2,keep_alive_max_attempt=15"
 """Seconds to wait for more nodes than needed; a node that is silent for 30 seconds is lost."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from smp.config import ConfigError
-from smp.config.fields import did_you_mean
+from smp.config.command_line.fields import did_you_mean
 from smp.launch.library import collection, load_yaml
 
 

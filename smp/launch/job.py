@@ -15,7 +15,7 @@ from smp.config import ConfigError
 from smp.launch.compose import Composed
 from smp.launch.elastic import VARIABLES, is_elastic, nodes_of
 from smp.launch.environment import Instance, find_instance, variables
-from smp.launch.library import CHECKOUT, HERE, PACKAGED
+from smp.launch.library import CHECKOUT, HERE, PACKAGED, SUPERVISE
 from smp.launch.recipe import Recipe
 from smp.launch.secrets import is_secret, is_token, without_secrets
 
@@ -149,7 +149,7 @@ def common_artifacts(job: Job, rendezvous: str, *, files: str | None = None, run
     artifacts = {
         "recipe.yaml": to_yaml(without_secrets(job.tree)),
         "train.sh": _train_script(job, rendezvous, files or str(job.folder), runner),
-        "supervise.py": (HERE / "supervise.py").read_text(encoding="utf-8"),
+        "supervise.py": SUPERVISE.read_text(encoding="utf-8"),
     }
     if job.secrets and job.backend in ("local", "slurm"):
         lines = [f"export {name}={shlex.quote(value)}\n" for name, value in job.secrets.items()]

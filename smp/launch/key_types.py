@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp.config.entry_points import FINETUNE, PRETRAIN
-from smp.config.fields import Setting, settings
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
+from smp.config.command_line.fields import Setting, settings
 from smp.launch.hyperpod import key_of
 from smp.launch.overrides import Override, Path, read_text, read_value, settled
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.fields import did_you_mean
+from smp.config.command_line.fields import did_you_mean
 from smp.launch.overrides import settled, values
 from smp.launch.recipe_table import Row, rows_of
 from smp.launch.yaml_text import load_scalars
@@ -15,6 +15,7 @@ from smp.launch.yaml_text import load_scalars
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]
 PACKAGED = HERE / "recipes_collection"
+SUPERVISE = HERE / "backends" / "supervise.py"
 """In a wheel. In a checkout the collection is at the top."""
 TABLE = "table.yaml"
 """File of a collection with recipes that differ in a few words."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from smp.config import Config, ConfigError, Layout, resolve
-from smp.config.cli import build_tree
-from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint
-from smp.config.fields import Setting, as_text, did_you_mean, settings
-from smp.config.finetune import fill_in
+from smp.config.command_line.cli import build_tree
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN, EntryPoint
+from smp.config.command_line.fields import Setting, as_text, did_you_mean, settings
 from smp.config.rollouts import ONLINE
+from smp.config.rules.finetune import fill_in
 from smp.launch.hyperpod import KEYS, OWN_MODEL, Form, Translated, flatten, form_of, override, translate, unread
 from smp.models.presets import PRESETS
 

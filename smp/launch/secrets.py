@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from smp.config.credentials import without_credentials
+from smp.config.command_line.credentials import without_credentials
 
 REMOVED = "(removed)"
 _WORDS = (

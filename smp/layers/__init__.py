@@ -1,21 +1,26 @@
 """Parallel layers for any ``nn.Module``. They take a 1-D DeviceMesh or a ``ParallelContext``, and need no config, no
-trainer and no global state."""
+trainer and no global state.
+
+Read ``block`` first: norms and residual around a mixer (``attention``, ``latent_attention``, ``delta_net``) and ``mlp``
+or :mod:`smp.layers.moe`; all of them stand on ``linear``. :mod:`smp.layers.heads` has losses,
+:mod:`smp.layers.adapters` LoRA, :mod:`smp.layers.context_parallel` attention and recurrences over cut sequences.
+"""
 
 from smp.data.sample import IGNORE_INDEX
-from smp.kernels.attention_core import AttentionSpec
-from smp.kernels.fused_attention import DEFAULT_ATTENTION
+from smp.kernels.attention_cores.attention_core import AttentionSpec
+from smp.kernels.attention_cores.fused_attention import DEFAULT_ATTENTION
 from smp.kernels.rope import rotate as apply_rope
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.token_layout import TokenLayout
+from smp.layers.adapters.lora import Lora, adapters_off, add_adapters
 from smp.layers.attention import QueryKeyOptions, SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.context_parallel import context_parallel_attention
-from smp.layers.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.delta_net import GatedDeltaNet
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from smp.layers.head import ModelOutput, VocabParallelHead
+from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
+from smp.layers.heads.head import ModelOutput, VocabParallelHead
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from smp.layers.lora import Lora, adapters_off, add_adapters
 from smp.layers.mlp import MLP
 from smp.layers.moe import Experts, MoE, Router
 from smp.layers.norm import LayerNorm, RMSNorm

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
-from smp.kernels.attention_core import AttentionSpec
+from smp.kernels.attention_cores.attention_core import AttentionSpec
 from smp.kernels.registry import accumulation_dtype
 from smp.kernels.rope import rope
 from smp.kernels.token_layout import TokenLayout
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
         chunk: a token sees only tokens of its own chunk of so many, see :func:`smp.layers.token_needs.chunks_key`.
         needs: what has to be prepared of the tokens, where a model prepares it.
         gate: the output of the heads is multiplied by the sigmoid of one more projection, of their width.
-        sinks: each head has a learned score beside those of its keys, see :mod:`smp.kernels.sinks`.
+        sinks: each head has a learned score beside those of its keys, see :mod:`smp.kernels.attention_cores.sinks`.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what normalizes queries and keys, rotates them and computes attention.
 

@@ -5,7 +5,7 @@ With x_t the input of a token, and for each head of keys and those of values tha
     q, k, v = SiLU(short causal convolution of W x)     q and k divided by their length, q by sqrt(key_dim) too
     b       = sigmoid(W_b x)                            how much of a value is written
     g       = -exp(A) softplus(W_a x + c)               log of what the state keeps
-    o       = gated delta rule of q, k, v, g, b         smp.kernels.delta_rule
+    o       = gated delta rule of q, k, v, g, b         smp.kernels.recurrences.delta_rule
     y       = W_o (RMSNorm(o) SiLU(W_z x))              the norm is of each head
 
 A state is key_dim x value_dim numbers for each head of values, however long the text: that, and the last tokens that
@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
-from smp.kernels.causal_conv import causal_conv
-from smp.kernels.delta_rule import gated_delta_rule
+from smp.kernels.recurrences.causal_conv import causal_conv
+from smp.kernels.recurrences.delta_rule import gated_delta_rule
 from smp.kernels.registry import accumulation_dtype
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.states import StatesPlan

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.attention_core import AttentionCore, AttentionSpec, Pair, merge, pad_rows
-from smp.kernels.fused_attention import DEFAULT_ATTENTION, widened
-from smp.kernels.sdpa import Scores, operator_for
-from smp.kernels.sinks import with_sinks
+from smp.kernels.attention_cores.attention_core import AttentionCore, AttentionSpec, Pair, merge, pad_rows
+from smp.kernels.attention_cores.fused_attention import DEFAULT_ATTENTION, widened
+from smp.kernels.attention_cores.sdpa import Scores, operator_for
+from smp.kernels.attention_cores.sinks import with_sinks
 from smp.kernels.token_layout import TokenLayout
 from smp.parallel.collectives import Group, start_all_gather, wait
 

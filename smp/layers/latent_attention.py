@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
-from smp.kernels.attention_core import AttentionSpec
+from smp.kernels.attention_cores.attention_core import AttentionSpec
 from smp.kernels.rope import rope
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.attention import deinterleaved, dropout_key_of

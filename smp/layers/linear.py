@@ -65,7 +65,8 @@ class ColumnParallelLinear(nn.Module):
     """
 
     add_low_rank: ClassVar[Callable[..., list[torch.Tensor]] | None] = None
-    """What a layer with an adapter adds to the products of all layers that share its input; see ``smp.layers.lora``."""
+    """What a layer with an adapter adds to the products of all layers that share its input; see
+    ``smp.layers.adapters.lora``."""
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class RowParallelLinear(nn.Module):
     """
 
     add_low_rank: ClassVar[Callable[..., torch.Tensor] | None] = None
-    """What a layer with an adapter adds to its product; see ``smp.layers.lora``."""
+    """What a layer with an adapter adds to its product; see ``smp.layers.adapters.lora``."""
 
     def __init__(
         self,

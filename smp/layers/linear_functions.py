@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from smp.kernels.fp8 import Operand, Quantised
+from smp.kernels.precision.fp8 import Operand, Quantised
 from smp.kernels.product import PRODUCTS, Product, Scaled
 from smp.kernels.registry import define
 from smp.kernels.swiglu import FusedSwiglu

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from smp.config import ModelConfig, resolve_model
 from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, LatentMixer
 from smp.config.layers import layer_specs
-from smp.config.mtp import further_layers
+from smp.config.rules.mtp import further_layers
 from smp.models.inventory import inventory, of_each_block, prediction_parameters
 from smp.models.part import ModelPart
 

@@ -8,8 +8,8 @@ import torch
 
 from smp.config import ModelConfig
 from smp.config.layer_pattern import with_experts
-from smp.config.moe import aux_losses
-from smp.config.mtp import MTP_LOSS, further_layers
+from smp.config.rules.moe import aux_losses
+from smp.config.rules.mtp import MTP_LOSS, further_layers
 
 EXPERT_LOAD = "expert load max/mean"
 """Of the experts of a layer the one with most tokens, relative to their mean; the mean over layers."""

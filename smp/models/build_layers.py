@@ -11,12 +11,14 @@ from smp.config import ModelConfig
 from smp.config import layer_specs as specs
 from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, ExpertsSpec, LatentMixer, LayerSpec, MLPSpec, NormSpec
 from smp.kernels import Kernels
-from smp.kernels.attention_core import AttentionSpec
+from smp.kernels.attention_cores.attention_core import AttentionSpec
 from smp.kernels.quick_geglu import QuickGeglu
 from smp.layers.attention import QueryKeyOptions, SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.delta_net import GatedDeltaNet
-from smp.layers.head import VocabParallelHead
+from smp.layers.heads.head import VocabParallelHead
+from smp.layers.heads.prediction import Prediction
+from smp.layers.heads.score import ScoreHead
 from smp.layers.latent_attention import LatentAttention
 from smp.layers.mixer import Mixer
 from smp.layers.mlp import MLP, Activation
@@ -24,8 +26,6 @@ from smp.layers.moe import Experts, MoE, Router, SharedExpertGate
 from smp.layers.moe.capacity import Capacity
 from smp.layers.moe.router import Balancing
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
-from smp.layers.prediction import Prediction
-from smp.layers.score import ScoreHead
 from smp.layers.token_needs import QueryScale, RopeTable
 from smp.models.rope_scaling import latent_scale, scaling_of
 from smp.parallel.context import ParallelContext

@@ -1,5 +1,5 @@
 """Models that transformers computes, as the rooms of this project ask for them: a module without memory, and what is in
-it. How such a module is cut and runs as a :class:`smp.models.protocol.Model` is in :mod:`smp.hf.run_model`.
+it. How such a module is cut and runs as a :class:`smp.models.protocol.Model` is in :mod:`smp.hf.run.model`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from smp.config import ConfigError
-from smp.config.foreign import transformers_config
+from smp.config.rules.foreign import transformers_config
 from smp.models.inventory import Parameter
 from smp.models.part import ModelPart
 

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
 from smp.config.layers import layer_specs, norm_of
-from smp.config.mtp import further_layers
+from smp.config.rules.mtp import further_layers
 from smp.kernels import TORCH, Kernels
 from smp.layers.block import MoEBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from smp.layers.head import ModelOutput, VocabParallelHead
+from smp.layers.heads.head import ModelOutput, VocabParallelHead
 from smp.layers.moe import Counted
 from smp.models.beside import beside
 from smp.models.build_layers import Build, build_head, build_prediction

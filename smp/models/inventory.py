@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from smp.config import Layout, ModelConfig
 from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, ExpertsSpec, LatentMixer, LayerSpec, MLPSpec, NormSpec
 from smp.config.layers import layer_specs, norm_of
-from smp.config.mtp import further_layers
+from smp.config.rules.mtp import further_layers
 from smp.models.part import ModelPart, whole
 
 T = TypeVar("T")

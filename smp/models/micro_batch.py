@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from smp.kernels.sequence_cut import SequenceCut
-from smp.layers.answers import AnswerLoss
-from smp.layers.distillation import Distilled
+from smp.layers.heads.answers import AnswerLoss
+from smp.layers.heads.distillation import Distilled
 from smp.layers.kv_cache import CacheView
 
 

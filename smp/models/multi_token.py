@@ -1,4 +1,4 @@
-"""The loss of multi-token prediction; the layers of it are in :mod:`smp.layers.prediction`."""
+"""The loss of multi-token prediction; the layers of it are in :mod:`smp.layers.heads.prediction`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from smp.config.mtp import further_layers
-from smp.layers.prediction import Prediction
+from smp.config.rules.mtp import further_layers
+from smp.layers.heads.prediction import Prediction
 from smp.models.micro_batch import MicroBatch
 from smp.models.tokens import Tokens
 

@@ -2,7 +2,7 @@
 
 :class:`Model` is what every model gives; what only some can give is :class:`StagedModel`, and a name in
 ``capabilities``. ``smp.models.gpt.GPT`` is the implementation that gives all of it, and
-``smp.hf.run_model.TransformersModel`` a causal language model of transformers; ``smp.training.build`` chooses. Outside
+``smp.hf.run.model.TransformersModel`` a causal language model of transformers; ``smp.training.build`` chooses. Outside
 of ``smp/models`` nothing imports the first (``make check``): :func:`smp.models.build.new_model` makes one.
 
 It is a base class and not a ``typing.Protocol``: FSDP, optimizers and hooks take an ``nn.Module``, and a protocol
@@ -24,7 +24,7 @@ from torch import nn
 from smp.config import ConfigError, ModelConfig
 from smp.layers import init_weights
 from smp.layers.block import TransformerBlock
-from smp.layers.head import ModelOutput
+from smp.layers.heads.head import ModelOutput
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart
 

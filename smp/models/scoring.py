@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from smp.layers.head import VocabParallelHead
+from smp.layers.heads.head import VocabParallelHead
 from smp.layers.kv_cache import CacheView, KVCache
 from smp.models.micro_batch import MicroBatch
 from smp.models.protocol import Model

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.attention_core import AttentionCore, AttentionSpec
+from smp.kernels.attention_cores.attention_core import AttentionCore, AttentionSpec
+from smp.kernels.attention_cores.fused_attention import DEFAULT_ATTENTION
 from smp.kernels.dropout import keyed_dropout
-from smp.kernels.fused_attention import DEFAULT_ATTENTION
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.block import DROPOUT_SITES
 from smp.layers.token_needs import TokenNeed, chunks_key, with_needs

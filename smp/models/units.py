@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from smp.config.mtp import further_layers
+from smp.config.rules.mtp import further_layers
 from smp.models.part import ModelPart
 
 GPT = Any

@@ -1,9 +1,9 @@
 """AdamW whose moments rest in bf16 or fp8.
 
 A step widens the moments of some rows to fp32, runs torch's fused AdamW on them, and rounds them stochastically on the
-way back (``smp.kernels.low_precision``). The random bits are a function of (seed, step, parameter's name, global row
-and column), so that every layout rounds alike, and a resumed run goes on bit for bit. Tensors of one dimension, biases
-and norms, keep fp32 moments.
+way back (``smp.kernels.precision.low_precision``). The random bits are a function of (seed, step, parameter's name,
+global row and column), so that every layout rounds alike, and a resumed run goes on bit for bit. Tensors of one
+dimension, biases and norms, keep fp32 moments.
 
 ===========  ================================================  =====================
 moment       in fp8 (e4m3)                                     bytes of an element
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.config import ConfigError, OptimizerConfig
 from smp.kernels.dropout import keyed_bits
-from smp.kernels.low_precision import BLOCK, expand, round_to_bf16, round_to_e4m3, smallest_e4m3
+from smp.kernels.precision.low_precision import BLOCK, expand, round_to_bf16, round_to_e4m3, smallest_e4m3
 from smp.parallel.boxes import cuts_of, local_box, local_part
 from smp.parallel.rng import dropout_key
 

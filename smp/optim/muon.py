@@ -30,8 +30,8 @@ from torch import nn
 
 from smp.config import OptimizerConfig
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from smp.layers.head import VocabParallelHead
-from smp.layers.score import ScoreHead
+from smp.layers.heads.head import VocabParallelHead
+from smp.layers.heads.score import ScoreHead
 from smp.parallel.boxes import local_part
 from smp.parallel.owners import on_owners
 

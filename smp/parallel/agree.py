@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from smp.config.command import exit_code
+from smp.config.command_line.command import exit_code
 
 Answer = TypeVar("Answer")
 

@@ -27,8 +27,8 @@ from smp.config import Config, Layout
 from smp.models.presets import PRESETS
 from smp.parallel.node_group import NAME
 from smp.planner.record import Calls, Collective, Items, NotANumber, Operator, TensorLike, recorded_step
+from smp.training.cost.meter import FREE
 from smp.training.host_memory import keep_freed_memory
-from smp.training.meter import FREE
 from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run

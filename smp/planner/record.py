@@ -19,8 +19,8 @@ from smp.config import Config, Layout
 from smp.pipeline.actions import Action, Op
 from smp.pipeline.plan import Plan
 from smp.training.build import choose_backends
-from smp.training.fake_step import fake_step
-from smp.training.meter import Key, Meter
+from smp.training.cost.fake_step import fake_step
+from smp.training.cost.meter import Key, Meter
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Collective:
 
     Attributes:
         group: of the mesh: tp, cp, dp_shard, ...
-        kind: as :class:`smp.training.meter.Meter` names it.
+        kind: as :class:`smp.training.cost.meter.Meter` names it.
         ranks: that take part.
         size: bytes of the tensor, all parts together.
     """

@@ -8,13 +8,13 @@ from itertools import product
 from typing import Any
 
 from smp.config import Config, ConfigError, Layout, ParallelConfig, resolve
-from smp.config.fields import flag_of
-from smp.layers.head import CHUNK_BYTES
+from smp.config.command_line.fields import flag_of
+from smp.layers.heads.head import CHUNK_BYTES
 from smp.pipeline.plan import Plan, plan_pipeline
 from smp.planner.devices import Device
 from smp.planner.seconds import StepTime
 from smp.planner.step_time import StepModel
-from smp.training.memory import MemoryEstimate, largest_memory
+from smp.training.cost.memory import MemoryEstimate, largest_memory
 
 FREE = 0.08
 """Share of a device's memory that stays free: the CUDA context, NCCL's buffers, fragments."""

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 from smp.config import Config, Layout
 from smp.config.batch import count_micro_batches
-from smp.config.fp8 import layers_in_bf16
 from smp.config.layers import layer_specs
-from smp.config.mtp import further_layers
+from smp.config.rules.fp8 import layers_in_bf16
+from smp.config.rules.mtp import further_layers
 from smp.models.arithmetic import forward_flops
 from smp.models.inventory import (
     Parameter,
@@ -33,7 +33,7 @@ from smp.planner.devices import Device
 from smp.planner.fp8 import Fp8Costs
 from smp.planner.seconds import Pass, StepTime
 from smp.planner.update import update_seconds
-from smp.training.memory import kept_by_blocks
+from smp.training.cost.memory import kept_by_blocks
 
 TILE = 128, 256
 """Rows and columns of a tile of a product's result, as large kernels take them."""

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from smp.config import Config, Layout
 from smp.models.inventory import Parameter
 from smp.planner.devices import Device
-from smp.training.offload import HOST_ADAM
-from smp.training.weight_memory import state_bytes, trained_by_muon
+from smp.training.cost.offload import HOST_ADAM
+from smp.training.cost.weight_memory import state_bytes, trained_by_muon
 
 _WEIGHTS = 24
 """Bytes read and written per parameter beside the state: the gradient for its norm, scaled, and for the update; the

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from smp.config.commands import pip_install
+from smp.config.command_line.commands import pip_install
 
 _ANSWERS = ("answer", "solution", "ground_truth", "target")
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")

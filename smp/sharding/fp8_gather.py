@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from smp.kernels.fp8 import E4M3, Quantised, dequantise, quantise
+from smp.kernels.precision.fp8 import E4M3, Quantised, dequantise, quantise
 from smp.layers.fp8.layer_scaling import LayerScaling, scales_of_parts
 from smp.parallel.collectives import all_gather_flat
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from smp.config import ParallelConfig
 from smp.layers.block import MoEBlock, Run, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from smp.layers.head import VocabParallelHead
+from smp.layers.heads.head import VocabParallelHead
 from smp.layers.moe import Experts, MoE
 from smp.layers.moe.experts import ExpertLinear
 from smp.models.protocol import Model

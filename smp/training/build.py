@@ -14,10 +14,10 @@ from smp.config.batch import BatchSizes
 from smp.config.layers import hides_tokens, scores_flag
 from smp.data.loader import BatchLoader, ReadBatch
 from smp.generation import Generator
-from smp.kernels.attention import AttentionShape, choose_attention
-from smp.kernels.attention_core import AttentionCore, BlockCore
+from smp.kernels.attention_cores.attention_core import AttentionCore, BlockCore
+from smp.kernels.attention_cores.choose import AttentionShape, choose_attention
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
-from smp.kernels.grouped import describe_products
+from smp.kernels.experts.grouped import describe_products
 from smp.layers.context_parallel import context_parallel_attention
 from smp.layers.fp8.apply import use_fp8
 from smp.models.build import new_model
@@ -233,7 +233,7 @@ def foreign_model(config: Config, context: ParallelContext, kernels: Kernels) ->
         ConfigError: it cannot be cut, or cannot be trained on these sequences.
     """
     # Here, because a model of this project's own needs none of that room.
-    from smp.hf.run_model import TransformersModel
+    from smp.hf.run.model import TransformersModel
 
     model = TransformersModel(config.model, context, kernels)
     packed = config.data.packing == "best-fit" if config.objective is not None else config.data.reset_attention_mask

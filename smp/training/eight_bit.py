@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from smp.config import Config, ConfigError
-from smp.config.fp8 import layers_in_bf16
 from smp.config.layers import ranges_of
-from smp.kernels.fp8 import has_kernels
+from smp.config.rules.fp8 import layers_in_bf16
+from smp.kernels.precision.fp8 import has_kernels
 from smp.layers.fp8.apply import Fp8, fp8_layers
 from smp.layers.fp8.scaling import Precision
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from smp.config import ConfigError, LoggingConfig
-from smp.config.command import DamageError, exit_code, output_gone
+from smp.config.command_line.command import DamageError, exit_code, output_gone
 from smp.training.process import Process, forget_status, leave_status, status_path
 from smp.training.settings import report, status_file_in
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from smp.config import Config, ConfigError
-from smp.config.context_parallel import exchange_sizes
 from smp.config.layer_specs import DeltaNetMixer
 from smp.config.layers import layer_specs
+from smp.config.rules.context_parallel import exchange_sizes
 from smp.layers.context_parallel.auto import CPU, H100, Seen, choose_comm_type
 from smp.layers.context_parallel.choose import CommType
 from smp.layers.context_parallel.cost import Exchanged

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from smp.layers.head import ModelOutput
+from smp.layers.heads.head import ModelOutput
 from smp.optim.host import HostAdamW
 from smp.sharding.parallelize import Strategy, last_micro_batch
 from smp.training.micro_batches import MicroBatches

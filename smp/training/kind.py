@@ -16,11 +16,11 @@ from smp.kernels import Kernels
 from smp.models.protocol import Model
 from smp.parallel.agree import on_rank_zero
 from smp.parallel.context import ParallelContext
-from smp.training.adapter_files import leave_companions
 from smp.training.build import RunSetup
 from smp.training.forward_backward import ForwardBackward
 from smp.training.objectives.contract import Objective
 from smp.training.trainer import Trainer
+from smp.training.tuning.adapter_files import leave_companions
 
 Say = Callable[[str], None]
 
@@ -33,7 +33,7 @@ class BatchSource(Protocol):
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint needs beside the number of consumed samples: the same on all ranks, which ask together.
-        Names begin with ``smp.training.persistence.CARRIED``."""
+        Names begin with ``smp.training.checkpoints.persistence.CARRIED``."""
 
     def close(self) -> None:
         """Stop what works in the background. Safe to call twice."""

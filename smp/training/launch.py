@@ -17,20 +17,20 @@ import torch.distributed as dist
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError
-from smp.config.command import DamageError, exit_code, lacks_memory
-from smp.config.credentials import without_credentials
+from smp.config.command_line.command import DamageError, exit_code, lacks_memory
+from smp.config.command_line.credentials import without_credentials
 from smp.convert.convert import ERRORS
 from smp.parallel.agree import on_all_or_none
 from smp.parallel.network.group import CollectiveError
 from smp.pipeline.failure import PipelineError, naming
-from smp.training.copies import EndedError
-from smp.training.describe import describe
+from smp.training.checkpoints.hf_export import export_hugging_face, require_exportable
+from smp.training.cost.describe import describe
 from smp.training.errors import TrainingError
-from smp.training.goodput import summary
-from smp.training.hf_export import export_hugging_face, require_exportable
+from smp.training.faults.copies import EndedError
+from smp.training.faults.members import ended_for_spares, exit_code_of, members, require_room, wait_as_spare
 from smp.training.kind import RunKind
-from smp.training.members import ended_for_spares, exit_code_of, members, require_room, wait_as_spare
 from smp.training.process import Process, Status, ended, leave_status, status_path, write_status
+from smp.training.reporting.goodput import summary
 from smp.training.run import Outcome, Run
 from smp.training.runtime import StopSignal, Watchdog, report_once, start_process_group
 from smp.training.settings import report, report_own

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from smp.config import Config
-from smp.layers.head import ModelOutput
+from smp.layers.heads.head import ModelOutput
 from smp.layers.linear_functions import WeightGradients
 from smp.models.part import ModelPart
 from smp.models.protocol import StagedModel

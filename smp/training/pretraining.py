@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from smp.config import Config, ConfigError
-from smp.config.command import in_one_line
+from smp.config.command_line.command import in_one_line
 from smp.data.build import Datasets, build_datasets
 from smp.kernels import Kernels
 from smp.parallel.context import ParallelContext

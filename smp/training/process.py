@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from smp.config import ConfigError, LoggingConfig
-from smp.config.credentials import without_credentials
+from smp.config.command_line.credentials import without_credentials
 
 Status = Literal["running", "done", "requeue", "failed", "bad_config"]
 

@@ -16,9 +16,9 @@ from tqdm import tqdm
 from smp.checkpoint import CheckpointError
 from smp.config import ConfigError, Layout
 from smp.config.batch import BatchSizes, uneven_in_words
-from smp.config.checks import notes_on_effects
-from smp.config.credentials import without_credentials
+from smp.config.command_line.credentials import without_credentials
 from smp.config.resolve import with_rest
+from smp.config.rules.checks import notes_on_effects
 from smp.data.build import Datasets
 from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
@@ -35,22 +35,22 @@ from smp.pipeline.failure import naming
 from smp.pipeline.plan import describe_plan, plan_pipeline
 from smp.sharding.offload import offload_of
 from smp.training.build import RunSetup, batch_loader
-from smp.training.console import Console
-from smp.training.copies import RunCopies
+from smp.training.checkpoints.saving import RunCheckpoints
+from smp.training.cost.offload import describe_offload, offload_at_work
 from smp.training.exchange import exchange_of
-from smp.training.goodput import FILE, Goodput
-from smp.training.goodput import in_words as goodput_in_words
-from smp.training.guard import Guard
+from smp.training.faults.copies import RunCopies
+from smp.training.faults.guard import Guard
+from smp.training.faults.members import describe_layouts
 from smp.training.kind import BatchSource, RunKind
-from smp.training.members import describe_layouts
-from smp.training.offload import describe_offload, offload_at_work
 from smp.training.pipelined import Pipelined
 from smp.training.process import Process, Status
-from smp.training.profiler import PipelineTrace, Profiler
+from smp.training.reporting.console import Console
+from smp.training.reporting.goodput import FILE, Goodput
+from smp.training.reporting.goodput import in_words as goodput_in_words
+from smp.training.reporting.profiler import PipelineTrace, Profiler
+from smp.training.reporting.sinks import refuse_log_dir_in_use
+from smp.training.reporting.slow_ranks import SlowRanks
 from smp.training.runtime import StopSignal, Watchdog, library_settings
-from smp.training.saving import RunCheckpoints
-from smp.training.sinks import refuse_log_dir_in_use
-from smp.training.slow_ranks import SlowRanks
 from smp.training.stopping import StopRules, due
 from smp.training.trainer import Progress, Step, Trainer
 

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from smp.parallel.node_group import default_backend
 from smp.pipeline.failure import LOST, function_of_thread
-from smp.training.hang import Hang, word_of_thread
+from smp.training.faults.hang import Hang, word_of_thread
 from smp.training.host_memory import keep_freed_memory
 from smp.training.process import Process
 from smp.training.settings import report, report_own
@@ -181,7 +181,7 @@ class Watchdog:
             self.progress()
 
     def meet_in(self, store: dist.Store) -> None:
-        """Where ranks leave word for each other when they make no progress, see :mod:`smp.training.hang`."""
+        """Where ranks leave word for each other when they make no progress, see :mod:`smp.training.faults.hang`."""
         self._store = store
 
     def close(self) -> None:

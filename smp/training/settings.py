@@ -9,21 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.entries import CheckpointError
-from smp.checkpoint.folder import open_folder
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.format.entries import CheckpointError
 from smp.config import Config, ConfigError, Layout, LoggingConfig, check_files, load_config, resolve
-from smp.config.cli import FROM_MEGATRON
-from smp.config.credentials import without_credentials
-from smp.config.elastic import as_members
-from smp.config.fields import flag_of, given, require
-from smp.config.foreign import require_implementation
+from smp.config.command_line.cli import FROM_MEGATRON
+from smp.config.command_line.credentials import without_credentials
+from smp.config.command_line.fields import flag_of, given, require
 from smp.config.megatron.translate import translate
+from smp.config.rules.elastic import as_members
+from smp.config.rules.foreign import require_implementation
 from smp.convert.changes import misfit
 from smp.convert.describe import described_model, of_model_config, read_architecture
-from smp.convert.hf_config import is_hf_folder
-from smp.data.tokenizer_files import load_tokenizer
+from smp.convert.huggingface.config import is_hf_folder
+from smp.data.tokenizers.files import load_tokenizer
 from smp.pipeline.plan import plans_by_size
-from smp.training.origin import Origin, has_begun
+from smp.training.checkpoints.origin import Origin, has_begun
 
 
 def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], world_size: int) -> Config:

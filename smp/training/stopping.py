@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from smp.checkpoint.retention import best_interval
+from smp.checkpoint.folders.retention import best_interval
 from smp.config import CheckpointConfig, TrainingConfig
 from smp.parallel.agree import any_rank, gather, rank
 from smp.training.runtime import StopSignal

@@ -25,6 +25,8 @@ from smp.optim.schedule import decoupled_learning_rate, learning_rate
 from smp.parallel.agree import any_rank, gather, sum_over_ranks
 from smp.parallel.context import ParallelContext
 from smp.training.errors import TrainingError
+from smp.training.faults.rerun import Pass, Rerun
+from smp.training.faults.spikes import Kept, Spikes
 from smp.training.forward_backward import (
     ForwardBackward,
     model_loss,
@@ -33,8 +35,6 @@ from smp.training.forward_backward import (
     total_metrics,
 )
 from smp.training.objectives.contract import Objective
-from smp.training.rerun import Pass, Rerun
-from smp.training.spikes import Kept, Spikes
 
 SATURATED = "fp8 saturated tensors"
 """Delayed scaling: tensors of a step (an input, a weight or a gradient of a layer) whose largest number was too large

@@ -28,9 +28,9 @@ from smp.checkpoint import (
     read_manifest,
     save,
 )
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.latest import complete
-from smp.checkpoint.lock import Holder
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.folders.latest import complete
+from smp.checkpoint.folders.lock import Holder
 from tests.checkpoint.layouts import build, build_mesh
 from tests.checkpoint.test_folder import example
 from tests.distributed import run_distributed
@@ -269,7 +269,7 @@ DYING = """
 import datetime, importlib, os, sys
 import torch, torch.distributed as dist
 from smp.checkpoint import AsyncSaver, async_save
-importlib.import_module("smp.checkpoint.async_saver").LAST_WAIT = 0.5
+importlib.import_module("smp.checkpoint.background.async_saver").LAST_WAIT = 0.5
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2] + "/store", 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=300))

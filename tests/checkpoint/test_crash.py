@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from smp.checkpoint import read_manifest, verify
-from smp.checkpoint.latest import complete
+from smp.checkpoint.folders.latest import complete
 
 HERE = Path(__file__).parent / "crash"
 REPOSITORY = Path(__file__).parents[2]
@@ -146,7 +146,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def writer_of(trainer: int) -> int | None:
     """The process that writes for a trainer."""
     for pid in Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split():
-        if b"smp.checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"smp.checkpoint.background.writer" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return int(pid)
     return None
 

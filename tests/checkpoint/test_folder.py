@@ -29,12 +29,12 @@ from smp.checkpoint import (
     save,
     verify,
 )
-from smp.checkpoint.entries import ELEMENT_SIZES, Manifest
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.latest import misnamed
-from smp.checkpoint.manifest import write_manifest
-from smp.checkpoint.tensor_bytes import DTYPES
-from smp.checkpoint.validate import check_manifest
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.folders.latest import misnamed
+from smp.checkpoint.format.entries import ELEMENT_SIZES, Manifest
+from smp.checkpoint.format.manifest import write_manifest
+from smp.checkpoint.format.tensor_bytes import DTYPES
+from smp.checkpoint.format.validate import check_manifest
 from tests.checkpoint.plain_reader import read_checkpoint
 
 FILE = "shard_00000.safetensors"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from smp.checkpoint import AsyncSaver, CheckpointError, async_save, load, save, verify
-from smp.checkpoint.local import LocalFolder
+from smp.checkpoint.folders.local import LocalFolder
 
 CALLS = ("open", "posix_fallocate", "write", "fsync", "replace", "unlink")
 

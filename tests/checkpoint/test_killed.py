@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from smp.checkpoint import Retention, commit_latest, load, prune, save, verify
-from smp.checkpoint.entries import Manifest
-from smp.checkpoint.folder import Folder, open_folder
-from smp.checkpoint.latest import complete
-from smp.checkpoint.lock import RunLock
+from smp.checkpoint.folders.folder import Folder, open_folder
+from smp.checkpoint.folders.latest import complete
+from smp.checkpoint.folders.lock import RunLock
+from smp.checkpoint.format.entries import Manifest
 from smp.checkpoint.recovery import clean, load_newest, set_aside
 from smp.checkpoint.rewrite import rewrite
 

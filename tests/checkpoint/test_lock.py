@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from smp.checkpoint import CheckpointError, lock
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.lock import Holder, LockLostError, RunLock
+from smp.checkpoint import CheckpointError
+from smp.checkpoint.folders import lock
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.folders.local import LocalFolder
+from smp.checkpoint.folders.lock import Holder, LockLostError, RunLock
 
 HOLD = """
 import sys, time
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.lock import RunLock
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.folders.lock import RunLock
 held = RunLock(open_folder(sys.argv[1]), print)
 print("held", flush=True)
 time.sleep(60)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from smp.checkpoint import Retention, commit_latest, prune, save
-from smp.checkpoint.folder import open_folder
+from smp.checkpoint.folders.folder import open_folder
 from smp.checkpoint.rewrite import rewrite
 
 

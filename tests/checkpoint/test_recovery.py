@@ -22,14 +22,14 @@ from smp.checkpoint import (
     save,
     verify,
 )
-from smp.checkpoint.entries import Manifest
-from smp.checkpoint.folder import Folder, open_folder
-from smp.checkpoint.latest import complete
-from smp.checkpoint.local import LocalFolder, Sink, _LocalSource
+from smp.checkpoint.folders.folder import Folder, open_folder
+from smp.checkpoint.folders.latest import complete
+from smp.checkpoint.folders.local import LocalFolder, Sink, _LocalSource
+from smp.checkpoint.folders.retention import publish
+from smp.checkpoint.format.entries import Manifest
 from smp.checkpoint.recovery import clean, load_newest, load_step
-from smp.checkpoint.retention import publish
 from smp.config import ConfigError
-from smp.config.command import exit_code
+from smp.config.command_line.command import exit_code
 from smp.parallel.agree import on_all_or_none, on_rank_zero
 from tests.distributed import run_distributed
 
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_does_not_fit_or_cannot_be_read_is_not_damaged(
 
 def test_a_newer_version_of_the_format_is_not_damaged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("smp.checkpoint.manifest.VERSION", 2)
+        patch.setattr("smp.checkpoint.format.manifest.VERSION", 2)
         save_at(root, 30)
     with pytest.raises(CheckpointError, match="version 2 is not the known one") as caught:
         loads(root, [])

@@ -28,12 +28,12 @@ from smp.checkpoint import (
     save,
     verify,
 )
-from smp.checkpoint import lock as lock_module
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.latest import complete
-from smp.checkpoint.lock import RunLock
+from smp.checkpoint.folders import lock as lock_module
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.folders.latest import complete
+from smp.checkpoint.folders.lock import RunLock
+from smp.checkpoint.folders.remote import RemoteFolder
 from smp.checkpoint.recovery import clean, load_newest
-from smp.checkpoint.remote import RemoteFolder
 from tests.checkpoint.test_folder import example, zeros
 from tests.data.shards import check_streamed, write_shards
 from tests.distributed import run_distributed
@@ -135,7 +135,7 @@ def test_round_trip_and_replacement(root: str) -> None:
 
 
 def test_a_large_file_goes_up_in_parts(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp.checkpoint.remote._PART", 5 << 20)  # the least that S3 takes
+    monkeypatch.setattr("smp.checkpoint.folders.remote._PART", 5 << 20)  # the least that S3 takes
     state = {"w": torch.randn(4 << 20), "v": torch.randn(7)}
     save(state, f"{root}/x", extra={})
     loaded = zeros(state)
@@ -214,7 +214,7 @@ def test_a_writer_that_fails_midway_uploads_nothing(root: str) -> None:
 
 
 def test_parts_of_a_file_that_fails_midway_are_deleted(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp.checkpoint.remote._PART", 5 << 20)
+    monkeypatch.setattr("smp.checkpoint.folders.remote._PART", 5 << 20)
     files = fsspec.filesystem("s3")
     with pytest.raises(ValueError, match="midway"), open_folder(root).writer("file", 7 << 20) as sink:
         sink.write(memoryview(b"x" * (7 << 20)))

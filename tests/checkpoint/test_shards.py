@@ -15,24 +15,15 @@ import safetensors.torch
 import torch
 import xxhash
 
-from smp.checkpoint import (
-    AsyncSaver,
-    CheckpointError,
-    DamagedError,
-    async_save,
-    load,
-    read_manifest,
-    save,
-    tensor_file,
-    verify,
-)
+from smp.checkpoint import AsyncSaver, CheckpointError, DamagedError, async_save, load, read_manifest, save, verify
 from smp.checkpoint.box import read_box
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.local import _LocalSink, _LocalSource
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.folders.local import _LocalSink, _LocalSource
+from smp.checkpoint.format import tensor_file
+from smp.checkpoint.format.tensor_bytes import lay_out, raw_bytes
+from smp.checkpoint.format.tensor_file import read_header, write_file
 from smp.checkpoint.read_ahead import Wanted, read_ahead
 from smp.checkpoint.rewrite import rewrite
-from smp.checkpoint.tensor_bytes import lay_out, raw_bytes
-from smp.checkpoint.tensor_file import read_header, write_file
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.checkpoint.test_folder import zeros
 
@@ -53,7 +44,7 @@ def state() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp.checkpoint.tensor_file.LARGEST_SHARD", LIMIT)
+    monkeypatch.setattr("smp.checkpoint.format.tensor_file.LARGEST_SHARD", LIMIT)
 
 
 @pytest.fixture
@@ -99,7 +90,7 @@ def test_what_a_rank_writes_is_cut(tmp_path: Path, small_shards: None) -> None:
 def test_what_reshard_writes_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int) -> None:
     save(state(), tmp_path / "x", extra={})
     assert {len(entry.shards) for entry in read_manifest(tmp_path / "x").tensors.values()} == {1}
-    monkeypatch.setattr("smp.checkpoint.tensor_file.LARGEST_SHARD", LIMIT)
+    monkeypatch.setattr("smp.checkpoint.format.tensor_file.LARGEST_SHARD", LIMIT)
     rewrite(open_folder(tmp_path / "x"), open_folder(tmp_path / "y"), files)
     assert len(read_manifest(tmp_path / "y").files) == files
     manifest = read_manifest(tmp_path / "y")

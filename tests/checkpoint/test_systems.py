@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from smp.checkpoint import AsyncSaver, CheckpointError, async_save, load, save
-from smp.checkpoint import local as local_module
-from smp.checkpoint.local import LocalFolder
+from smp.checkpoint.folders import local as local_module
+from smp.checkpoint.folders.local import LocalFolder
 from tests.checkpoint.test_folder import example, zeros
 
 

@@ -10,9 +10,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from smp.config import Config, ConfigError, ModelConfig, as_flat_dict, load_config, resolve, to_yaml
-from smp.config.cli import build_tree
-from smp.config.entry_points import FINETUNE, PRETRAIN
-from smp.config.fields import Setting, as_text, docstrings, group_classes, settings
+from smp.config.command_line.cli import build_tree
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
+from smp.config.command_line.fields import Setting, as_text, docstrings, group_classes, settings
 from smp.models.presets import PRESETS as NAMED_SIZES
 
 PRESETS = {"debug": {}, "small-llama": {"hidden_size": 64, "num_layers": 2, "rotary_base": 5e5}}

@@ -16,7 +16,7 @@ import torch
 
 from smp.checkpoint import CheckpointError, DamagedError
 from smp.config import ConfigError
-from smp.config.command import CommandParser, exit_code, in_one_line, run_tool
+from smp.config.command_line.command import CommandParser, exit_code, in_one_line, run_tool
 
 TOOLS = sorted(path.stem for path in (Path(__file__).parents[2] / "tools").glob("*.py"))
 

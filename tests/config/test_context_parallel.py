@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smp.config import ConfigError, ParallelConfig, load_config, resolve
-from smp.config.context_parallel import exchange_sizes
+from smp.config.rules.context_parallel import exchange_sizes
 
 RUN = "--mock-data --vocab-size 100 --train-iters 1 --num-attention-heads 6 --hidden-size 48 --seq-length 48 "
 TWO_BY_TWO = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp.config.credentials import without_credentials
+from smp.config.command_line.credentials import without_credentials
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from smp.config.fields import as_text, settings
+from smp.config.command_line.fields import as_text, settings
 from smp.config.megatron.table import DEFAULTS
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp.config import Config, ConfigError, Layout, ParallelConfig
-from smp.config.elastic import OWN_STORES, as_members, layouts, with_shards
+from smp.config.rules.elastic import OWN_STORES, as_members, layouts, with_shards
 from smp.config.schema import CheckpointConfig, DataConfig
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smp.config import Config, ConfigError
-from smp.config.fp8 import layers_in_bf16
+from smp.config.rules.fp8 import layers_in_bf16
 from smp.models.presets import PRESETS
 from smp.training.settings import read_settings
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from smp.config import ConfigError
-from smp.config.cli import read_values
-from smp.config.entry_points import FINETUNE
-from smp.config.hub import on_this_machine
+from smp.config.command_line.cli import read_values
+from smp.config.command_line.entry_points import FINETUNE
+from smp.config.command_line.hub import on_this_machine
 
 hub = pytest.importorskip("huggingface_hub")
 COMMIT = "0123456789" * 4

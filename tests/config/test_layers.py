@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from smp.config import Config, ConfigError, Layout, ModelConfig, load_config, resolve
-from smp.config.finetune import LoraConfig
 from smp.config.layer_specs import DeltaNetMixer, ExpertsSpec, LatentMixer, MLPSpec
 from smp.config.layers import in_runs, layer_specs
-from smp.config.qlora import check_qlora
 from smp.config.resolve import resolve_model
+from smp.config.rules.finetune import LoraConfig
+from smp.config.rules.qlora import check_qlora
 from smp.models.presets import PRESETS
 from smp.training.settings import read_settings
 

@@ -12,13 +12,13 @@ import pytest
 
 from smp.config import Config, ConfigError, ModelConfig, load_config, resolve, resolve_model
 from smp.config.batch import BatchSizes
-from smp.config.cli import read_values
-from smp.config.entry_points import PRETRAIN
-from smp.config.fields import settings
+from smp.config.command_line.cli import read_values
+from smp.config.command_line.entry_points import PRETRAIN
+from smp.config.command_line.fields import settings
 from smp.config.megatron.table import DEFAULTS, REQUIRED, ROWS, TABLE, answer_of, fate_of
 from smp.config.megatron.translate import translate
-from smp.convert.hf_config import architecture
-from smp.convert.megatron_table import from_args
+from smp.convert.huggingface.config import architecture
+from smp.convert.megatron.table import from_args
 from smp.models.presets import PRESETS
 
 SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64"

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.local import LocalFolder
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.folders.local import LocalFolder
 from smp.config import ConfigError, ModelConfig
-from smp.config.command import DamageError, exit_code
-from smp.convert.adapters import CONFIG, TENSORS, Adapter, MergedWeights, linear_modules
-from smp.convert.hf_config import resolved
-from smp.convert.more_families import FAMILIES
-from smp.convert.peft_read import read_adapters
-from smp.convert.peft_write import write_adapters
+from smp.config.command_line.command import DamageError, exit_code
+from smp.convert.huggingface.config import resolved
+from smp.convert.huggingface.more_families import FAMILIES
+from smp.convert.peft.adapters import CONFIG, TENSORS, Adapter, MergedWeights, linear_modules
+from smp.convert.peft.read import read_adapters
+from smp.convert.peft.write import write_adapters
 from smp.convert.store import Stored
 from smp.convert.weights import Weights
 from smp.models.inventory import inventory

@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.local import _LocalSource as LocalSource
+from smp.checkpoint.folders.local import LocalFolder
+from smp.checkpoint.folders.local import _LocalSource as LocalSource
 from smp.convert.formats import FORMATS
-from smp.convert.megatron_read import INERT, _MetadataUnpickler
-from smp.convert.torch_file import Inert, read_torch_file
+from smp.convert.megatron.read import INERT, _MetadataUnpickler
+from smp.convert.megatron.torch_file import Inert, read_torch_file
 from tests.convert.tiny import save_theirs
 from tools import convert_checkpoint, merge_lora
 from tools.convert_checkpoint import main

@@ -11,9 +11,9 @@ from torch import nn
 
 from smp.checkpoint import collect_logical_rows
 from smp.config import ConfigError, ModelConfig, resolve_model
-from smp.config.fields import flag_of
+from smp.config.command_line.fields import flag_of
 from smp.convert.changes import changes, changes_of_files, fits, misfit, saved_model
-from smp.convert.hf_config import FREE
+from smp.convert.huggingface.config import FREE
 from smp.models.build import new_model
 from tests.fake_group import fake_context
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smp.checkpoint import CheckpointError, verify
-from smp.checkpoint.local import LocalFolder
-from smp.checkpoint.manifest import read_manifest
+from smp.checkpoint.folders.local import LocalFolder
+from smp.checkpoint.format.manifest import read_manifest
 from smp.convert.convert import DONE, JOURNAL, write
 from smp.convert.formats import FORMATS, Format, make_target, open_checkpoint
 from tests.convert.conversion import convert
@@ -212,7 +212,7 @@ def test_shards_of_our_checkpoints_are_as_small_as_those_of_a_run(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever wants a row of a tensor reads its shard: docs/checkpoint-format.md says how large one is."""
-    monkeypatch.setattr("smp.checkpoint.tensor_file.LARGEST_SHARD", 3000)  # 23 rows of 32 numbers in fp32
+    monkeypatch.setattr("smp.checkpoint.format.tensor_file.LARGEST_SHARD", 3000)  # 23 rows of 32 numbers in fp32
     ours = convert(source, tmp_path / "ours", "smp")
     shards = read_manifest(LocalFolder(ours)).tensors["model.embedding.weight"].shards
     assert [shard.sizes for shard in shards] == [(23, 32)] * 4 + [(7, 32)]

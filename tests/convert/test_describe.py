@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from smp.config import Config, ConfigError, ModelConfig
-from smp.config.checks import check_effects
-from smp.config.cli import load_config
-from smp.config.fields import effective
+from smp.config.command_line.cli import load_config
+from smp.config.layers import effective
+from smp.config.rules.checks import check_effects
 from smp.config.schema import TrainingConfig
 from smp.convert.describe import read_architecture
 

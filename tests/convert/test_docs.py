@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp.convert.more_families import FAMILIES
+from smp.convert.huggingface.more_families import FAMILIES
 from smp.data.indexed_dataset import IndexedDatasetWriter
 from tests.convert.conversion import convert
 from tests.convert.test_generate import tokenizer

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from smp.checkpoint import CheckpointError
 from smp.convert.convert import write
-from smp.convert.hf import HFTarget, open_hf
-from smp.convert.hf_config import read_hf_config
+from smp.convert.huggingface.config import read_hf_config
+from smp.convert.huggingface.folder import HFTarget, open_hf
 from smp.convert.load import load_hf
 from smp.convert.smp_format import SmpTarget, SmpWeights
 from smp.models.gpt import GPT

@@ -9,8 +9,8 @@ import pytest
 
 from smp.config import ConfigError
 from smp.config.layers import layer_specs
-from smp.convert.hf_config import architecture, from_hf, resolved, to_hf
-from smp.convert.text_part import text_config
+from smp.convert.huggingface.config import architecture, from_hf, resolved, to_hf
+from smp.convert.huggingface.text_part import text_config
 from smp.models.presets import PRESETS
 
 NAMED = {name: preset for name, preset in PRESETS.items() if "vocab_size" in preset}

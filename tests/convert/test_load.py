@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError, Layout, ModelConfig, ParallelConfig, TrainingConfig, resolve
-from smp.convert.hf_config import resolved
+from smp.convert.huggingface.config import resolved
 from smp.models.presets import PRESETS
 from smp.training.settings import read_settings
 from tests.convert.conversion import convert
@@ -59,7 +59,8 @@ def parts_read(rank: int, world: int, folder: str, layouts: tuple[str, ...]) -> 
 
 
 def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
-    from smp.checkpoint import local, training_state
+    from smp.checkpoint import training_state
+    from smp.checkpoint.folders import local
     from smp.convert.describe import read_architecture
     from smp.convert.load import load_hf
     from smp.kernels import TORCH

@@ -55,7 +55,7 @@ def differences(rank: int, world: int, root: str) -> dict[str, tuple[float, floa
     of our bf16 logits and of theirs from the fp32 ones of the same rounded weights."""
     from smp.config import Layout
     from smp.convert.describe import read_architecture
-    from smp.convert.hf_config import resolved
+    from smp.convert.huggingface.config import resolved
     from smp.convert.load import load_hf
     from smp.models.gpt import GPT
     from smp.models.micro_batch import MicroBatch
@@ -113,7 +113,7 @@ def spread(rank: int, world: int, root: str) -> dict[str, float]:
     """By family with experts: largest difference of the logits when its experts lie on ``world`` processes."""
     from smp.config import Layout
     from smp.convert.describe import read_architecture
-    from smp.convert.hf_config import resolved
+    from smp.convert.huggingface.config import resolved
     from smp.convert.load import load_hf
     from smp.models.gpt import GPT
     from smp.models.micro_batch import MicroBatch

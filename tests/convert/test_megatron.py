@@ -11,8 +11,8 @@ import torch
 
 from smp.config import ConfigError, Layout, ModelConfig
 from smp.convert.formats import open_checkpoint
-from smp.convert.hf_config import architecture
-from smp.convert.megatron_table import padded_vocab
+from smp.convert.huggingface.config import architecture
+from smp.convert.megatron.table import padded_vocab
 from tests.convert import megatron_core
 from tests.convert.conversion import convert
 from tests.convert.test_hf import assert_same_tensors

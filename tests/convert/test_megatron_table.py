@@ -13,13 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.tensor_file import Slot
+from smp.checkpoint.format.tensor_file import Slot
 from smp.config import ConfigError
 from smp.config.layers import layer_specs
 from smp.convert.convert import write
 from smp.convert.formats import Opened, make_target, open_checkpoint
-from smp.convert.hf_config import architecture, resolved, to_hf
-from smp.convert.megatron_table import from_args, to_args
+from smp.convert.huggingface.config import architecture, resolved, to_hf
+from smp.convert.megatron.table import from_args, to_args
 from smp.convert.store import OpenFiles, Piece, PieceStore, Stored
 from smp.convert.weights import Weights
 from smp.models.inventory import inventory

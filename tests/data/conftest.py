@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import smp.data.text_files as text_files
+import smp.data.files.text_files as text_files
 from tools.train_tokenizer import train
 
 

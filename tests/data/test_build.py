@@ -15,7 +15,7 @@ import pytest
 from smp.config.blend import data_parts, parse_blend
 from smp.config.schema import ConfigError, DataConfig
 from smp.data.build import build_datasets
-from smp.data.tokenizer import SentencePieceTokenizer
+from smp.data.tokenizers.tokenizer import SentencePieceTokenizer
 from tests.data.test_gpt_dataset import write
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n" for i in range(30)]

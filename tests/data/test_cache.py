@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp.config.command import exit_code
+from smp.config.command_line.command import exit_code
 from smp.data.cache import CacheFolderError, DamagedCacheError, NodeCache
 
 SLOW_BUILDER = """

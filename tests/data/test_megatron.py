@@ -17,8 +17,8 @@ from smp.config.blend import parse_split
 from smp.data.gpt_dataset import split_documents
 from smp.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, dtype_for_vocab
 from smp.data.preprocess import Encoder, preprocess
-from smp.data.tokenizer import SentencePieceTokenizer
-from smp.data.tokenizer_files import load_tokenizer
+from smp.data.tokenizers.files import load_tokenizer
+from smp.data.tokenizers.tokenizer import SentencePieceTokenizer
 from tests.data.test_gpt_dataset import splits
 from tools.data import main as data_tool
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import smp.data.text_files as text_files
+import smp.data.files.text_files as text_files
 from tests.data.text_jobs import KINDS, TEXTS, bytes_of, run, texts_in, write
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

@@ -11,7 +11,7 @@ import pytest
 import smp.data.preprocess as preprocess_module
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.preprocess import Encoder, preprocess
-from smp.data.tokenizer import Batch, SentencePieceTokenizer
+from smp.data.tokenizers.tokenizer import Batch, SentencePieceTokenizer
 from tests.data.text_jobs import KINDS, TEXTS, lines, run, texts_in, write
 
 pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 import tokenizers
 
+import smp.data.files.text_files as text_files
 import smp.data.indexed_dataset as indexed_dataset
 import smp.data.job_output as job_output
 import smp.data.preprocess as preprocess_module
-import smp.data.text_files as text_files
-from smp.config.command import DamageError
+from smp.config.command_line.command import DamageError
 from smp.data.job_output import Output
 from smp.data.preprocess import Encoder, preprocess
-from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
+from smp.data.tokenizers.files import load_tokenizer, tokenizer_key
 from tests.data.text_jobs import KINDS, TEXTS, bytes_of, lines, run, texts_in, write
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -94,7 +94,7 @@ def test_a_killed_process_is_gone_on_with(tmp_path: Path, model: str, monkeypatc
     words = ["--input", source, "--tokenizer-model", model, "--output-prefix", tmp_path / "out", "--workers", "2"]
     code = f"""
 import sys
-import smp.data.job_output as o, smp.data.preprocess as p, smp.data.text_files as t
+import smp.data.job_output as o, smp.data.preprocess as p, smp.data.files.text_files as t
 from tools.preprocess_data import main
 if __name__ == "__main__":
     o.PART_CHUNKS, p.PART_CHUNKS, t.CHUNK_BYTES = 2, 2, 200

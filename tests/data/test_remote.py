@@ -14,12 +14,12 @@ from smp.config import Config
 from smp.config.blend import is_text
 from smp.config.resolve import check_files
 from smp.config.schema import ConfigError, DataConfig
-from smp.data import remote
 from smp.data.build import build_datasets
 from smp.data.cache import NodeCache
+from smp.data.files import remote
+from smp.data.files.remote import RemoteDataset, RemoteError, RemoteFile, expand, of_size_only
+from smp.data.files.text_files import expand_paths, read_chunks
 from smp.data.indexed_dataset import IndexedDatasetWriter
-from smp.data.remote import RemoteDataset, RemoteError, RemoteFile, expand, of_size_only
-from smp.data.text_files import expand_paths, read_chunks
 from smp.data.tuning.files import parse, read_records
 from tests.training.tiny_hf import write_tokenizer
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from smp.data.files.text_files import expand_paths, read_chunks, read_texts
 from smp.data.indexed_dataset import dataset_paths
-from smp.data.text_files import expand_paths, read_chunks, read_texts
-from smp.data.tokenizer_files import load_tokenizer, tokenizer_key
+from smp.data.tokenizers.files import load_tokenizer, tokenizer_key
 from smp.data.tuning.files import parse, read_records
 from tests.training.tiny_hf import write_tokenizer
 from tools.preprocess_data import main as preprocess

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from smp.data.files.text_files import expand_paths, parse_record, read_chunks, read_texts, texts_of
 from smp.data.preprocess import Encoder
-from smp.data.text_files import expand_paths, parse_record, read_chunks, read_texts, texts_of
 from smp.data.tuning.files import parse, read_records
 from tests.training.tiny_hf import write_pieces
 from tools.generate import read_prompts

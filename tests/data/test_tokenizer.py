@@ -7,7 +7,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp.data.tokenizer import END_OF_DOCUMENT, SentencePieceTokenizer
+from smp.data.tokenizers.tokenizer import END_OF_DOCUMENT, SentencePieceTokenizer
 from tools.train_tokenizer import train
 
 SOURCE = Path(__file__).read_text() + "".join(f"x{i} = {word!r}  # {i * i}\n" for i, word in enumerate(keyword.kwlist))

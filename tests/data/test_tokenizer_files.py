@@ -12,8 +12,8 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smp.data.tokenizer import END_OF_DOCUMENT, Batch, SentencePieceTokenizer, Tokenizer
-from smp.data.tokenizer_files import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer
+from smp.data.tokenizers.files import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer
+from smp.data.tokenizers.tokenizer import END_OF_DOCUMENT, Batch, SentencePieceTokenizer, Tokenizer
 from tools.train_tokenizer import train
 
 SOURCE = Path(__file__).read_text()
@@ -142,7 +142,7 @@ def test_patterns_cut_text_without_loss(files: dict[str, tuple[Path, str | None]
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tiktoken"])
 def test_gigatoken_gives_the_same_ids_or_is_refused(files: dict[str, tuple[Path, str | None]], kind: str) -> None:
     pytest.importorskip("gigatoken", reason="gigatoken is optional: pip install gigatoken")
-    from smp.data.gigatoken_backend import GigatokenTokenizer
+    from smp.data.tokenizers.gigatoken_backend import GigatokenTokenizer
 
     path, pattern = files[kind]
     fast = GigatokenTokenizer(load_tokenizer(path, pattern), path, pattern)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from smp.data.text_files import expand_paths, read_texts
+from smp.data.files.text_files import expand_paths, read_texts
 from smp.data.tuning.files import parse, read_records
 from tests.data.shards import DATA, check_streamed, write_shards
 from tests.training.flag_runs import Run, run_here

@@ -11,7 +11,7 @@ import pytest
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.job_output import Report
 from smp.data.preprocess import Encoder, preprocess
-from smp.data.tokenizer import SentencePieceTokenizer
+from smp.data.tokenizers.tokenizer import SentencePieceTokenizer
 
 pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 

@@ -13,8 +13,8 @@ import torch
 from smp.config import Config, Layout, ModelConfig
 from smp.generation import Generator, Request, Sampling
 from smp.layers import Normal, add_adapters, init_weights
-from smp.layers.lora import adapters_of
-from smp.layers.quantized import fill, quantize_layers, quantized_layers, read_blocks, whole_shape
+from smp.layers.adapters.lora import adapters_of
+from smp.layers.adapters.quantized import fill, quantize_layers, quantized_layers, read_blocks, whole_shape
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.optim.optimizer import build_optimizer

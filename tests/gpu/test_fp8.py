@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smp.kernels.fp8 import E4M3, E5M2, _aligned, inverse_scale, largest, quantise
+from smp.kernels.precision.fp8 import E4M3, E5M2, _aligned, inverse_scale, largest, quantise
 from smp.kernels.product import Format, Scaled, gradient_dtype
 from tests.training.flag_runs import TINY, run_here
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from smp.kernels import cross_entropy, norm, rope, swiglu
 from smp.kernels.cuda.library import library_path
-from smp.kernels.grouped import grouped_product
+from smp.kernels.experts.grouped import grouped_product
 from smp.layers import IGNORE_INDEX
-from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
+from smp.layers.heads.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
 from tests.kernels.cases import OPERATIONS, error
 

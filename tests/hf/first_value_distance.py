@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from smp.hf.first_values import FirstValues
+from smp.hf.loading.first_values import FirstValues
 from tests.hf.families import pattern
 
 SEEDS, MOST_SEEDS, ENOUGH = 6, 60, 400

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import smp
 from smp.config import ConfigError
-from smp.hf.compat import HERE, INSTEAD
+from smp.hf.sagemaker.compat import HERE, INSTEAD
 from tests.distributed import run_distributed
 from tests.hf.families import build, gradients, worst
 
@@ -100,7 +100,7 @@ for use in (lambda: MoELayer(1), lambda: exec("class A(MoELayer): pass"), lambda
             lambda: v1.init(), lambda: v1.step(print)):
     try:
         use()
-    except smp.hf.compat.ConfigError as error:
+    except smp.hf.sagemaker.compat.ConfigError as error:
         assert "does not exist here: " in str(error), error
     else:
         raise AssertionError

@@ -17,7 +17,7 @@ import smp
 from smp.checkpoint import CheckpointError
 from smp.config import ConfigError
 from smp.convert.store import PieceStore
-from smp.hf.first_values import FirstValues
+from smp.hf.loading.first_values import FirstValues
 from tests.distributed import run_distributed
 from tests.hf.architectures import architectures, tiny
 from tests.hf.architectures import build as build_architecture

@@ -16,8 +16,8 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 import smp
 from smp.config import ConfigError
-from smp.hf.compat import TransformerLayer
-from smp.hf.sagemaker_checkpoint import AsyncCallsQueue, async_save, init_optim_state, load, save
+from smp.hf.sagemaker.checkpoint import AsyncCallsQueue, async_save, init_optim_state, load, save
+from smp.hf.sagemaker.compat import TransformerLayer
 from tests.distributed import run_distributed
 from tests.hf.families import FAMILIES, VOCAB, build, whole, worst
 

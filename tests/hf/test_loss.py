@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smp
 from smp.config import ConfigError
 from smp.hf.loss import check
-from smp.hf.plan import Plan, make_plan
+from smp.hf.planning.plan import Plan, make_plan
 from tests.distributed import run_distributed
 from tests.hf.families import VOCAB, batch, build, whole, worst
 
@@ -167,7 +167,7 @@ def _memory(rank: int, world_size: int) -> dict[str, int]:
     for kind in ("gathered", "vocab_parallel", "chunked"):
         model = smp.transform(build("Llama"), loss=kind)
         with pytest.MonkeyPatch.context() as patch, _Largest() as mode:
-            patch.setattr("smp.layers.head.CHUNK_BYTES", {"cpu": 16 * VOCAB // 2 * 4, "cuda": 1})
+            patch.setattr("smp.layers.heads.head.CHUNK_BYTES", {"cpu": 16 * VOCAB // 2 * 4, "cuda": 1})
             model(**_data({})).loss.backward()
         largest[kind] = mode.elements
         _without_labels(model)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from smp.config import ConfigError
-from smp.hf.plan import check_untouched, make_plan
-from smp.hf.rows import SUMMED
-from smp.hf.share import Share
+from smp.hf.planning.plan import check_untouched, make_plan
+from smp.hf.planning.rows import SUMMED
+from smp.hf.planning.share import Share
 from tests.hf import architectures
 from tests.hf.families import FAMILIES, build
 

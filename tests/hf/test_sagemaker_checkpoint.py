@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 import smp
 from smp.checkpoint import CheckpointError
 from smp.config import ConfigError
-from smp.hf.sagemaker_checkpoint import (
+from smp.hf.sagemaker.checkpoint import (
     SORT_BY_LAST_INT,
     DistributedFileSystemReader,
     DistributedFileSystemWriter,

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 import smp
 import smp.checkpoint
 from smp.config import ConfigError
-from smp.hf.plan import make_plan
-from smp.hf.share import Share
+from smp.hf.planning.plan import make_plan
+from smp.hf.planning.share import Share
 from tests.hf.architectures import architectures, build, tiny
 from tests.hf.families import whole
 from tests.hf.first_value_distance import beyond_chance

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from smp.kernels import cross_entropy, norm, permute, rope, router, swiglu
+from smp.kernels import cross_entropy, norm, rope, swiglu
+from smp.kernels.experts import permute, router
 
 Results = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name -> what a backend gives, what the reference gives
 

@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from smp.kernels import permute
+from smp.kernels.experts import permute
 from smp.kernels.triton import norm
 from tests.kernels.cases import OPERATIONS, error, sorted_choices
 

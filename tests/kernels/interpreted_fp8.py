@@ -10,7 +10,7 @@ import json
 
 import torch
 
-from smp.kernels.fp8 import E4M3, E5M2, LARGEST, inverse_scale, largest, quantise
+from smp.kernels.precision.fp8 import E4M3, E5M2, LARGEST, inverse_scale, largest, quantise
 from smp.kernels.triton import fp8
 
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smp.kernels import sdpa
-from smp.kernels.attention_core import AttentionSpec, merge
+from smp.kernels.attention_cores import sdpa
+from smp.kernels.attention_cores.attention_core import AttentionSpec, merge
+from smp.kernels.attention_cores.fused_attention import DefaultAttention, FusedAttention
+from smp.kernels.attention_cores.math_attention import MathAttention
+from smp.kernels.attention_cores.varlen import VarlenAttention
 from smp.kernels.dropout import keyed_keep_mask
-from smp.kernels.fused_attention import DefaultAttention, FusedAttention
-from smp.kernels.math_attention import MathAttention
 from smp.kernels.token_layout import TokenLayout
-from smp.kernels.varlen import VarlenAttention
 from tests.layers.whole import draw, error
 from tests.plain_varlen import plain_varlen
 

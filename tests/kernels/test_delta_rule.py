@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.causal_conv import causal_conv
-from smp.kernels.delta_rule import CHUNK, Pair, chunked, gated_delta_rule, step_by_step
+from smp.kernels.recurrences.causal_conv import causal_conv
+from smp.kernels.recurrences.delta_rule import CHUNK, Pair, chunked, gated_delta_rule, step_by_step
 
 ROWS, KEY_HEADS, HEADS, KEY, VALUE = 2, 2, 4, 6, 5
 LENGTHS = (1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7)

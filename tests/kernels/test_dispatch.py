@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from smp.config import ConfigError
-from smp.kernels import TORCH, Kernels, attention, cross_entropy, dispatch, norm
-from smp.kernels.attention import AttentionShape, choose_attention
+from smp.kernels import TORCH, Kernels, cross_entropy, dispatch, norm
+from smp.kernels.attention_cores import choose as attention
+from smp.kernels.attention_cores.choose import AttentionShape, choose_attention
+from smp.kernels.attention_cores.fused_attention import FusedAttention
+from smp.kernels.attention_cores.math_attention import MathAttention
+from smp.kernels.attention_cores.varlen import VarlenAttention
 from smp.kernels.dispatch import choose_kernels, describe_kernels
-from smp.kernels.fused_attention import FusedAttention
-from smp.kernels.math_attention import MathAttention
-from smp.kernels.varlen import VarlenAttention
 from tests.plain_varlen import plain_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # choosing touches no device

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from smp.kernels.fp8 import (
+from smp.kernels.precision.fp8 import (
     E4M3,
     E5M2,
     LARGEST,

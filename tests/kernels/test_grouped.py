@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from smp.kernels import matmul
-from smp.kernels.grouped import (
+from smp.kernels.experts.grouped import (
     describe_products,
     grouped_input_gradient,
     grouped_product,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp.kernels import grouped_scaled
-from smp.kernels.fp8 import E4M3, E5M2, Quantised, dequantise, inverse_scale, largest, quantise
+from smp.kernels.experts import grouped_scaled
+from smp.kernels.precision.fp8 import E4M3, E5M2, Quantised, dequantise, inverse_scale, largest, quantise
 from smp.kernels.product import Scaled
 
 TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smp.kernels.dropout import keyed_bits
-from smp.kernels.low_precision import BLOCK, expand, round_to_bf16, round_to_e4m3, smallest_e4m3
+from smp.kernels.precision.low_precision import BLOCK, expand, round_to_bf16, round_to_e4m3, smallest_e4m3
 
 DRAWS = 4096
 

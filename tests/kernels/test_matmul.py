@@ -19,9 +19,9 @@ from smp.kernels import matmul
 from smp.kernels.matmul import linear, weight_gradient
 from smp.kernels.product import DENSE
 from smp.kernels.weight_gradient import accumulate_weight_gradient
-from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
+from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy
 from smp.parallel.collectives import Group
-from smp.training.meter import Meter
+from smp.training.cost.meter import Meter
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 SIZES = [  # rows, in, out: of blocks and heads, and what is narrow on one side

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp.kernels import nf4
-from smp.kernels.nf4 import blocks_of, pack, quantize, widen, width
+from smp.kernels.precision import nf4
+from smp.kernels.precision.nf4 import blocks_of, pack, quantize, widen, width
 
 NF4 = torch.tensor(nf4._CODES, dtype=torch.float64)
 

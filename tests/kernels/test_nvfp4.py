@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from smp.kernels.fp8 import E4M3, dequantise, largest, transposed
-from smp.kernels.nvfp4 import NV_BLOCK, quantise_to_e2m1, tensor_scale
+from smp.kernels.precision.fp8 import E4M3, dequantise, largest, transposed
+from smp.kernels.precision.nvfp4 import NV_BLOCK, quantise_to_e2m1, tensor_scale
 from smp.kernels.product import DENSE, PRODUCTS, Scaled
 from tests.kernels.test_fp8 import bound, draw
 

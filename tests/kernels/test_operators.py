@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from smp.kernels import norm, permute, rope, router, swiglu
-from smp.kernels.attention_core import AttentionSpec
-from smp.kernels.fused_attention import FusedAttention
+from smp.kernels import norm, rope, swiglu
+from smp.kernels.attention_cores.attention_core import AttentionSpec
+from smp.kernels.attention_cores.fused_attention import FusedAttention
+from smp.kernels.experts import permute, router
 from smp.kernels.quick_geglu import QuickGeglu
 from smp.kernels.token_layout import TokenLayout
-from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
+from smp.layers.heads.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.layers.linear_functions import Linear, row_parallel_function
 from smp.parallel.collectives import Group
 from tests.graphs import Outputs

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from smp.kernels import norm, rope, router, swiglu
+from smp.kernels import norm, rope, swiglu
 from smp.kernels.cross_entropy import combine_stats, softmax_stats
+from smp.kernels.experts import router
 from smp.kernels.weight_gradient import accumulate_weight_gradient
 from smp.layers import IGNORE_INDEX
-from smp.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
+from smp.layers.heads.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
 
 ALONE = Group("", 1, 0)

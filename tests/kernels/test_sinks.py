@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from smp.kernels.attention_core import AttentionSpec
-from smp.kernels.fused_attention import DefaultAttention, FusedAttention
-from smp.kernels.math_attention import MathAttention
+from smp.kernels.attention_cores.attention_core import AttentionSpec
+from smp.kernels.attention_cores.fused_attention import DefaultAttention, FusedAttention
+from smp.kernels.attention_cores.math_attention import MathAttention
 from smp.kernels.quick_geglu import QuickGeglu
 from smp.kernels.token_layout import TokenLayout
 from tests.layers.whole import error

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from smp.config import ConfigError
-from smp.launch import in_sagemaker, sm_jobs
-from smp.launch.backend import write_artifacts
+from smp.launch.backends import in_sagemaker, sm_jobs
+from smp.launch.backends.backend import write_artifacts
 from smp.launch.cli import main, prepare
 from smp.launch.job import Job, to_yaml
 from smp.launch.secrets import is_private, is_secret, without_secrets
 from smp.launch.yaml_text import load_text
-from smp.training.console import log_line, short_line
-from smp.training.goodput import Account, in_words
+from smp.training.reporting.console import log_line, short_line
+from smp.training.reporting.goodput import Account, in_words
 from tests.launch.operators import OPERATORS, definition
 from tests.programs import run_program
 from tests.training.test_metrics import CONFIG, RECORD

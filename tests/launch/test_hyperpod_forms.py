@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.config import ConfigError
-from smp.config.entry_points import FINETUNE, PRETRAIN
-from smp.config.fields import settings as settings_of
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
+from smp.config.command_line.fields import settings as settings_of
 from smp.launch.cli import describe, main, prepare
 from smp.launch.hyperpod import FORMS, FeatureError, flatten, form_of, key_of, translate
 from smp.launch.hyperpod.values import FAMILIES

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from smp.launch.backend import said
+from smp.launch.backends.backend import said
 from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]

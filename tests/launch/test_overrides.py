@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smp.config import ConfigError
-from smp.config.cli import read_yaml
-from smp.launch import in_sagemaker
+from smp.config.command_line.cli import read_yaml
+from smp.launch.backends import in_sagemaker
 from smp.launch.cli import main, prepare
 from smp.launch.compose import compose
 from smp.launch.overrides import read_value, values

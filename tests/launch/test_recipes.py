@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smp.config import ConfigError, Layout
-from smp.config.entry_points import FINETUNE, PRETRAIN
-from smp.config.fields import settings as settings_of
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
+from smp.config.command_line.fields import settings as settings_of
 from smp.launch import get_recipe, list_recipes
 from smp.launch.cli import main, prepare
 from smp.launch.compose import compose

@@ -10,9 +10,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from smp.config import Layout
-from smp.kernels import Kernels, sdpa
+from smp.kernels import Kernels
+from smp.kernels.attention_cores import sdpa
+from smp.kernels.attention_cores.fused_attention import FusedAttention
 from smp.kernels.dropout import keyed_keep_mask
-from smp.kernels.fused_attention import FusedAttention
 from smp.layers import AttentionSpec, QueryKeyOptions, SelfAttention, TokenLayout, rope_frequencies, rope_table
 from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed

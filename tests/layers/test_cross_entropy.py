@@ -17,7 +17,7 @@ TOKENS, HIDDEN, ROWS = 11, 6, 8
 def _capped(shard: Any, hidden: Any, weight: Any, mine: Any, labels: Any, counts: Any, rank: int) -> dict[str, float]:
     """The same of logits within +-20, which are up to 100 and more here."""
     from smp.layers import linear_cross_entropy
-    from smp.layers.cross_entropy import linear_token_losses
+    from smp.layers.heads.cross_entropy import linear_token_losses
     from smp.parallel.collectives import copy_to_group
 
     cap = 20.0
@@ -104,7 +104,8 @@ def test_equals_cross_entropy_of_the_whole_vocabulary(world: int, vocab: int) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_capped_as_in_one_piece(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, block of rows by block of rows, with the derivative or without it."""
-    from smp.layers import VocabShard, cross_entropy
+    from smp.layers import VocabShard
+    from smp.layers.heads import cross_entropy
     from smp.parallel.collectives import Group
 
     monkeypatch.setattr(cross_entropy, "CAPPED_LOGITS", 1000)  # 3 rows

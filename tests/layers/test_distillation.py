@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from smp.layers.cross_entropy import VocabShard
-from smp.layers.distillation import (
+from smp.layers.heads.cross_entropy import VocabShard
+from smp.layers.heads.distillation import (
     Distilled,
     TeacherHead,
     TeacherStates,

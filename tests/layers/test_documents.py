@@ -12,8 +12,8 @@ from torch.distributed.utils import _to_kwargs
 from smp.config import ParallelConfig
 from smp.data.loader import RankBatch
 from smp.kernels import TORCH, Kernels
+from smp.kernels.attention_cores.varlen import VarlenAttention
 from smp.kernels.token_layout import TokenLayout
-from smp.kernels.varlen import VarlenAttention
 from smp.layers.attention import SelfAttention
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from smp.config import Layout
 from smp.layers import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.embedding import padded_vocab_size
-from smp.layers.head import VocabParallelHead
+from smp.layers.heads.head import VocabParallelHead
 from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context

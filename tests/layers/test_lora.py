@@ -12,7 +12,7 @@ from torch import nn
 
 from smp.config import Layout
 from smp.layers import MLP, ColumnParallelLinear, RowParallelLinear, adapters_off, add_adapters, init_weights
-from smp.layers.lora import adapters_of
+from smp.layers.adapters.lora import adapters_of
 from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context

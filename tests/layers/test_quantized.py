@@ -8,9 +8,16 @@ import torch
 from torch import nn
 
 from smp.config import Layout
-from smp.kernels import nf4
+from smp.kernels.precision import nf4
 from smp.layers import ColumnParallelLinear, RowParallelLinear
-from smp.layers.quantized import box_of_weight, fill, quantize_layers, quantized_layers, read_blocks, whole_shape
+from smp.layers.adapters.quantized import (
+    box_of_weight,
+    fill,
+    quantize_layers,
+    quantized_layers,
+    read_blocks,
+    whole_shape,
+)
 from smp.parallel.boxes import local_part
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import shard

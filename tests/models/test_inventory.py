@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp.checkpoint import collect_logical_rows
 from smp.config import Layout, ModelConfig, resolve_model
-from smp.config.finetune import ALL_LINEAR
+from smp.config.rules.finetune import ALL_LINEAR
+from smp.layers.adapters.lora import choose
 from smp.layers.linear import linear_layers
-from smp.layers.lora import choose
 from smp.models.gpt import GPT
 from smp.models.inventory import inventory
 from smp.models.part import ModelPart

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from smp.config import Config, ModelConfig, TrainingConfig, load_config, resolve
-from smp.convert.hf_config import to_hf
+from smp.convert.huggingface.config import to_hf
 from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
 
@@ -228,7 +228,6 @@ def test_debug_takes_the_tokenizers_vocabulary() -> None:
 
 
 def test_presets_and_arithmetic_need_no_torch() -> None:
-    code = (
-        "import sys, smp.models.presets, smp.models.arithmetic, smp.training.memory; sys.exit('torch' in sys.modules)"
-    )
+    modules = "smp.models.presets, smp.models.arithmetic, smp.training.cost.memory"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

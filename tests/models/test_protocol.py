@@ -11,7 +11,7 @@ from torch import nn
 
 from smp.config import ConfigError, ModelConfig
 from smp.layers import VocabParallelEmbedding
-from smp.layers.head import ModelOutput, VocabParallelHead
+from smp.layers.heads.head import ModelOutput, VocabParallelHead
 from smp.models.micro_batch import MicroBatch
 from smp.models.protocol import Model
 from smp.parallel.context import ParallelContext

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.config import ConfigError, Layout, ModelConfig, OptimizerConfig, ParallelConfig
 from smp.layers import GatedDeltaNet, init_weights
-from smp.layers.score import ScoreHead
+from smp.layers.heads.score import ScoreHead
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
 from smp.optim.low_precision import MOMENTS, LowPrecisionAdamW, _rows

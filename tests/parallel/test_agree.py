@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from smp.config import ConfigError
-from smp.config.command import exit_code
+from smp.config.command_line.command import exit_code
 from smp.parallel.agree import any_rank, every_rank, gather, on_all_or_none, on_rank_zero, rank
 from tests.distributed import run_distributed
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from smp.config.mtp import MTP_LOSS
+from smp.config.rules.mtp import MTP_LOSS
 from smp.models.beside import DROPPED, EXPERT_LOAD, ROUTER_ENTROPY
 from tests.distributed import run_distributed
 from tests.parity.fuzz_cases import STEPS, Layout, Problem, draw, write_inputs

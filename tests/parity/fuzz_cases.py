@@ -15,8 +15,8 @@ from pathlib import Path
 
 from smp.config import ConfigError
 from smp.models.presets import PRESETS
-from smp.training.finetune_settings import read_finetune_settings
 from smp.training.settings import read_settings
+from smp.training.tuning.settings import read_finetune_settings
 from tests.training.tiny_hf import WORDS, write_model, write_samples, write_tokenizer
 
 DEGREES = {

@@ -20,7 +20,7 @@ from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
 from smp.kernels.copier import copier_of
 from smp.layers.fp8 import history, scaling
-from smp.layers.head import CHUNK_BYTES, ModelOutput
+from smp.layers.heads.head import CHUNK_BYTES, ModelOutput
 from smp.models import tokens
 from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from smp.checkpoint.retention import best_interval
+from smp.checkpoint.folders.retention import best_interval
 from smp.planner.goodput import predicted_shares, simulated_share
 
 CASES = [(6.0, 600.0, 11160.0), (120.0, 600.0, 11160.0), (0.5, 60.0, 840.0), (30.0, 900.0, 840.0)]

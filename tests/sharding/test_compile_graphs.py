@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from smp.config import ParallelConfig
 from smp.layers import init_weights
-from smp.layers.lora import add_adapters
+from smp.layers.adapters.lora import add_adapters
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.sharding.parallelize import parallelize

@@ -21,9 +21,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from smp.checkpoint import commit_latest, load, read_manifest, save
 from smp.checkpoint import rewrite as rewrite_module
 from smp.checkpoint.box import read_box_into
-from smp.checkpoint.entries import Manifest, TensorEntry
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.lock import RunLock
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.folders.lock import RunLock
+from smp.checkpoint.format.entries import Manifest, TensorEntry
 from smp.checkpoint.rewrite import cut
 from tests.checkpoint.test_folder import rewrite as rewrite_manifest
 from tests.distributed import run_distributed
@@ -480,9 +480,9 @@ def test_cat_shows_what_torch_shows(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 MEMORY = """
 import contextlib, io, shutil, sys
-import smp.checkpoint.tensor_file
+import smp.checkpoint.format.tensor_file
 from tools.checkpoint import main
-smp.checkpoint.tensor_file.LARGEST_SHARD = 48_000_000
+smp.checkpoint.format.tensor_file.LARGEST_SHARD = 48_000_000
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1e3
 for words in ("verify {0}/a", "cat {0}/a w", "cat {0}/a w[:,5:7]", "diff {0}/a {0}/b", "reshard {0}/a {0}/c"):
@@ -501,7 +501,7 @@ for words in ("verify {0}/a", "cat {0}/a w", "cat {0}/a w[:,5:7]", "diff {0}/a {
 def test_memory_is_bounded_by_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of 48 MB in bf16, which are 192 MB each in double precision; what one call costs at all, a small checkpoint
     shows."""
-    monkeypatch.setattr("smp.checkpoint.tensor_file.LARGEST_SHARD", 48_000_000)
+    monkeypatch.setattr("smp.checkpoint.format.tensor_file.LARGEST_SHARD", 48_000_000)
     for folder, rows in ((tmp_path, 48_000), (tmp_path / "small", 10)):
         w = torch.randn(rows, 1000).bfloat16()
         save({"w": w}, folder / "a", extra={})

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-import smp.data.text_files as text_files
+import smp.data.files.text_files as text_files
+from smp.data.files.text_files import Chunk
 from smp.data.indexed_dataset import IndexedDataset
 from smp.data.job_output import Encoded
 from smp.data.preprocess import encode_all
-from smp.data.text_files import Chunk
-from smp.data.tokenizer import SentencePieceTokenizer
+from smp.data.tokenizers.tokenizer import SentencePieceTokenizer
 from tools.train_tokenizer import sample
 
 

@@ -15,8 +15,8 @@ import torch
 
 from smp.data.tuning.tokenizer import open_tokenizer
 from smp.models.scoring import windows
-from smp.training.evaluation import TextScorer, harness_model
-from smp.training.text_model import alone, folder_tokenizer, load_model, open_model
+from smp.training.texts.evaluation import TextScorer, harness_model
+from smp.training.texts.text_model import alone, folder_tokenizer, load_model, open_model
 from tests.training.tiny_hf import WORDS, write_adapter, write_model, write_pieces, write_tokenizer
 from tools.convert_checkpoint import main as convert
 from tools.evaluate import main

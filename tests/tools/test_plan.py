@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from smp.config import Config, Layout, load_config, resolve
-from smp.layers.head import CHUNK_BYTES
+from smp.layers.heads.head import CHUNK_BYTES
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.inventory import inventory
 from smp.models.presets import PRESETS
@@ -24,10 +24,10 @@ from smp.planner.search import candidates, ranked
 from smp.planner.seconds import StepTime
 from smp.planner.step_time import StepModel, _offloaded
 from smp.planner.update import update_seconds
-from smp.training.memory import kept_by_blocks, largest_memory
-from smp.training.offload import HOST_ADAM
+from smp.training.cost.memory import kept_by_blocks, largest_memory
+from smp.training.cost.offload import HOST_ADAM
+from smp.training.cost.weight_memory import trained_by_muon
 from smp.training.settings import read_settings
-from smp.training.weight_memory import trained_by_muon
 from tools.plan import _check_failures, asked_for, failures_in_words, main
 
 EIGHT = "--gpus 8 --gpu h100 --model llama3-8b --seq-length 8192 --global-batch-size 32"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from smp.training.sinks import read_curve
+from smp.training.reporting.sinks import read_curve
 from tools.plot_loss import draw, main
 
 pytest.importorskip("matplotlib")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smp.training.sinks import read_curves
+from smp.training.reporting.sinks import read_curves
 from tests.training.flag_runs import Run, Runs
 from tools.report import data_shares, main, page, settings_table
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from smp.config.entry_points import FINETUNE
-from smp.config.fields import settings
+from smp.config.command_line.entry_points import FINETUNE
+from smp.config.command_line.fields import settings
 from tools.write_docs import BEGIN, END, main, settings_tables, tables, with_table
 
 ROOT = Path(__file__).parents[2]

@@ -26,15 +26,15 @@ from smp.parallel import collectives
 from smp.pipeline.plan import plan_pipeline
 from smp.training import run as run_module
 from smp.training.build import choose_backends
-from smp.training.fake_step import StepMeasures, fake_step
-from smp.training.finetune_settings import read_finetune_settings
-from smp.training.finetuning import Finetuning
+from smp.training.cost.fake_step import StepMeasures, fake_step
 from smp.training.kind import RunKind
 from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
+from smp.training.tuning.finetuning import Finetuning
+from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
 
 SMALL = (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from smp.config import ConfigError
-from smp.training.finetune_settings import read_finetune_settings
+from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE
 from tests.programs import run_program

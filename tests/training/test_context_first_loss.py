@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from smp.layers.cross_entropy import linear_token_losses
+from smp.layers.heads.cross_entropy import linear_token_losses
 from smp.layers.parameter import local
 from smp.models.presets import PRESETS
 from smp.training.pretraining import Pretraining

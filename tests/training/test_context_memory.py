@@ -16,7 +16,7 @@ from smp.config.schema import TrainingConfig
 from smp.data.loader import RankBatch
 from smp.parallel.context import build_context
 from smp.training.build import RunSetup, build_model, choose_backends
-from smp.training.memory import estimate_memory
+from smp.training.cost.memory import estimate_memory
 from smp.training.micro_batches import token_micro_batch
 from tests.distributed import run_distributed
 

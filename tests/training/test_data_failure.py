@@ -26,7 +26,7 @@ import pretrain_gpt
 folder = {str(tmp_path)!r}
 prefix = folder + "/" + os.environ["RANK"] + "/corpus"
 if os.environ["RANK"] == "1":
-    from smp.training.console import Console
+    from smp.training.reporting.console import Console
     step = Console.step
     def cut(self, progress, result):
         os.truncate(prefix + ".bin", 100)

@@ -20,18 +20,24 @@ import pytest
 import finetune
 import pretrain_gpt
 from smp.config import Config, ConfigError, as_flat_dict
-from smp.config.checks import notes_on_effects
-from smp.config.entry_points import FINETUNE, PRETRAIN, EntryPoint
-from smp.config.fields import Setting, as_text, group_classes, settings
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN, EntryPoint
+from smp.config.command_line.fields import Setting, as_text, group_classes, settings
+from smp.config.rules.checks import notes_on_effects
 from smp.models.presets import PRESETS
-from smp.training.finetune_settings import read_finetune_settings
 from smp.training.settings import read_settings
+from smp.training.tuning.settings import read_finetune_settings
 from tests.training.flag_runs import TINY, clean_process
 from tests.training.tiny_hf import WORDS, write_model, write_samples, write_tokenizer
 
-WITHOUT_MEANING = {"dataclasses", "copy", "smp.config.cli", "smp.config.fields", "smp.config.checks"}
+WITHOUT_MEANING = {
+    "dataclasses",
+    "copy",
+    "smp.config.command_line.cli",
+    "smp.config.command_line.fields",
+    "smp.config.rules.checks",
+}
 """Modules that read settings to compare, copy or write them."""
-BECOMES_ANOTHER = {"smp.config.resolve", "smp.training.finetune_settings"}
+BECOMES_ANOTHER = {"smp.config.resolve", "smp.training.tuning.settings"}
 SKIPPED = {
     "model": "stands for other settings",
     "max_position_embeddings": "a bound, and written into checkpoints",

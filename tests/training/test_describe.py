@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from smp.config import Config, Layout, load_config, resolve
-from smp.config.cli import build_tree
-from smp.config.entry_points import FINETUNE
-from smp.config.finetune import fill_in
+from smp.config.command_line.cli import build_tree
+from smp.config.command_line.entry_points import FINETUNE
 from smp.config.objectives import ObjectiveConfig
-from smp.convert.hf_config import resolved
+from smp.config.rules.finetune import fill_in
+from smp.convert.huggingface.config import resolved
 from smp.kernels import matmul
 from smp.layers import add_adapters
 from smp.models.gpt import GPT
 from smp.models.presets import PRESETS
-from smp.training.describe import adapter_elements, describe, predicted_memory
-from smp.training.memory import MemoryEstimate
+from smp.training.cost.describe import describe
+from smp.training.cost.memory import MemoryEstimate
+from smp.training.cost.predict import adapter_elements, predicted_memory
 from tests.fake_group import fake_context
 
 MODEL = resolved(

@@ -1,6 +1,6 @@
 import pytest
 
-from smp.training.device_peak import peak_flops
+from smp.training.reporting.device_peak import peak_flops
 
 
 @pytest.mark.parametrize(

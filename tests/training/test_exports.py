@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import finetune
-from smp.checkpoint.entries import CheckpointError
-from smp.checkpoint.folder import LocalFolder
+from smp.checkpoint.folders.folder import LocalFolder
+from smp.checkpoint.format.entries import CheckpointError
 from smp.config import ModelConfig, resolve_model
-from smp.data.tokenizer_files import load_tokenizer
-from smp.training.adapter_files import _require_same_model
+from smp.data.tokenizers.files import load_tokenizer
+from smp.training.tuning.adapter_files import _require_same_model
 from tests.training.flag_runs import clean_process, run_here
 from tests.training.tiny_hf import WORDS, write_model, write_samples, write_tokenizer
 from tools.convert_checkpoint import main as convert
@@ -41,7 +41,7 @@ def test_a_tokenizer_json_goes_with_the_model(texts: Path, monkeypatch: pytest.M
 
     write_tokenizer(texts / "llama", template=None)
     (texts / "llama" / "tokenizer_config.json").unlink()  # as train_tokenizer.py leaves it
-    monkeypatch.setattr("smp.data.tokenizer_files._ENDS", ("<|im_end|>",))
+    monkeypatch.setattr("smp.data.tokenizers.files._ENDS", ("<|im_end|>",))
     out = exported(texts, "300 --tokenizer-model llama/tokenizer.json")
     assert (out / "tokenizer.json").read_bytes() == (texts / "llama" / "tokenizer.json").read_bytes()
     ours, theirs = load_tokenizer(out / "tokenizer.json"), transformers.AutoTokenizer.from_pretrained(out)

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from smp.config import Layout
-from smp.kernels import Kernels, grouped
+from smp.kernels import Kernels
+from smp.kernels.experts import grouped
 from smp.layers.context_parallel.cost import bytes_sent
-from smp.layers.head import CHUNK_BYTES
+from smp.layers.heads.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
 from smp.pipeline.plan import plan_pipeline
 from smp.pipeline.validate import peak_activations, peak_losses
+from smp.training.cost.fake_step import fake_gpu_step, fake_step
+from smp.training.cost.memory import estimate_memory, largest_memory
 from smp.training.exchange import exchange_of, exchanged
-from smp.training.fake_step import fake_gpu_step, fake_step
-from smp.training.memory import estimate_memory, largest_memory
 from smp.training.settings import read_settings
 from tests.training.measured_memory import compare, fake, settings
 

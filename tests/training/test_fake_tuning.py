@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from smp.config import Config, Layout
-from smp.config.cli import build_tree
-from smp.config.entry_points import FINETUNE
-from smp.config.finetune import fill_in
+from smp.config.command_line.cli import build_tree
+from smp.config.command_line.entry_points import FINETUNE
 from smp.config.objectives import ObjectiveConfig
-from smp.convert.hf_config import resolved
-from smp.kernels import TORCH, nf4
+from smp.config.rules.finetune import fill_in
+from smp.convert.huggingface.config import resolved
+from smp.kernels import TORCH
+from smp.kernels.precision import nf4
 from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
-from smp.training.describe import adapter_elements
-from smp.training.fake_step import StepMeasures, even_counts, fake_step
+from smp.training.cost.fake_step import StepMeasures, even_counts, fake_step
+from smp.training.cost.predict import adapter_elements
 from smp.training.settings import read_settings
 
 MODEL = resolved(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=256)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from smp.config import ConfigError
-from smp.config.entry_points import FINETUNE
-from smp.config.fields import settings
-from smp.training.finetune_settings import read_finetune_settings
+from smp.config.command_line.entry_points import FINETUNE
+from smp.config.command_line.fields import settings
+from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.training import test_distilling, test_environments, test_flags_elastic, test_reinforcement_runs
 from tests.training.flag_runs import proves

@@ -13,19 +13,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from smp.checkpoint.local import LocalFolder
+from smp.checkpoint.folders.local import LocalFolder
 from smp.config import ModelConfig
-from smp.convert.adapters import family_for
 from smp.convert.describe import read_architecture
-from smp.convert.hf_config import read_hf_config
+from smp.convert.huggingface.config import read_hf_config
 from smp.convert.load import load_hf
-from smp.convert.peft_read import read_adapters
-from smp.convert.peft_write import write_adapters
+from smp.convert.peft.adapters import family_for
+from smp.convert.peft.read import read_adapters
+from smp.convert.peft.write import write_adapters
 from smp.data.tuning.batches import TuningDataset
-from smp.layers.lora import adapters_of, attach
+from smp.layers.adapters.lora import adapters_of, attach
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
-from smp.training.finetune_settings import read_finetune_settings
+from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.fake_group import lone_context
 from tests.training.tiny_hf import write_adapter, write_model, write_samples, write_tokenizer

@@ -18,14 +18,14 @@ import torch
 
 import finetune
 import pretrain_gpt
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.lock import Holder
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.folders.lock import Holder
 from smp.data.sample import IGNORE_INDEX
-from smp.kernels.attention import AttentionChoice, AttentionShape, choose_attention
+from smp.kernels.attention_cores.choose import AttentionChoice, AttentionShape, choose_attention
 from smp.training import build
-from smp.training.finetune_settings import read_finetune_settings
 from smp.training.forward_backward import Accumulation
 from smp.training.micro_batches import MicroBatches
+from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.parity.result import layer_norms, layer_of
 from tests.training.flag_runs import CountOps, clean_process
@@ -434,7 +434,7 @@ def test_dropout_of_an_adapter_is_kept_unless_it_is_given(folder: Path, historie
 
 
 def test_processes_that_read_different_samples_do_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp.training.finetuning.gather", lambda value: [value, "of another file"])
+    monkeypatch.setattr("smp.training.tuning.finetuning.gather", lambda value: [value, "of another file"])
     code, _, err = command(folder, f"{flags(folder, '--train-iters 1')} {QUIET}")
     assert code == 2 and "the processes do not read the same samples" in err
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from smp.config.fields import settings
+from smp.config.command_line.fields import settings
 
 HERE = Path(__file__).parent
 OTHERS = ("test_runtime", "test_stragglers", "test_spikes", "test_rerun", "test_replica_runs")

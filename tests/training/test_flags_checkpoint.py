@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from smp.checkpoint import save
-from smp.checkpoint.lock import Holder
-from smp.checkpoint.writer_process import WriterProcess
+from smp.checkpoint.background.writer_process import WriterProcess
+from smp.checkpoint.folders.lock import Holder
 from smp.training.trainer import Trainer
 from tests.checkpoint.test_folder import rewrite
 from tests.training.flag_runs import Hook, Run, Runs, Watched, proves
@@ -391,7 +391,7 @@ def test_a_start_that_fails_gives_the_lock_back(runs: Runs, ck: Path, monkeypatc
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr("smp.training.saving.clean", fail)
+        patch.setattr("smp.training.checkpoints.saving.clean", fail)
         run = runs.fresh(f"--save {ck} --load auto")
     assert run.code == 1 and "Input/output error" in run.errors[0] and not (ck / "lock").exists()
 

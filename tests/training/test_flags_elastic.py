@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from smp.checkpoint.peers import own_folder
-from smp.config.elastic import OWN_STORES
-from smp.training.members import LEFT
+from smp.config.rules.elastic import OWN_STORES
+from smp.training.faults.members import LEFT
 from tests.training.flag_runs import Run, proves, run_here
 
 COPIES = "--peer-snapshot-interval 2 --peer-snapshot-dir {0} --hidden-dropout 0.1 --train-iters 6 "

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from smp.checkpoint import load, read_manifest
-from smp.checkpoint.folder import open_folder
+from smp.checkpoint.folders.folder import open_folder
 from smp.models.presets import PRESETS
 from smp.training.pretraining import Pretraining
 from smp.training.process import Process

@@ -16,8 +16,8 @@ from smp.layers.fp8.apply import fp8_history
 from smp.layers.linear import linear_layers
 from smp.models.inventory import inventory
 from smp.models.presets import PRESETS
+from smp.training.cost.fake_step import fake_gpu_step
 from smp.training.eight_bit import choose_fp8
-from smp.training.fake_step import fake_gpu_step
 from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run as TrainingRun

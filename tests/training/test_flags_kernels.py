@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp.kernels import sdpa
+from smp.kernels.attention_cores import sdpa
 from smp.optim.optimizer import step_on_device_if
 from smp.training import trainer
 from tests.training.flag_runs import Runs, Watched, proves

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from smp.config import Config, DataConfig, Layout, ParallelConfig, TrainingConfig
-from smp.config.checks import notes_on_effects
+from smp.config.rules.checks import notes_on_effects
 from smp.models.presets import PRESETS
-from smp.training.console import LONGEST, short_line
-from smp.training.describe import describe
-from smp.training.meter import Meter
+from smp.training.cost.describe import describe
+from smp.training.cost.meter import Meter
+from smp.training.reporting.console import LONGEST, short_line
 from smp.training.settings import read_settings
 from tests.training.flag_runs import proves, run_here
 from tests.training.test_metrics import RECORD

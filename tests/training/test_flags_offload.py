@@ -15,14 +15,15 @@ from smp.kernels.copier import copier_of
 from smp.models.presets import PRESETS
 from smp.pipeline.plan import Plan, plan_pipeline
 from smp.sharding.offload import Offload
-from smp.training import describe as describe_module
-from smp.training.describe import describe, predicted_memory, tried_memory
-from smp.training.fake_step import fake_gpu_step
-from smp.training.memory import MemoryEstimate
-from smp.training.model_share import Tuned
-from smp.training.offload import activation_copies, offload_at_work
+from smp.training.cost import describe as describe_module
+from smp.training.cost.describe import describe
+from smp.training.cost.fake_step import fake_gpu_step
+from smp.training.cost.memory import MemoryEstimate
+from smp.training.cost.model_share import Tuned
+from smp.training.cost.offload import activation_copies, offload_at_work
+from smp.training.cost.predict import predicted_memory, tried_memory
+from smp.training.cost.suggest import FAR, TOO_HIGH, Suggestion, suggestions
 from smp.training.settings import read_settings
-from smp.training.suggest import FAR, TOO_HIGH, Suggestion, suggestions
 from tests.training.flag_runs import Run, Runs, Tensors, Watched, proves, run_here
 
 FULL = "--num-layers 4 --recompute-granularity full"

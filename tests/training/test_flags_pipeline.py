@@ -164,7 +164,7 @@ def test_a_trace_is_written_of_one_iteration_and_can_be_drawn(
 
 
 def test_a_dry_run_shows_the_plan(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    from smp.training.describe import describe
+    from smp.training.cost.describe import describe
 
     flags = [*TINY.split(), *TWO.split(), "--dry-run"]
     text = describe(read_settings(flags, PRESETS, 2), 2)

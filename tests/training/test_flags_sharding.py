@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from smp.config import ConfigError, Layout
-from smp.layers.head import CHUNK_BYTES
+from smp.layers.heads.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
 from smp.training.build import choose_backends
-from smp.training.describe import describe
-from smp.training.fake_step import StepMeasures, fake_step
-from smp.training.memory import estimate_memory
+from smp.training.cost.describe import describe
+from smp.training.cost.fake_step import StepMeasures, fake_step
+from smp.training.cost.memory import estimate_memory
 from smp.training.pretraining import Pretraining
 from smp.training.process import Process
 from smp.training.run import Run

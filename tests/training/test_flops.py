@@ -15,7 +15,7 @@ from smp.config.objectives import ObjectiveConfig
 from smp.config.rollouts import RolloutConfig
 from smp.config.schema import LoraConfig
 from smp.models.arithmetic import training_flops_per_token
-from smp.training.console import Console
+from smp.training.reporting.console import Console
 from tests.training.flag_runs import Watched, run_here
 from tests.training.tiny_hf import WORDS, write_tokenizer
 

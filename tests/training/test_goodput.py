@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from smp.training import goodput
-from smp.training.goodput import FILE, Account, Goodput, in_words, read_account, summary
+from smp.training.reporting import goodput
+from smp.training.reporting.goodput import FILE, Account, Goodput, in_words, read_account, summary
 from tests.training.flag_runs import Run, Watched, run_here
 
 

@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from smp.training.hang import Hang, Word, in_words, word_of_thread
+from smp.training.faults.hang import Hang, Word, in_words, word_of_thread
 
 WAITS = Word("a", "all_reduce of Trainer._counts", "all_reduce (distributed_c10d.py:1)", "  stack of a waiting rank\n")
 SLEEPS = Word("b", "", "hang (x.py:3)", '  File "x.py", line 3, in hang\n')

@@ -15,8 +15,8 @@ from smp.config.layers import layer_specs
 from smp.config.objectives import ObjectiveConfig
 from smp.config.schema import TrainingConfig
 from smp.kernels import Kernels
-from smp.kernels.fused_attention import FusedAttention
-from smp.layers.cross_entropy import VocabShard, linear_cross_entropy
+from smp.kernels.attention_cores.fused_attention import FusedAttention
+from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy
 from smp.models.arithmetic import count_parameters
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
@@ -27,11 +27,11 @@ from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
 from smp.pipeline.validate import PassState
 from smp.sharding.parallelize import _wrapped
-from smp.training.exchanged_keys import others_keys
-from smp.training.kept_memory import kept_per_token, masking_per_token
-from smp.training.memory import _most_in_passes, estimate_memory
-from smp.training.model_share import Tuned
-from smp.training.moments import Moments
+from smp.training.cost.exchanged_keys import others_keys
+from smp.training.cost.kept_memory import kept_per_token, masking_per_token
+from smp.training.cost.memory import _most_in_passes, estimate_memory
+from smp.training.cost.model_share import Tuned
+from smp.training.cost.moments import Moments
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
 from tests.models.test_arithmetic import GPT2_LIKE, SMALL

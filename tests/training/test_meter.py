@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from smp.config import Layout
 from smp.parallel.collectives import Group, start_all_gather, wait
-from smp.training.meter import Meter
+from smp.training.cost.meter import Meter
 from tests.fake_group import fake_context
 
 KIB = 1024

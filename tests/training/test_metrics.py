@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from smp.config import Config, ConfigError, DataConfig, LoggingConfig, TrainingConfig
-from smp.training.console import log_line
-from smp.training.sinks import Sink, open_sinks
+from smp.training.reporting.console import log_line
+from smp.training.reporting.sinks import Sink, open_sinks
 
 CONFIG = Config(data=DataConfig(global_batch_size=256), training=TrainingConfig(train_iters=5000))
 RECORD: dict[str, float] = {

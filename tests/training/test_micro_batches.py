@@ -8,7 +8,7 @@ import torch
 from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.batches import PairBatch
-from smp.layers.answers import AnswerLoss
+from smp.layers.heads.answers import AnswerLoss
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group
 from smp.training.micro_batches import token_micro_batch

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from smp.checkpoint import load, read_manifest
-from smp.checkpoint.folder import open_folder
-from smp.checkpoint.tensor_bytes import DTYPES
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.format.tensor_bytes import DTYPES
 from smp.models.presets import PRESETS
 from smp.training.pretraining import Pretraining
 from smp.training.process import Process

@@ -10,7 +10,7 @@ import torch
 
 from smp.config.objectives import ObjectiveFacts
 from smp.data.loader import RankBatch
-from smp.layers.answers import AnswerLoss, Judged, TokenValues
+from smp.layers.heads.answers import AnswerLoss, Judged, TokenValues
 from smp.training import objectives
 from smp.training.micro_batches import MicroBatches
 from smp.training.objectives.contract import Implementation, Surroundings, answer_micro_batches

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from smp.config.objectives import ObjectiveConfig
-from smp.config.online import fill_rollouts
 from smp.config.rollouts import RolloutConfig
+from smp.config.rules.online import fill_rollouts
 from smp.config.schema import Config
-from smp.layers.answers import TokenValues
+from smp.layers.heads.answers import TokenValues
 from smp.training.objectives.policy import Known, PolicyLoss
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "trl_policy_losses.json").read_text())

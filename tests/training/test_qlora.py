@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from smp.config import ConfigError
-from smp.kernels import nf4
-from smp.layers.quantized import quantized_layers
+from smp.kernels.precision import nf4
+from smp.layers.adapters.quantized import quantized_layers
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.boxes import local_part
-from smp.training.describe import predicted_memory
-from smp.training.finetune_settings import read_finetune_settings
-from smp.training.finetuning import Finetuning
+from smp.training.cost.predict import predicted_memory
 from smp.training.process import Process
 from smp.training.runtime import StopSignal
+from smp.training.tuning.finetuning import Finetuning
+from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
 from tests.training.tiny_hf import write_adapter, write_model, write_samples, write_tokenizer

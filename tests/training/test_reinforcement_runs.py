@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import finetune
-from smp.training.goodput import FILE
+from smp.training.reporting.goodput import FILE
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
 from tests.training.flag_runs import clean_process, proves

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from smp.training import replicas
-from smp.training.replicas import checksum, differences, in_words, repair
+from smp.training.faults import replicas
+from smp.training.faults.replicas import checksum, differences, in_words, repair
 from tests.distributed import run_distributed
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from smp.config import Config, ConfigError, TrainingConfig
-from smp.training.goodput import FILE
-from smp.training.rerun import Rerun
+from smp.training.faults.rerun import Rerun
+from smp.training.reporting.goodput import FILE
 from tests.training.flag_runs import Run, Watched, proves, run_here
 from tests.training.test_replicas import flip
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from smp.convert.more_families import FAMILIES
+from smp.convert.huggingface.more_families import FAMILIES
 from smp.data.tuning.batches import TuningDataset
-from smp.training.finetune_settings import read_finetune_settings
+from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.training.test_finetune_runs import command
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer

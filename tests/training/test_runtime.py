@@ -23,11 +23,11 @@ from torch.distributed import TCPStore
 
 import pretrain_gpt
 from smp.config import ConfigError
-from smp.layers.head import ModelOutput
+from smp.layers.heads.head import ModelOutput
 from smp.training.entry import lasting_output
 from smp.training.process import Process
+from smp.training.reporting.sinks import JsonlSink
 from smp.training.runtime import Watchdog, library_settings
-from smp.training.sinks import JsonlSink
 from tests.training.flag_runs import TINY, Hook, Run, Runs, Watched, clean_process, proves
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from smp.training.mlflow_sink import MlflowSink
+from smp.training.reporting.mlflow_sink import MlflowSink
 from tests.training.flag_runs import Run, Runs, run_here
 
 EVERYWHERE = "--tensorboard --wandb-project p --wandb-exp-name n --train-iters 4 --eval-interval 2 --eval-iters 1 "

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from smp.config import TrainingConfig
-from smp.training.spikes import Spikes
+from smp.training.faults.spikes import Spikes
 from tests.training.flag_runs import Run, Watched, proves, run_here
 
 SETTINGS = "--lr-decay-style constant --spike-window 8 --spike-threshold 4 "

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from smp.checkpoint.folder import open_folder
+from smp.checkpoint.folders.folder import open_folder
 from smp.config import CheckpointConfig, Config
 from smp.config.objectives import ObjectiveConfig
-from smp.training.origin import ORIGIN, Origin
+from smp.training.checkpoints.origin import ORIGIN, Origin
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.training.flag_runs import Run, Runs, run_here
 from tests.training.test_finetune_runs import command

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smp.training.stragglers import WINDOW, Detector, roles_of
+from smp.training.reporting.stragglers import WINDOW, Detector, roles_of
 from tests.training.flag_runs import TINY, proves, run_here
 
 ROOT = Path(__file__).resolve().parents[2]

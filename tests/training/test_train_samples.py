@@ -15,7 +15,7 @@ from smp.config.batch import BatchSizes
 from smp.config.resolve import with_rest
 from smp.models.presets import PRESETS
 from smp.optim.schedule import learning_rate
-from smp.training.finetune_settings import read_finetune_settings
+from smp.training.tuning.settings import read_finetune_settings
 from tests.programs import run_program
 from tests.training.flag_runs import TINY
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer

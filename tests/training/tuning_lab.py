@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from smp.models.presets import PRESETS
-from smp.training.finetune_settings import read_finetune_settings
 from smp.training.kind import RunKind
 from smp.training.pretraining import Pretraining
 from smp.training.process import Process
@@ -18,7 +17,8 @@ from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from smp.training.trainer import Progress, StepResult
-from smp.training.tuning_kinds import tuning_kind
+from smp.training.tuning.kinds import tuning_kind
+from smp.training.tuning.settings import read_finetune_settings
 from tests.parity.worker import fp64
 
 QUIET = "--no-tensorboard --no-progress-bar --clip-grad 0 --lr-decay-style constant --weight-decay 0.1"

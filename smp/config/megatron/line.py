@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from smp.config.fields import settings
+from smp.config.command_line.fields import settings
 
 
 @dataclass

@@ -7,7 +7,7 @@ import os
 import re
 
 from smp.config.batch import scheduled
-from smp.config.fields import settings
+from smp.config.command_line.fields import settings
 from smp.config.megatron.line import Line, leave
 from smp.config.schema import DataConfig
 

@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smp.config.cli import FROM_MEGATRON, build_tree, read_values
-from smp.config.entry_points import PRETRAIN
-from smp.config.fields import did_you_mean, settings, without_effect
+from smp.config.command_line.cli import FROM_MEGATRON, build_tree, read_values
+from smp.config.command_line.entry_points import PRETRAIN
+from smp.config.command_line.fields import did_you_mean, settings, without_effect
 from smp.config.megatron import model_flags, run_flags
 from smp.config.megatron.line import Line, leave, setting_of
 from smp.config.megatron.table import DEFAULTS, REQUIRED, ROWS, fate_of

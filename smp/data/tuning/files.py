@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from smp.data.text_files import expand_paths, is_blank, kind_of, parse_record, read_chunks
+from smp.data.files.text_files import expand_paths, is_blank, kind_of, parse_record, read_chunks
 
 Record = bytes | dict[str, Any]
 """One sample as it is in a file: a line of .jsonl, or a row."""

@@ -11,8 +11,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from smp.data.tokenizer import SentencePieceTokenizer, check_text
-from smp.data.tokenizer_files import no_tokenizer, open_tokenizer_json
+from smp.data.tokenizers.files import no_tokenizer, open_tokenizer_json
+from smp.data.tokenizers.tokenizer import SentencePieceTokenizer, check_text
 
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Those that every tokenizer of transformers may have; a file may name more, see :func:`_template_tokens`."""

@@ -1,5 +1,5 @@
-"""See :mod:`smp.kernels.fp8`: the largest number of a matrix, a matrix rounded to 8 bits, each in one pass over it, and
-8-bit numbers transposed."""
+"""See :mod:`smp.kernels.precision.fp8`: the largest number of a matrix, a matrix rounded to 8 bits, each in one pass
+over it, and 8-bit numbers transposed."""
 
 import torch
 import triton

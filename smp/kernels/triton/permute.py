@@ -1,5 +1,5 @@
-"""See :mod:`smp.kernels.permute`: a program has a block of a row, or for the gradients of weights a whole one, and adds
-what it reads in the order of a token's choices. How rows are cut depends on nothing but this file."""
+"""See :mod:`smp.kernels.experts.permute`: a program has a block of a row, or for the gradients of weights a whole one,
+and adds what it reads in the order of a token's choices. How rows are cut depends on nothing but this file."""
 
 import torch
 import triton
@@ -49,7 +49,7 @@ def combine_backward_kernel(grad, rows, weights, order, drows, products, width, 
 
 
 def gather(x: torch.Tensor, index: torch.Tensor, k: int) -> torch.Tensor:
-    """See :func:`smp.kernels.permute.gather_reference`."""
+    """See :func:`smp.kernels.experts.permute.gather_reference`."""
     out = x.new_empty(len(index), x.shape[1])
     if out.numel():
         gather_kernel[_grid(out)](x, index, out, x.shape[1], K=k, BLOCK=BLOCK, num_warps=WARPS)
@@ -57,7 +57,7 @@ def gather(x: torch.Tensor, index: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def combine(rows: torch.Tensor, weights: torch.Tensor | None, choices: torch.Tensor) -> torch.Tensor:
-    """See :func:`smp.kernels.permute.combine_reference`."""
+    """See :func:`smp.kernels.experts.permute.combine_reference`."""
     out = rows.new_empty(len(choices), rows.shape[1])
     if out.numel():
         combine_kernel[_grid(out)](
@@ -77,7 +77,7 @@ def combine(rows: torch.Tensor, weights: torch.Tensor | None, choices: torch.Ten
 def combine_backward(
     grad: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`smp.kernels.permute.combine_backward`."""
+    """See :func:`smp.kernels.experts.permute.combine_backward`."""
     drows = torch.empty_like(rows)
     products = rows.new_empty(len(rows), dtype=torch.float32)
     if drows.numel():

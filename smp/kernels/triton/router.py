@@ -1,4 +1,5 @@
-"""See :mod:`smp.kernels.router`: a program takes all experts of a few tokens, and finds one choice after the other."""
+"""See :mod:`smp.kernels.experts.router`: a program takes all experts of a few tokens, and finds one choice after the
+other."""
 
 from typing import Any
 
@@ -6,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from smp.kernels.router import FLOOR
+from smp.kernels.experts.router import FLOOR
 
 TILE = 1024
 """Logits of a program, unless a token has more."""
@@ -141,7 +142,7 @@ def forward(
     scores: str,
     factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`smp.kernels.router.forward_reference`."""
+    """See :func:`smp.kernels.experts.router.forward_reference`."""
     rows, count = logits.shape
     experts, weights = logits.new_empty(rows, k, dtype=torch.int64), logits.new_empty(rows, k)
     layout = options(count, k)
@@ -166,7 +167,7 @@ def forward(
 def backward(
     dweights: torch.Tensor, logits: torch.Tensor, experts: torch.Tensor, scores: str, factor: float
 ) -> torch.Tensor:
-    """See :func:`smp.kernels.router.backward_reference`."""
+    """See :func:`smp.kernels.experts.router.backward_reference`."""
     dlogits = logits.new_empty(logits.shape)
     rows, k = experts.shape
     layout = options(logits.shape[1], k)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.fields import did_you_mean
+from smp.config.command_line.fields import did_you_mean
 from smp.launch.hyperpod.checkpointless import CHECKPOINTLESS
 from smp.launch.hyperpod.form import Form
 from smp.launch.hyperpod.key import FeatureError, Key

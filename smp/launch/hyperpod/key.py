@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.fields import as_text
+from smp.config.command_line.fields import as_text
 
 Get = Callable[[str], Any]
 Convert = Callable[[Any, Get], Mapping[str, Any] | str]

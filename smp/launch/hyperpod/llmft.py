@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.fields import as_text
+from smp.config.command_line.fields import as_text
 from smp.launch.hyperpod import tuning
 from smp.launch.hyperpod.form import Form
 from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to

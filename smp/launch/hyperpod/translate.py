@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.fields import did_you_mean
+from smp.config.command_line.fields import did_you_mean
 from smp.launch.hyperpod.form import Form
 from smp.launch.hyperpod.key import FeatureError
 from smp.launch.hyperpod.keys import V1

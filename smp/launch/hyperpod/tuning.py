@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.finetune import ALL
-from smp.config.hub import PREFIX
+from smp.config.command_line.hub import PREFIX
+from smp.config.rules.finetune import ALL
 from smp.launch.hyperpod.key import Convert, Get, Key, nothing, only
 from smp.launch.hyperpod.values import module_names
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.fields import did_you_mean
+from smp.config.command_line.fields import did_you_mean
 from smp.launch.hyperpod.key import Convert, Get
 
 _MODULES = {

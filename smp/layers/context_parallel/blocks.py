@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from smp.kernels.attention_core import AttentionSpec, BlockCore
+from smp.kernels.attention_cores.attention_core import AttentionSpec, BlockCore
+from smp.kernels.attention_cores.varlen import VarlenAttention
 from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import Pattern, TokenLayout
 from smp.kernels.transfer import to_device
-from smp.kernels.varlen import VarlenAttention
 from smp.layers.context_parallel.plan import Kind
 
 SMALLEST_TILE = 128

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from smp.kernels.attention_core import AttentionCore, BlockCore
+from smp.kernels.attention_cores.attention_core import AttentionCore, BlockCore
 from smp.layers.context_parallel.gather import AllGatherAttention
 from smp.layers.context_parallel.ring import RingAttention
 from smp.layers.context_parallel.ulysses import UlyssesAttention

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp.kernels.attention_core import AttentionCore, AttentionSpec, Pair
+from smp.kernels.attention_cores.attention_core import AttentionCore, AttentionSpec, Pair
 from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import TokenLayout
 from smp.parallel.collectives import Group
@@ -17,8 +17,8 @@ from smp.parallel.collectives import Group
 
 @dataclass(frozen=True)
 class CutAttention(ABC):
-    """An attention core over sequences that are cut over ``group``; see :mod:`smp.kernels.attention_core`. Sequences
-    that are whole go to ``core``.
+    """An attention core over sequences that are cut over ``group``; see
+    :mod:`smp.kernels.attention_cores.attention_core`. Sequences that are whole go to ``core``.
 
     Attributes:
         core: computes what this rank has after the exchange.

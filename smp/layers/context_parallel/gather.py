@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair
+from smp.kernels.attention_cores.attention_core import AttentionSpec, BlockCore, Pair
+from smp.kernels.attention_cores.sinks import sinks_gradient
 from smp.kernels.sequence_cut import SequenceCut
-from smp.kernels.sinks import sinks_gradient
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.transfer import to_device
 from smp.layers.context_parallel.auto import heads_at_once
@@ -34,7 +34,8 @@ from smp.parallel.collectives import Group, first_derivative_only, start_all_gat
 
 @dataclass(frozen=True)
 class AllGatherAttention(CutAttention):
-    """An attention core over sequences that are cut over ``group``; see :mod:`smp.kernels.attention_core`.
+    """An attention core over sequences that are cut over ``group``; see
+    :mod:`smp.kernels.attention_cores.attention_core`.
 
     Attributes:
         core: computes blocks.

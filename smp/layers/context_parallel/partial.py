@@ -2,8 +2,8 @@
 
 Each call gives (out, lse) for its keys. Sums of exponentials add, so out = sum_i out_i exp(lse_i - lse) with
 lse = log sum_i exp(lse_i), kept in fp32 at least. Gradients of a call need out and lse of all keys: probabilities are
-exp(s - lse), and D = rowsum(dout * out) is over all keys (see :mod:`smp.kernels.sdpa`). Autograd through each call's
-own out and lse would be wrong: kernels give no gradient for lse.
+exp(s - lse), and D = rowsum(dout * out) is over all keys (see :mod:`smp.kernels.attention_cores.sdpa`). Autograd
+through each call's own out and lse would be wrong: kernels give no gradient for lse.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair, merge, pad_rows
+from smp.kernels.attention_cores.attention_core import AttentionSpec, BlockCore, Pair, merge, pad_rows
+from smp.kernels.attention_cores.sinks import with_sinks
 from smp.kernels.returned import returned
-from smp.kernels.sinks import with_sinks
 from smp.layers.context_parallel.blocks import Call
 
 Tensors = tuple[torch.Tensor, ...]

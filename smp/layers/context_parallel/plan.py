@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smp.kernels.attention_core import AttentionSpec
+from smp.kernels.attention_cores.attention_core import AttentionSpec
 from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import Pattern
 

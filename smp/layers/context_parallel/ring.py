@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from smp.kernels.attention_core import AttentionSpec, BlockCore, Pair
+from smp.kernels.attention_cores.attention_core import AttentionSpec, BlockCore, Pair
+from smp.kernels.attention_cores.sinks import sinks_gradient
 from smp.kernels.sequence_cut import SequenceCut
-from smp.kernels.sinks import sinks_gradient
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.blocks import Call, Planner, halves_of, last_step, runs_of
 from smp.layers.context_parallel.core import CutAttention
@@ -37,7 +37,8 @@ Steps = tuple[tuple[Call, ...], ...]
 
 @dataclass(frozen=True)
 class RingAttention(CutAttention):
-    """An attention core over sequences that are cut over ``group``; see :mod:`smp.kernels.attention_core`.
+    """An attention core over sequences that are cut over ``group``; see
+    :mod:`smp.kernels.attention_cores.attention_core`.
 
     Attributes:
         core: computes blocks.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from smp.config import ConfigError
-from smp.kernels.attention_core import AttentionSpec, Pair, pad_rows
+from smp.kernels.attention_cores.attention_core import AttentionSpec, Pair, pad_rows
 from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.transfer import to_device
@@ -46,7 +46,8 @@ class HeadsPlan:
 
 @dataclass(frozen=True)
 class UlyssesAttention(CutAttention):
-    """An attention core over sequences that are cut over ``group``; see :mod:`smp.kernels.attention_core`.
+    """An attention core over sequences that are cut over ``group``; see
+    :mod:`smp.kernels.attention_cores.attention_core`.
 
     Attributes:
         core: computes all tokens of the group with some of the heads.

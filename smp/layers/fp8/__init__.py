@@ -7,5 +7,5 @@ traced.py          the same in compiled code
 grouped.py         experts' projections
 apply.py           which layers of a model compute in FP8
 
-The arithmetic is in ``smp.kernels.fp8``, the products are in ``smp.kernels.product``.
+The arithmetic is in ``smp.kernels.precision.fp8``, the products are in ``smp.kernels.product``.
 """

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from smp.kernels import grouped_scaled
-from smp.kernels.fp8 import Operand, Quantised
-from smp.kernels.grouped import Later, gradients_now
+from smp.kernels.experts import grouped_scaled
+from smp.kernels.experts.grouped import Later, gradients_now
+from smp.kernels.precision.fp8 import Operand, Quantised
 from smp.layers.fp8.scaling import Scaling
 
 
@@ -32,7 +32,7 @@ def scaled_experts(
         weights: (experts, out, in) each.
         counts: int64 (experts,), rows of each.
         scaling: of this call.
-        later: as of :func:`smp.kernels.grouped.grouped_products`.
+        later: as of :func:`smp.kernels.experts.grouped.grouped_products`.
 
     Returns:
         (n, out) for each weight, in the dtype of ``x``.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from smp.kernels.fp8 import E4M3, LARGEST, Operand, inverse_scale, largest, quantise
+from smp.kernels.precision.fp8 import E4M3, LARGEST, Operand, inverse_scale, largest, quantise
 from smp.layers.fp8.scaling import Operands, Precision
 from smp.parallel.collectives import Group, max_over, sum_over
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from smp.kernels.fp8 import E4M3, inverse_scale, largest
+from smp.kernels.precision.fp8 import E4M3, inverse_scale, largest
 from smp.layers.fp8.history import WEIGHT, AmaxHistory, note
 from smp.layers.fp8.scales import Scales
 from smp.layers.fp8.scaling import Scaling

@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from smp.kernels.fp8 import (
+from smp.kernels.precision.fp8 import (
     BLOCK,
     E4M3,
     MX_BLOCK,
@@ -43,7 +43,7 @@ from smp.kernels.fp8 import (
     quantise,
     transposed,
 )
-from smp.kernels.nvfp4 import quantise_to_e2m1, tensor_scale
+from smp.kernels.precision.nvfp4 import quantise_to_e2m1, tensor_scale
 from smp.kernels.product import Format, Granularity, Scaled, along_rows, gradient_dtype
 from smp.parallel.collectives import Group, max_over
 
@@ -226,9 +226,9 @@ class BlockScaling:
 
 @dataclass(frozen=True)
 class Fp4Scaling:
-    """NVFP4 (``smp.kernels.nvfp4``): blocks of 16 under a scale of the tensor, from its maximum over the ranks of
-    ``groups``. Both products of a weight take the same 4-bit numbers of it; its gradient is not in FP4. (NVIDIA's
-    recipe has it in FP4, with Hadamard transforms, and rounds gradients stochastically.)"""
+    """NVFP4 (``smp.kernels.precision.nvfp4``): blocks of 16 under a scale of the tensor, from its maximum over the
+    ranks of ``groups``. Both products of a weight take the same 4-bit numbers of it; its gradient is not in FP4.
+    (NVIDIA's recipe has it in FP4, with Hadamard transforms, and rounds gradients stochastically.)"""
 
     precision: Precision
     groups: tuple[Group, ...]

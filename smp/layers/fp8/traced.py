@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from smp.kernels.fp8 import Operand, Quantised
+from smp.kernels.precision.fp8 import Operand, Quantised
 from smp.kernels.registry import define, shapes_of
 from smp.layers.fp8.history import GRADIENT, INPUT, WEIGHT, Maxima, note
 from smp.layers.fp8.scales import Scales

@@ -10,7 +10,7 @@ so a layer moves
     4 T k h (p - 1) / p elements per rank and micro-batch, and half of that again under full recompute.
 
 With p = 1 the host need not wait for the device: n is T k, and how many rows an expert has stays there, where products
-read it (:mod:`smp.kernels.grouped`). With more ranks
+read it (:mod:`smp.kernels.experts.grouped`). With more ranks
 it has to know how many rows go where, and waits for it once per layer: E integers from every rank. With experts that
 are padded to a capacity it knows, and waits for nothing.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.permute import combine_rows, permute_rows, repeat_rows
+from smp.kernels.experts.permute import combine_rows, permute_rows, repeat_rows
 from smp.parallel.collectives import Group, all_to_all, start_exchange
 
 ReadCounts = Callable[[torch.Tensor, int], Any]

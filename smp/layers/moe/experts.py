@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from smp.kernels import TORCH, Kernels
-from smp.kernels.grouped import add_rows_of_groups, counts_where_read, grouped_products
+from smp.kernels.experts.grouped import add_rows_of_groups, counts_where_read, grouped_products
 from smp.kernels.quick_geglu import QuickGeglu
 from smp.layers.fp8.grouped import scaled_experts
 from smp.layers.fp8.layer_scaling import LayerScaling

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp.kernels.grouped import grouped_product
+from smp.kernels.experts.grouped import grouped_product
 from smp.layers.moe.experts import ExpertLinear
 from smp.layers.parameter import REPLICATE, Constant, Initializer, Normal, local, placed_parameter
 
@@ -27,7 +27,7 @@ class ExpertLora(nn.Module):
         rank: of each B A.
         alpha: B A is scaled by alpha / rank.
 
-    First values are those of :class:`smp.layers.lora.Lora`.
+    First values are those of :class:`smp.layers.adapters.lora.Lora`.
     """
 
     def __init__(self, layer: ExpertLinear, rank: int, alpha: float) -> None:
@@ -46,7 +46,8 @@ class ExpertLora(nn.Module):
 
 
 class LoraExpertLinear(ExpertLinear):
-    """A projection of all experts with adapters ``lora``; made of a plain one by :func:`smp.layers.lora.attach`."""
+    """A projection of all experts with adapters ``lora``; made of a plain one by
+    :func:`smp.layers.adapters.lora.attach`."""
 
     lora: ExpertLora
 

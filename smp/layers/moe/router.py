@@ -43,8 +43,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
+from smp.kernels.experts.router import Scores, choose_experts, scores_of
 from smp.kernels.registry import accumulation_dtype
-from smp.kernels.router import Scores, choose_experts, scores_of
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.moe.sinkhorn import Sinkhorn
 from smp.layers.parameter import REPLICATE, Constant, Initializer, Normal, local, tp_parameter

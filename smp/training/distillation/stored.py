@@ -26,14 +26,14 @@ import torch.distributed as dist
 import xxhash
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.entries import DamagedError
-from smp.checkpoint.folder import open_folder
+from smp.checkpoint.folders.folder import open_folder
+from smp.checkpoint.format.entries import DamagedError
+from smp.checkpoint.format.tensor_bytes import DTYPES, raw_bytes
+from smp.checkpoint.format.tensor_file import read_header
 from smp.checkpoint.storage import write_tensors
-from smp.checkpoint.tensor_bytes import DTYPES, raw_bytes
-from smp.checkpoint.tensor_file import read_header
 from smp.config import ConfigError
 from smp.data.tuning.samples import Samples
-from smp.layers.distillation import TopLogits
+from smp.layers.heads.distillation import TopLogits
 from smp.parallel.agree import on_all_or_none
 from smp.training.distillation.meaning import MANIFEST, VERSION, Meaning, read_meaning
 

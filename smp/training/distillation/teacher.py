@@ -11,19 +11,19 @@ from smp.config import Config
 from smp.data.loader import RankBatch
 from smp.data.tuning.batches import NumberedBatch
 from smp.kernels.transfer import to_device
-from smp.layers.answers import AnswerLoss
-from smp.layers.distillation import TeacherHead, TeacherStates, TopLogits
-from smp.layers.head import VocabParallelHead
+from smp.layers.heads.answers import AnswerLoss
+from smp.layers.heads.distillation import TeacherHead, TeacherStates, TopLogits
+from smp.layers.heads.head import VocabParallelHead
 from smp.models.micro_batch import MicroBatch
 from smp.models.protocol import Model
 from smp.parallel.collectives import Group
 from smp.sharding.parallelize import free_gathered
 from smp.training.build import RunSetup, build_forward_backward
 from smp.training.distillation.stored import StoredLogits
-from smp.training.finetune_model import build_finetune_model
 from smp.training.forward_backward import ForwardBackward
 from smp.training.micro_batches import MicroBatches
 from smp.training.objectives.contract import Said, answer_micro_batches
+from smp.training.tuning.model import build_finetune_model
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 An objective is built once for a run (:class:`Implementation`), from the settings and from what the run has for it
 (:class:`Surroundings`): devices, ranks, and the models to compare with. In each step it makes micro-batches of a rank's
-share of the batch. A loss that is no sum over tokens comes along as ``MicroBatch.answers``; see ``smp.layers.answers``.
+share of the batch. A loss that is no sum over tokens comes along as ``MicroBatch.answers``; see
+``smp.layers.heads.answers``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 
 from smp.config import Config
 from smp.data.loader import RankBatch
-from smp.layers.answers import AnswerLoss, Judged, TokenValues
-from smp.layers.distillation import TeacherStates, TopLogits
+from smp.layers.heads.answers import AnswerLoss, Judged, TokenValues
+from smp.layers.heads.distillation import TeacherStates, TopLogits
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group
 from smp.parallel.context import ParallelContext
@@ -81,7 +82,7 @@ class Implementation(NamedTuple):
         build: for a run.
         fake: what the micro-batches of a dry run on fake tensors ask for, from settings and the number of rows: of the
             same operations as a run's, whatever the values. None: such a run has other passes than a reference's and
-            its own, and only the formula of ``smp.training.memory`` predicts it.
+            its own, and only the formula of ``smp.training.cost.memory`` predicts it.
     """
 
     build: Callable[[Config, Surroundings], Objective]

@@ -1,4 +1,5 @@
-"""Distillation: each token's distribution follows a teacher's. The formulas are in ``smp.layers.distillation``."""
+"""Distillation: each token's distribution follows a teacher's. The formulas are in
+``smp.layers.heads.distillation``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 
 from smp.config import Config
 from smp.data.loader import RankBatch
-from smp.layers.distillation import Distilled
+from smp.layers.heads.distillation import Distilled
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group
 from smp.training.micro_batches import MicroBatches, token_micro_batch

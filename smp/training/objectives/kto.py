@@ -17,7 +17,7 @@ from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.batches import LabelledBatch
 from smp.kernels.transfer import to_device
-from smp.layers.answers import AnswerLoss, Judged, TokenValues
+from smp.layers.heads.answers import AnswerLoss, Judged, TokenValues
 from smp.parallel.agree import sum_over_ranks
 from smp.parallel.context import ParallelContext
 from smp.training.micro_batches import MicroBatches

@@ -30,7 +30,7 @@ from smp.config import Config
 from smp.config.rollouts import RolloutConfig
 from smp.data.loader import RankBatch
 from smp.kernels.transfer import to_device
-from smp.layers.answers import AnswerLoss, Judged, TokenValues
+from smp.layers.heads.answers import AnswerLoss, Judged, TokenValues
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group
 from smp.training.micro_batches import MicroBatches, token_micro_batch

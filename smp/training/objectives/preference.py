@@ -26,7 +26,7 @@ from smp.config import Config
 from smp.data.loader import RankBatch
 from smp.data.tuning.batches import PairBatch
 from smp.kernels.transfer import to_device
-from smp.layers.answers import AnswerLoss, Judged, TokenValues
+from smp.layers.heads.answers import AnswerLoss, Judged, TokenValues
 from smp.parallel.collectives import Group
 from smp.training.micro_batches import MicroBatches
 from smp.training.objectives.contract import (

@@ -11,7 +11,7 @@ from torch import nn
 
 from smp.data.loader import RankBatch
 from smp.data.tuning.batches import PairBatch
-from smp.layers.answers import AnswerLoss
+from smp.layers.heads.answers import AnswerLoss
 from smp.parallel.collectives import Group, reduce_from_group
 from smp.sharding.parallelize import free_gathered
 from smp.training.forward_backward import ForwardBackward

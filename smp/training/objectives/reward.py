@@ -2,7 +2,7 @@
 
 The loss of a pair is -log sigmoid(score(chosen) - score(rejected)), plus c times the square of their sum, which keeps
 scores around 0 (Eisenstein et al. 2023, arXiv 2312.09244; TRL's center_rewards_coefficient). Scores are those of
-``smp.layers.score``, and they are the rewards that are reported.
+``smp.layers.heads.score``, and they are the rewards that are reported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from smp.config import Config
 from smp.data.loader import RankBatch
-from smp.layers.answers import AnswerLoss, Judged, TokenValues
+from smp.layers.heads.answers import AnswerLoss, Judged, TokenValues
 from smp.parallel.collectives import Group
 from smp.training.micro_batches import MicroBatches
 from smp.training.objectives.contract import (

@@ -17,8 +17,8 @@ from smp.data.tuning.samples import Samples
 from smp.data.tuning.sequences import lay_out
 from smp.parallel.context import ParallelContext
 from smp.training.build import RunSetup, build_forward_backward, setup_beside
-from smp.training.finetune_model import build_finetune_model
 from smp.training.objectives.reference import ModelReference
+from smp.training.tuning.model import build_finetune_model
 
 
 @dataclass(frozen=True)

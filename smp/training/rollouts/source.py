@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from smp.config import Config
-from smp.config.online import reward_names, reward_weights
+from smp.config.rules.online import reward_names, reward_weights
 from smp.data.loader import RankBatch, Unreadable
 from smp.data.tuning.prompts import PromptDataset
 from smp.data.tuning.samples import Samples
-from smp.layers.answers import AnswerLoss
+from smp.layers.heads.answers import AnswerLoss
 from smp.parallel.context import ParallelContext
+from smp.training.checkpoints.persistence import CARRIED
 from smp.training.objectives.contract import answer_micro_batches
 from smp.training.objectives.reference import ModelReference
-from smp.training.persistence import CARRIED
 from smp.training.rollouts.advantages import advantages, overlong_penalty, spreads, total_rewards
 from smp.training.rollouts.rollout import Cut, Rollout, fill_table
 from smp.training.rollouts.writing import Group, Pending, Writing

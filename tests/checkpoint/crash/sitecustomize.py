@@ -16,7 +16,7 @@ CALLS = ("open", "write", "posix_fallocate", "fsync", "replace", "rename", "unli
 
 
 def is_victim(role: str, rank: str) -> bool:
-    here = "writer" if any("smp.checkpoint.writer" in word for word in sys.orig_argv) else "trainer"
+    here = "writer" if any("smp.checkpoint.background.writer" in word for word in sys.orig_argv) else "trainer"
     return role == here and os.environ.get("RANK") == rank
 
 
@@ -82,6 +82,6 @@ if "CRASH" in os.environ:
     if is_victim(wanted_role, wanted_rank):
         install(int(wanted_count), wanted_root)
 
-if "FAIL" in os.environ and any("smp.checkpoint.writer" in word for word in sys.orig_argv):
+if "FAIL" in os.environ and any("smp.checkpoint.background.writer" in word for word in sys.orig_argv):
     code, counter_file, failing_root = os.environ["FAIL"].split(":")
     install_failures(int(code), counter_file, failing_root)

@@ -20,7 +20,7 @@ from torch import nn
 from smp.config import Config, load_config, resolve
 from smp.models.presets import PRESETS
 from smp.parallel.agree import any_rank
-from smp.training.saving import RunCheckpoints
+from smp.training.checkpoints.saving import RunCheckpoints
 
 
 def settings(root: str, flags: list[str]) -> Config:
@@ -29,7 +29,7 @@ def settings(root: str, flags: list[str]) -> Config:
 
 
 def main(root: str, steps: int, flags: list[str]) -> None:
-    importlib.import_module("smp.checkpoint.async_saver").LAST_WAIT = 1.0  # type: ignore[attr-defined]
+    importlib.import_module("smp.checkpoint.background.async_saver").LAST_WAIT = 1.0  # type: ignore[attr-defined]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     store = dist.FileStore(os.environ["STORE"], world_size)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from smp.kernels.attention_core import AttentionSpec
-from smp.kernels.math_attention import MathAttention
+from smp.kernels.attention_cores.attention_core import AttentionSpec
+from smp.kernels.attention_cores.math_attention import MathAttention
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.token_layout import TokenLayout
 from tests.layers.whole import draw

@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from smp.config import load_config, resolve
 from smp.config.layers import layer_specs
+from smp.kernels.attention_cores.fused_attention import FusedAttention
 from smp.kernels.dispatch import Kernels
-from smp.kernels.fused_attention import FusedAttention
 from smp.kernels.sequence_cut import cut_sequences
 from smp.kernels.token_layout import TokenLayout
 from smp.layers import context_parallel_attention

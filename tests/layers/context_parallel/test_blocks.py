@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp.kernels.attention_core import AttentionSpec
-from smp.kernels.fused_attention import FusedAttention
-from smp.kernels.math_attention import MathAttention
+from smp.kernels.attention_cores.attention_core import AttentionSpec
+from smp.kernels.attention_cores.fused_attention import FusedAttention
+from smp.kernels.attention_cores.math_attention import MathAttention
+from smp.kernels.attention_cores.varlen import VarlenAttention
 from smp.kernels.token_layout import TokenLayout
-from smp.kernels.varlen import VarlenAttention
 from smp.layers.context_parallel.blocks import Block, blocks_of, runs_of
 from smp.layers.context_parallel.gather import AllGatherAttention
 from smp.layers.context_parallel.partial import Layer, finished

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from smp.kernels.fused_attention import FusedAttention
-from smp.kernels.math_attention import MathAttention
+from smp.kernels.attention_cores.fused_attention import FusedAttention
+from smp.kernels.attention_cores.math_attention import MathAttention
 from smp.layers import context_parallel_attention
 from tests.distributed import run_distributed
 from tests.layers.context_parallel.plain import CASES, NAMES

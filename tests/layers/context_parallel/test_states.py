@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp.kernels.causal_conv import causal_conv
-from smp.kernels.delta_rule import step_by_step
+from smp.kernels.recurrences.causal_conv import causal_conv
+from smp.kernels.recurrences.delta_rule import step_by_step
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.layers.context_parallel import states
 from smp.layers.context_parallel.states import StatesPlan, states_plan

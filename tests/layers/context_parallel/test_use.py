@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from smp.kernels.fused_attention import FusedAttention
+from smp.kernels.attention_cores.fused_attention import FusedAttention
 from smp.layers import DEFAULT_ATTENTION, AttentionSpec, TokenLayout, context_parallel_attention, cut_sequences
 from smp.sharding.parallelize import _keep_expensive
 from tests.distributed import run_distributed

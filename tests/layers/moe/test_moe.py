@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp.config import Layout
-from smp.kernels.grouped import add_rows_of_groups, grouped_product, grouped_products
-from smp.kernels.permute import (
+from smp.kernels.experts.grouped import add_rows_of_groups, grouped_product, grouped_products
+from smp.kernels.experts.permute import (
     combine_backward,
     combine_backward_in_pieces,
     combine_rows,

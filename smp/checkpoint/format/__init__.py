@@ -1,0 +1,2 @@
+"""The files: ``manifest`` (JSON; its words are ``entries``, its limits ``validate``) and safetensors (``tensor_file``,
+``tensor_bytes``), with a checksum for each shard."""

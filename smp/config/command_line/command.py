@@ -1,0 +1,144 @@
+"""What every command line has in common: how it is read, what a mistake looks like, and exit codes. Imports no torch.
+
+Exit code 0: done. 2: what was asked cannot be done, so the command has to change: a bad value, a file that is not there
+or is of another kind, a target that exists. 1: it failed while it worked, as on a full disk, or found damage or a
+difference. 130: interrupted. What went wrong is one line on the error output, ``error: ...``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import select
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from smp.config.command_line.commands import as_called_here
+from smp.config.command_line.credentials import without_credentials
+from smp.config.schema import ConfigError
+
+_ASKED = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Errors of the file system that another command line would not meet."""
+
+
+class DamageError(ValueError):
+    """What lies on storage is not what was written there. No other command line would help."""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of every option that has one and does not say it itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        unset = default is None or default is argparse.SUPPRESS or isinstance(default, bool) or default in ("", [])
+        if not action.option_strings or unset or "default" in text.lower():
+            return text
+        return text + (
+            f" (default: {' '.join(map(str, default))})" if isinstance(default, list) else " (default: %(default)s)"
+        )
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse that takes whole flags only, shows defaults, and raises ConfigError instead of printing its usage."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("formatter_class", HelpFormatter)
+        super().__init__(allow_abbrev=False, **settings)
+
+    def format_help(self) -> str:
+        """With the commands that there are where this is installed."""
+        return as_called_here(super().format_help())
+
+    def error(self, message: str) -> NoReturn:
+        """A mistake, in one line."""
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def exit_code(error: BaseException) -> int:
+    """2 when what was asked cannot be done, 1 for damage and for what failed on the way, such as a full disk or a lack
+    of memory. An error that was raised ``from`` another one, to say more of it, counts as that one."""
+    return 1 if any(_failed(one) for one in _causes(error)) else 2
+
+
+def _failed(error: BaseException) -> bool:
+    return (isinstance(error, OSError | DamageError) and not isinstance(error, _ASKED)) or lacks_memory(error)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether there was none left; torch's allocator for CPUs has words for that, and no type."""
+    words = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return words or isinstance(error, MemoryError)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def in_one_line(error: Exception) -> str:
+    """What to tell of an error."""
+    text = " ".join(str(error).splitlines()) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        text = f"{error.filename}: {error.strerror}"
+    return str(without_credentials(text))
+
+
+def refuse_existing(*paths: Path) -> None:
+    """Raise FileExistsError when something is there under the name of what is to be made."""
+    for path in paths:
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "exists already: give another name or remove it", str(path))
+
+
+def output_gone() -> int | None:
+    """After a BrokenPipeError: the exit code of a program that SIGPIPE ended, when it is the reader of the output that
+    has gone, as in ``| head``. None: it was another pipe or connection, and that is an error like any other."""
+    gone = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
+    for stream in gone:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())  # for what is still in the buffer
+    return 141 if gone else None
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether nobody is at the other end of a stream any more; where the system cannot tell, somebody is."""
+    with suppress(OSError, ValueError, AttributeError):  # no descriptor, or a system without poll
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return False
+
+
+def run_tool(
+    work: Callable[[], int | None],
+    interrupted: str = "",
+    *,
+    expected: tuple[type[Exception], ...] = (ValueError, OSError),
+) -> int:
+    """Read a command line and do what it says; returns the exit code.
+
+    Args:
+        work: all of it; None stands for 0.
+        interrupted: what Ctrl-C leaves.
+        expected: errors that end in one line, besides a lack of memory. Any other is a fault of the program, and keeps
+            its traceback.
+    """
+    try:
+        code = work() or 0
+        print(end="", flush=True)  # there may be no sys.stdout
+        return code
+    except Exception as error:
+        if not (isinstance(error, expected) or lacks_memory(error)):
+            raise
+        if isinstance(error, BrokenPipeError) and (gone := output_gone()) is not None:
+            return gone
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        print("interrupted" + (f": {interrupted}" if interrupted else ""), file=sys.stderr)
+        return 130

@@ -1,0 +1,421 @@
+"""What a config must satisfy: ranges of single values, then how values fit together."""
+
+from __future__ import annotations
+
+from smp.config.batch import BatchSizes
+from smp.config.blend import parse_split
+from smp.config.command_line.fields import entry_point_of, given, require, said_without_effect, settings, without_effect
+from smp.config.layout import Layout
+from smp.config.model import ModelConfig
+from smp.config.parallel import ParallelConfig
+from smp.config.rules.context_parallel import check_context_parallel
+from smp.config.rules.foreign import check_foreign
+from smp.config.rules.fp8 import check_fp8
+from smp.config.rules.latent import check_latent
+from smp.config.rules.linear import check_linear
+from smp.config.rules.moe import check_moe, check_moe_model
+from smp.config.rules.mtp import check_mtp, check_mtp_model
+from smp.config.rules.offload import check_offload
+from smp.config.rules.positions import check_positions
+from smp.config.rules.qlora import check_qlora
+from smp.config.schedule import lengths
+from smp.config.schema import CheckpointConfig, Config, ConfigError, DataConfig, OptimizerConfig, TrainingConfig
+
+# Every number is above zero, except these: at least 0 and below 1 ...
+_FRACTIONS = {
+    *("hidden_dropout", "attention_dropout"),
+    *("lr_warmup_fraction", "adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"),
+    "lora_dropout",
+}
+# ... and these: at least 0.
+_FROM_ZERO = {
+    *("beta", "top_k", "eval_temperature", "overlong_buffer_len", "importance_sampling_clip_min", "log_completions"),
+    *("num_workers", "preview", "reward_center_coefficient", "hybrid_shard_degree"),
+    *(
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_warmup_init",
+        "min_lr",
+        "decoupled_min_lr",
+        "weight_decay",
+        "clip_grad",
+        "seed",
+    ),
+    "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    *("position_embedding_offset", "glu_linear_offset"),
+}
+_SHARES = ("bad_sample_threshold", "lmbda", "kd_loss_alpha")
+_ANY = ("off_policy_mask_threshold", "reward_model_weight")
+# What tables of layers and experts, and timers, can hold. No integer is wider than 64 bits.
+_BELOW = {"num_layers": 2**16, "num_experts": 2**16, "distributed_timeout_minutes": 10**6}
+
+
+def check_ranges(config: Config) -> None:
+    """Check each number on its own."""
+    for name, setting in settings(entry_point_of(config)).items():
+        value = getattr(getattr(config, setting.group), name, None)  # of a group that a run does not have
+        if setting.type not in (int, float) or value is None:
+            continue
+        if name in _FRACTIONS:
+            require(0 <= value < 1, f"{setting.flag} {value} must be at least 0 and below 1")
+        elif name in _SHARES:
+            require(0 <= value <= 1, f"{setting.flag} {value} is not between 0 and 1")
+        elif name == "dpo_label_smoothing":
+            require(0 <= value < 0.5, f"{setting.flag} {value} must be at least 0 and below 0.5")
+        elif name in _ANY:
+            pass
+        elif name in _FROM_ZERO:
+            require(value >= 0, f"{setting.flag} {value} must not be negative")
+        else:
+            require(value > 0, f"{setting.flag} {value} must be above 0")
+        limit = _BELOW.get(name, 2**63 if setting.type is int else None)
+        require(limit is None or value < limit, f"{setting.flag} {value} must be below {limit}")
+
+
+def check_combinations(config: Config, layout: Layout) -> None:
+    """Check what a config with its defaults filled in says as a whole."""
+    if config.model.is_foreign:
+        check_foreign(config)
+    else:
+        _check_heads_and_widths(config.model, layout.tp)
+        check_linear(config.model, layout.tp)
+    _check_pipeline(config.parallel, config.training)
+    _check_data_source(config.data, config.model, config.training)
+    _check_batch(config)
+    check_context_parallel(config, layout)
+    check_moe(config, layout)
+    check_mtp(config)
+    check_fp8(config, layout)
+    check_offload(config)
+    check_qlora(config, layout)
+    _check_rerun(config)
+    _check_kernels(config)
+    require(
+        not (config.training.deterministic_mode and config.parallel.data_parallel_collectives == "auto"),
+        "--deterministic-mode and --data-parallel-collectives auto exclude each other: what is measured at the start "
+        "decides in which order gradients are summed; flat and hierarchical work",
+    )
+    _check_rounded_between_nodes(config.parallel, layout)
+    _check_secondary_shards(config.parallel, layout)
+    _check_schedule(config.optim)
+    _check_training(config.training)
+    if config.objective is None:
+        _check_loading(config.checkpoint)
+    _check_saving(config.checkpoint, config.training)
+
+
+def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> None:
+    """Blocks that share a scale run over a unit's flat buffer: what every tensor-parallel rank has a copy of (norms,
+    routers, some biases) would be rounded with neighbours that differ from rank to rank, and its copies drift apart."""
+    flags = given(parallel, "zero_quantized_weights", "zero_quantized_gradients")
+    require(
+        not (flags and layout.tp > 1),
+        f"{' and '.join(flags)} and --tensor-model-parallel-size {layout.tp} exclude each other: copies of norms would "
+        "be rounded differently on each tensor-parallel process; leave out one",
+    )
+
+
+def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
+    """What is known before a process group is: that the neighbours are on one node shows at the start."""
+    size, shards, ep = parallel.zero_hpz_partition_size, layout.dp_shard * layout.cp, layout.ep
+    beside = size * (layout.tp // layout.expert_tp)  # of the neighbours' processes those among which experts lie
+    if size == 1:
+        return
+    require(
+        layout.pp == 1,
+        f"--zero-hpz-partition-size {size} and a pipeline exclude each other: it gathers weights once per step",
+    )
+    require(
+        size < shards and shards % size == 0,
+        f"--zero-hpz-partition-size {size} has to divide, and be below, the {shards} processes that shard weights "
+        "(--hybrid-shard-degree x --context-parallel-size)",
+    )
+    require(
+        beside % ep == 0 or ep % beside == 0,
+        f"--zero-hpz-partition-size {beside} and --expert-model-parallel-size {ep}: one has to divide the other"
+        if layout.etp is None
+        else f"--zero-hpz-partition-size {size} x {beside // size} of --expert-tensor-parallel-size {layout.etp} and "
+        f"--expert-model-parallel-size {ep}: one has to divide the other",
+    )
+
+
+def check_effects(config: Config, *groups: str) -> None:
+    """Refuse settings of a config without derived defaults that others leave nothing to do: see ``only_with`` of the
+    schema. In all groups, or in some."""
+    idle = [setting for setting in without_effect(config, *groups) if not setting.noted]
+    if idle:
+        raise ConfigError(f"{said_without_effect(config, idle)}; leave it out")
+
+
+def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
+    """What to tell the user of settings that have no effect, some in this ``layout``, and are not refused."""
+    notes = [f"note: {said_without_effect(config, [s])}" for s in without_effect(config) if s.noted]
+    if layout is not None and layout.dp_replicate * layout.tp == 1 and config.training.rerun_mode == "disabled":
+        for flag in given(config.training, "check_replicas_interval"):
+            notes.append(f"note: {flag} has no effect: in this layout no weight is on two processes")
+    if layout is not None and layout.data_parallel * layout.cp == 1:
+        for flag in given(config.parallel, "data_parallel_sharding_strategy"):
+            notes.append(f"note: {flag} has no effect with one data-parallel process: there is nothing to shard over")
+        rounded = "zero_quantized_weights", "zero_quantized_gradients"
+        for flag in given(config.parallel, "data_parallel_collectives", "network_topology", *rounded):
+            notes.append(f"note: {flag} has no effect with one data-parallel process: there is nobody to exchange with")
+    return notes
+
+
+def _check_rerun(config: Config) -> None:
+    """A pass that is made again must find what the first one found."""
+    mode = config.training.rerun_mode
+    if mode == "disabled":
+        return
+    require(
+        not config.optim.optimizer_cpu_offload,
+        f"--rerun-mode {mode} and --optimizer-cpu-offload exclude each other: gradients leave during the backward pass",
+    )
+    parallel = config.parallel
+    require(
+        parallel.fp8_format is None or parallel.fp8_recipe != "delayed",
+        f"--rerun-mode {mode} and --fp8-recipe delayed exclude each other: maxima of a step are exchanged once; "
+        "tensorwise works",
+    )
+
+
+def _check_kernels(config: Config) -> None:
+    require(
+        not (config.parallel.kernels == "apex" and config.model.apply_layernorm_1p),
+        "--kernels apex and --apply-layernorm-1p exclude each other: apex takes a norm's weight in the precision of "
+        "its input, which rounds 1 + w; take --kernels triton or torch",
+    )
+
+
+def check_model(model: ModelConfig) -> None:
+    """Check what a model with its defaults filled in says as a whole."""
+    check_effects(Config(model=model), "model")
+    _check_heads_and_widths(model, tp=1)
+    check_latent(model)
+    check_linear(model, tp=1)
+    _check_activation(model)
+    _check_norms(model)
+    check_positions(model)
+    check_moe_model(model)
+    check_mtp_model(model)
+
+
+def _check_activation(model: ModelConfig) -> None:
+    for one, other in (("squared_relu", "tanh_gelu"), ("relu", "tanh_gelu"), ("relu", "squared_relu")):
+        flags = given(model, one, other)
+        require(len(flags) < 2, f"{' and '.join(flags)} exclude each other; give one")
+    flags = given(model, "relu", "squared_relu")
+    require(not (model.geglu and flags), f"--geglu and {''.join(flags)} exclude each other; give one")
+    flags = given(model, "geglu", "tanh_gelu", "relu", "squared_relu")
+    require(not (model.quick_geglu and flags), f"--quick-geglu and {', '.join(flags)} exclude each other; give one")
+
+
+def _check_norms(model: ModelConfig) -> None:
+    require(
+        not (model.parallel_residual and model.norm_placement != "pre"),
+        f"--norm-placement {model.norm_placement} and --parallel-residual exclude each other: what attention and MLP "
+        "add together has no norm of its own; leave out one",
+    )
+    require(
+        not (model.qk_layernorm_across_heads and model.apply_layernorm_1p),
+        "--qk-layernorm-across-heads and --apply-layernorm-1p exclude each other: norms over all heads multiply by "
+        "their weight; leave out one",
+    )
+
+
+def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:
+    heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
+    assert groups is not None and ffn is not None, "filled in before"
+    require(
+        heads % groups == 0,
+        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one of them",
+    )
+    require(
+        groups % tp == 0 or not model.qk_layernorm_across_heads,
+        f"--qk-layernorm-across-heads: --num-query-groups {groups} is not divisible by --tensor-model-parallel-size "
+        f"{tp}; change one of them",
+    )
+    for flag, size in (("--num-attention-heads", heads), ("--ffn-hidden-size", ffn)):
+        require(
+            size % tp == 0, f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; change one of them"
+        )
+    require(
+        groups % tp == 0 or tp % groups == 0,
+        f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other; change one",
+    )
+
+
+def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
+    names = (
+        "pipeline_schedule",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_model_parallel_layout",
+        "pipeline_reshard",
+    )
+    if parallel.pipeline_model_parallel_size == 1:
+        alone = given(parallel, *names) + given(training, "trace_pipeline")
+        require(not alone, f"{', '.join(alone)}: there is no pipeline; give --pipeline-model-parallel-size above 1")
+        return
+    require(
+        parallel.data_parallel_sharding_strategy == "optim_grads_params",
+        f"--data-parallel-sharding-strategy {parallel.data_parallel_sharding_strategy} and a pipeline exclude each "
+        "other: a pipeline gathers weights and reduces gradients once per step, see --pipeline-reshard; leave it out",
+    )
+    name = parallel.pipeline_schedule
+    require(
+        not (parallel.compile and name in ("zb-h1", "zb-v")),
+        f"--pipeline-schedule {name} and --compile exclude each other: a compiled graph drops the weight gradients "
+        "that the schedule leaves for later; leave out --compile or take --pipeline-schedule 1f1b or interleaved",
+    )
+    start, iters = training.profile_step_start, training.train_iters
+    require(
+        not training.trace_pipeline or iters is None or start <= iters,
+        f"--trace-pipeline records iteration --profile-step-start {start}, which is after the last one, {iters}",
+    )
+
+
+def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingConfig) -> None:
+    sources = {
+        "--data-path": data.data_path,
+        "--data-args-path": data.data_args_path,
+        "--train-data-path": data.train_data_path,
+        "--mock-data": data.mock_data,
+    }
+    named = [flag if value is True else f"{flag} {value}" for flag, value in sources.items() if value]
+    require(len(named) < 2, f"{' and '.join(named)}: give one")
+    require(
+        bool(named) or training.dry_run, "what to train on is missing: give --data-path or --mock-data (or --dry-run)"
+    )
+    _check_separate_paths(data, training)
+    _check_packing(data)
+    require(model.vocab_size is not None or not data.mock_data, "--mock-data needs --vocab-size")
+    require((model.vocab_size or 2) > 1 or not data.mock_data, "--mock-data needs a --vocab-size of at least 2")
+    require(
+        model.vocab_size is not None or data.tokenizer_model is not None,
+        "the number of token ids is unknown: give --tokenizer-model or --vocab-size",
+    )
+    train, validation, _ = parse_split(data.split)
+    if data.train_data_path is not None:
+        return
+    require(train > 0, f"--split {data.split} leaves nothing to train on; its first number is the training part")
+    require(
+        validation > 0 or training.eval_interval is None,
+        f"--eval-interval {training.eval_interval} needs a validation part, the second number of --split {data.split}",
+    )
+
+
+def _check_separate_paths(data: DataConfig, training: TrainingConfig) -> None:
+    for flag, path in (("--valid-data-path", data.valid_data_path), ("--test-data-path", data.test_data_path)):
+        require(path is None or data.train_data_path is not None, f"{flag} {path} needs --train-data-path")
+    if data.train_data_path is None:
+        return
+    require(data.split == DataConfig.split, f"--split {data.split} divides --data-path, not --train-data-path")
+    require(
+        (training.eval_interval is None) == (data.valid_data_path is None),
+        "--eval-interval and --valid-data-path go together: give both or none with --train-data-path",
+    )
+
+
+def _check_packing(data: DataConfig) -> None:
+    flags = ("packing", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "data_cache_path")
+    named = given(data, *flags)
+    require(not (data.mock_data and named), f"--mock-data has no documents: leave out {', '.join(named)}")
+    require(
+        not (data.packing == "best-fit" and data.eod_mask_loss),
+        "--eod-mask-loss: with --packing best-fit no document predicts the next; leave it out",
+    )
+
+
+def _check_batch(config: Config) -> None:
+    data, model = config.data, config.model
+    length, batch = data.seq_length, data.global_batch_size
+    assert length is not None and batch is not None, "filled in before"
+    require(
+        length <= model.max_position_embeddings,
+        f"--seq-length {length} is above --max-position-embeddings {model.max_position_embeddings}; change one of them",
+    )
+    BatchSizes.of(data)  # which refuses sizes that lead nowhere
+
+
+def _check_schedule(optim: OptimizerConfig) -> None:
+    require(optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
+    lowest = min(optim.lr, optim.decoupled_lr or optim.lr)
+    require(optim.lr_warmup_init <= lowest, f"--lr-warmup-init {optim.lr_warmup_init} is above the peak {lowest}")
+    least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
+    require(
+        optim.decoupled_lr is None or least <= optim.decoupled_lr,
+        f"--decoupled-lr {optim.decoupled_lr} is below --decoupled-min-lr {least}",
+    )
+    require(
+        optim.decoupled_min_lr is None or optim.lr_decay_style != "constant",
+        "--decoupled-min-lr has no effect with --lr-decay-style constant; leave it out",
+    )
+    parts = lengths(optim)
+    if parts.decay is None:
+        return
+    warmup, end = f"{parts.flag('lr_warmup')} {parts.warmup}", f"{parts.flag('lr_decay')} {parts.decay} (the run)"
+    require(parts.warmup < parts.decay, f"{warmup} must be below {end}")
+    require(
+        parts.final is None or parts.warmup + parts.final <= parts.decay,
+        f"{warmup} + {parts.flag('lr_wsd_decay')} {parts.final} is above {end}",
+    )
+
+
+def _check_training(training: TrainingConfig) -> None:
+    start, end, iters = training.profile_step_start, training.profile_step_end, training.train_iters
+    if not training.profile:
+        return
+    require(start < end, f"--profile-step-start {start} must be below --profile-step-end {end}")
+    require(iters is None or start <= iters, f"--profile-step-start {start} is after the last iteration, {iters}")
+
+
+def check_paths(load: str | None, save: str | None) -> None:
+    """Refuse URLs of what has a path."""
+    for flag, path in (("--load", load), ("--save", save)):
+        require(not (path or "").startswith("file:"), f"{flag} {path}: give the path alone, without file://")
+
+
+def _check_loading(checkpoint: CheckpointConfig) -> None:
+    check_paths(checkpoint.load, checkpoint.save)
+    load = checkpoint.load
+    require(load != "auto" or checkpoint.save is not None, "--load auto resumes from --save: give --save")
+    require(
+        load != "auto" or checkpoint.exit_on_missing_checkpoint,
+        "--no-exit-on-missing-checkpoint has no effect with --load auto, which makes the first start anyway; leave it "
+        "out",
+    )
+    for flag in given(checkpoint, "ckpt_step", "finetune", "load_optim"):
+        require(load is not None, f"{flag} says how to load: give --load")
+        require(
+            load != "auto",
+            f"{flag} would undo the progress at every restart with --load auto: give --load a folder",
+        )
+    require(
+        not (checkpoint.finetune and load == checkpoint.save),
+        f"--finetune starts at iteration 0: give it a --save other than --load {load}",
+    )
+
+
+def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> None:
+    names = ("save_interval", "save_mtbf_hours", "async_save", "keep_last_k", "save_retain_interval", "keep_best_k")
+    for flag in given(checkpoint, *names, "save_hf"):
+        require(checkpoint.save is not None, f"{flag} needs --save, the folder to save under")
+    require(
+        not (checkpoint.save_hf and "://" in (checkpoint.save or "")),
+        f"--save-hf writes to a file system, not to --save {checkpoint.save}: leave it out, and convert when the run "
+        "has ended (tools/convert_checkpoint.py, tools/merge_lora.py)",
+    )
+    for flag in given(training, "exit_interval", "exit_duration_in_mins"):
+        require(checkpoint.save is not None, f"{flag} saves and stops: give --save, the folder to save under")
+    interval, mtbf, last = checkpoint.save_interval, checkpoint.save_mtbf_hours, checkpoint.keep_last_k
+    require(interval is None or mtbf is None, f"--save-interval {interval} and --save-mtbf-hours {mtbf} are both given")
+    require(
+        last is None or last >= 2,
+        f"--keep-last-k {last} leaves nothing to fall back to when the newest checkpoint is damaged: give at least 2",
+    )
+    require(
+        checkpoint.keep_best_k is None or training.eval_interval is not None,
+        f"--keep-best-k {checkpoint.keep_best_k} needs --eval-interval, which measures the validation loss",
+    )

@@ -1,0 +1,62 @@
+"""What the settings of distillation must satisfy, and their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from smp.config.command_line.fields import given, require
+from smp.config.distillation import DistillationConfig
+from smp.config.rollouts import RolloutConfig
+from smp.config.schema import Config
+
+BETA = 0.5
+"""Of the divergence, where --beta is not given: TRL's."""
+
+
+def fill_distillation(config: Config) -> RolloutConfig | None:
+    """Check the group; the settings that it shares with reinforcement learning, with their defaults.
+
+    Raises:
+        ConfigError: values outside of their range, or settings that do not go together.
+    """
+    distillation, rollouts, objective = config.distillation, config.rollouts, config.objective
+    if distillation is None or rollouts is None or objective is None or objective.objective != "distill":
+        return rollouts
+    sources = given(distillation, "teacher", "logits_load_dir", "logits_save_dir")
+    require(bool(sources), "--objective distill: the teacher is missing: give --teacher or --logits-load-dir")
+    require(len(sources) == 1, f"{' and '.join(sources)} are both given; give one")
+    _check_values(distillation, rollouts)
+    saves = distillation.logits_save_dir is not None
+    idle = [*given(rollouts, "beta"), *given(distillation, "kd_loss_alpha")] if saves else []
+    idle += given(config.lora, "lora_rank") if saves and config.lora is not None else []
+    lengths = given(config.training, "train_epochs", "train_iters", "train_samples", "eval_interval")
+    idle += [*lengths, *given(config.checkpoint, "save")] if saves else []
+    require(not idle, f"{', '.join(idle)}: --logits-save-dir trains nothing; leave it out")
+    require(
+        not distillation.lmbda or config.data.mask_prompt,
+        "--no-mask-prompt: with --lmbda the model answers prompts, which are what is not trained; leave it out",
+    )
+    require(
+        not distillation.lmbda or distillation.kd_loss_alpha == 1,
+        f"--kd-loss-alpha {distillation.kd_loss_alpha}: the cross-entropy of what the model writes itself teaches "
+        "nothing; leave it out, or --lmbda",
+    )
+    length = config.data.seq_length
+    require(
+        not distillation.lmbda or length is None or rollouts.max_completion_length < length,
+        f"--max-completion-length {rollouts.max_completion_length} leaves no room for prompts in --seq-length "
+        f"{length}: change one",
+    )
+    require(
+        not distillation.lmbda or config.data.packing != "best-fit",
+        "--packing best-fit: completions that the model writes are not packed; leave it out, or --lmbda",
+    )
+    return replace(rollouts, beta=BETA if rollouts.beta is None else rollouts.beta)
+
+
+def _check_values(distillation: DistillationConfig, rollouts: RolloutConfig) -> None:
+    beta = rollouts.beta
+    require(beta is None or beta <= 1, f"--beta {beta}: distillation takes 0 (forward KL) to 1 (reverse KL)")
+    require(distillation.kd_loss_alpha > 0, "--kd-loss-alpha 0: nothing is left of the teacher; take --objective sft")
+    require(0.01 <= rollouts.temperature <= 100, f"--temperature {rollouts.temperature} must be from 0.01 to 100")
+    require(0 < rollouts.top_p <= 1, f"--top-p {rollouts.top_p} must be above 0 and at most 1")

@@ -1,0 +1,141 @@
+"""What the settings of a fine-tuning run must satisfy beside what they share with pretraining, and its defaults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from smp.config.command_line.fields import flag_of, given, require
+from smp.config.objectives import ObjectiveConfig
+from smp.config.rules.checks import check_effects, check_paths, check_ranges
+from smp.config.rules.distilled import fill_distillation
+from smp.config.rules.online import fill_rollouts
+from smp.config.schema import Config, DataConfig, LoraConfig
+
+ALL = "all-linear"
+"""peft's word for them in --lora-target-modules."""
+ALL_LINEAR = "query,key,value,output,gate,up,down,query_down,query_up,key_value_down,key_value_up,beta,decay"
+"""Every linear layer of any model but experts; the last four are latent attention's."""
+
+
+def fill_in(config: Config) -> Config:
+    """A copy with the defaults that follow from other settings.
+
+    Raises:
+        ConfigError: settings that cannot work; one line that names the flag to change.
+    """
+    lora, objective = config.lora, config.objective
+    assert lora is not None and objective is not None, "settings of a fine-tuning run"
+    check_ranges(config)
+    _check_source(config)
+    _check_lora(lora)
+    require(
+        config.optim.decoupled_lr is None or not config.has_adapters,
+        "--decoupled-lr: the embedding and the output matrix are frozen beside adapters; leave it out",
+    )
+    _check_objective(config, objective)
+    facts = config.objective_facts
+    config = replace(config, rollouts=fill_rollouts(config))
+    config = replace(config, rollouts=fill_distillation(config))
+    if config.has_reference:
+        reference = objective.dpo_reference or ("adapters-off" if config.has_adapters else "copy")
+        objective = replace(objective, dpo_reference=reference)
+    return replace(
+        config, lora=_filled(lora), objective=objective, data=_laid_out(config.data, facts.of_answers or config.writes)
+    )
+
+
+def _filled(lora: LoraConfig) -> LoraConfig:
+    if lora.lora_rank is None:
+        return lora
+    return replace(
+        lora,
+        lora_alpha=lora.lora_alpha or 2.0 * lora.lora_rank,
+        lora_target_modules=",".join(_named(target) for target in (lora.lora_target_modules or ALL).split(",")),
+        lora_dropout=lora.lora_dropout or 0.0,
+    )
+
+
+def _named(target: str) -> str:
+    return ALL_LINEAR if target.strip() == ALL else target.strip()
+
+
+def _laid_out(data: DataConfig, alone: bool) -> DataConfig:
+    """Samples that share a sequence do not see each other."""
+    packing = data.packing or ("off" if alone else "best-fit")
+    packed = packing == "best-fit"
+    return replace(data, packing=packing, reset_attention_mask=packed, reset_position_ids=packed)
+
+
+def _check_source(config: Config) -> None:
+    data, training, checkpoint = config.data, config.training, config.checkpoint
+    check_paths(checkpoint.load, checkpoint.save)
+    require(checkpoint.load is not None, "what to fine-tune is missing: give --load, the folder of a model")
+    require(data.data_path is not None or training.dry_run, "what to train on is missing: give --data-path")
+    require(not checkpoint.resume or checkpoint.save is not None, "--resume goes on from --save: give --save")
+    lengths = [flag_of(n) for n in ("train_epochs", "train_iters", "train_samples") if getattr(training, n) is not None]
+    require(len(lengths) < 2, f"{' and '.join(lengths)} are both given; give one")
+    saves = config.distillation is not None and config.distillation.logits_save_dir is not None
+    require(
+        bool(lengths) or training.dry_run or data.preview > 0 or saves,
+        "how long to train is missing: give --train-epochs, --train-iters or --train-samples",
+    )
+
+
+def _check_lora(lora: LoraConfig) -> None:
+    brought = given(lora, "lora_rank", "lora_alpha", "lora_target_modules", "use_dora")
+    if lora.load_adapter is not None:
+        require(not brought, f"{', '.join(brought)}: --load-adapter {lora.load_adapter} brings it; leave it out")
+    elif lora.lora_rank is None:
+        alone = brought + given(lora, "lora_dropout", "load_in_4bit")
+        require(not alone, f"{', '.join(alone)}: there are no adapters; give --lora-rank or --load-adapter")
+    require(
+        not (lora.use_dora and lora.lora_dropout),
+        f"--use-dora and --lora-dropout {lora.lora_dropout} exclude each other: dropout would be on the input of the "
+        "frozen weight too, which is computed once; leave one out",
+    )
+
+
+def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
+    check_effects(config, "objective", "rollouts", "distillation", "lora")
+    data, name, facts = config.data, objective.objective, config.objective_facts
+    if not facts.of_answers:
+        return
+    require(
+        not (facts.has_scores and config.lora is not None and config.lora.load_adapter is not None),
+        f"--objective {name} begins adapters together with the head of scores: give --lora-rank, and merge what "
+        "--load-adapter names into --load before (tools/merge_lora.py); --resume goes on with both",
+    )
+    require(data.packing != "best-fit", f"--packing best-fit: --objective {name} packs no answers; leave it out")
+    require(
+        not (config.is_online and data.truncation_side != "right"),
+        f"--truncation-side {data.truncation_side} has no effect with --objective {name}, which cuts no prompts; leave "
+        "it out",
+    )
+    require(data.mask_prompt, f"--no-mask-prompt: --objective {name} compares answers only; leave it out")
+    require(
+        objective.dpo_reference != "adapters-off" or config.has_adapters,
+        "--dpo-reference adapters-off: there are no adapters to switch off; give --lora-rank, or take copy",
+    )
+    require(
+        not (facts.mismatched and objective.dpo_reference == "precomputed"),
+        f"--dpo-reference precomputed: --objective {name} also compares answers of other samples, which differ in "
+        "every epoch; take adapters-off or copy",
+    )
+    require(
+        not (config.is_online and objective.dpo_reference == "precomputed"),
+        f"--dpo-reference precomputed: --objective {name} compares what the model writes, which is not known before; "
+        "take adapters-off or copy",
+    )
+    require(
+        not config.is_online or objective.dpo_reference is None or config.has_reference,
+        f"--dpo-reference {objective.dpo_reference} has no effect without --beta; leave it out",
+    )
+
+
+def targets_of(config: Config) -> list[str]:
+    """Patterns of --lora-target-modules."""
+    lora = config.lora
+    assert lora is not None and lora.lora_target_modules is not None, "filled in before"
+    if config.model.is_foreign and lora.lora_target_modules == ALL_LINEAR:  # under names of its own
+        return ["*"]
+    return lora.lora_target_modules.split(",")

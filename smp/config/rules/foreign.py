@@ -1,0 +1,112 @@
+"""A model that transformers computes: what of a run only this project's own decoder has, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from smp.config.command_line.commands import pip_install
+from smp.config.command_line.fields import flag_of, given, require
+from smp.config.model import ModelConfig
+from smp.config.schema import Config, ConfigError
+
+CHOICE = ("model_implementation", "model_config")
+"""Settings of a model that are not of its architecture."""
+
+_ONLY_OURS = {
+    "parallel": (
+        *("pipeline_model_parallel_size", "context_parallel_size"),
+        *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        *("fp8_format", "attention_backend"),
+    ),
+    "lora": ("use_dora", "load_adapter", "load_in_4bit"),
+}
+"""Settings of a run, by group, that need layers of this project."""
+
+
+def check_foreign(config: Config) -> None:
+    """Raise ConfigError for what a model that transformers computes does not have."""
+    for group, names in _ONLY_OURS.items():
+        settings = getattr(config, group)
+        flags = [] if settings is None else given(settings, *names)
+        require(not flags, f"{', '.join(flags)}: {_ONLY_HERE}; leave it out")
+    if config.objective is not None:
+        facts, name = config.objective_facts, f"--objective {config.objective.objective}"
+        require(not (facts.has_scores or config.is_online), f"{name}: {_ONLY_HERE}; leave it out")
+    dropout = None if config.lora is None else config.lora.lora_dropout
+    require(not dropout, f"--lora-dropout {dropout}: {_ONLY_HERE}; leave it out")
+    require(
+        not (config.has_adapters and config.checkpoint.save_hf),
+        "--save-hf: adapters of a model that transformers computes are merged by peft, from <save>/adapter; leave it "
+        "out",
+    )
+    kernels = config.parallel.kernels
+    require(kernels != "apex", f"--kernels {kernels}: {_ONLY_HERE}; leave it out")
+    data = config.data
+    if config.objective is None:
+        require(
+            data.reset_attention_mask == data.reset_position_ids,
+            "--reset-attention-mask and --reset-position-ids go together with --model-implementation transformers, "
+            "whose masks follow from positions; give both or none",
+        )
+
+
+_ONLY_HERE = (
+    "only this project's decoder has it, and transformers computes this model (--model-implementation; "
+    "docs/any-model.md)"
+)
+
+
+def require_implementation(config: Config) -> None:
+    """Raise ConfigError where --model-implementation is not what computes the model."""
+    model, load = config.model, config.checkpoint.load
+    asked, is_ours = model.model_implementation, not model.is_foreign
+    if asked == "auto" or (asked == "smp") == is_ours:
+        return
+    where = f"--load {load} is a checkpoint of" if load is not None else "this is"
+    whose = "this project's decoder" if is_ours else "transformers' module"
+    raise ConfigError(
+        f"--model-implementation {asked}: {where} {whose}; leave it out"
+        + ("" if load is not None or not is_ours else ", or give --model-config or the --load of a Hugging Face folder")
+    )
+
+
+def refuse_architecture(given: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings of the architecture that were ``given`` another value than those of a config.json
+    of transformers' own, ``found``: it has all of it."""
+    defaults = {field.name: field.default for field in fields(ModelConfig)}
+    own = [name for name in given if name in defaults and name not in CHOICE]
+    flags = [flag_of(name) for name in own if given[name] != found.get(name, defaults[name])]
+    require(
+        not flags,
+        f"{', '.join(flags)}: the architecture is that of config.json, which transformers computes; leave it out",
+    )
+
+
+def transformers_config(content: Mapping[str, Any], where: str) -> Any:
+    """transformers' configuration of a config.json.
+
+    Raises:
+        ConfigError: transformers is not installed, or does not know it.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise ConfigError(
+            f"{where}: --model-implementation transformers needs transformers: {pip_install('transformers')}"
+        ) from None
+    values = dict(content)
+    kind = values.pop("model_type", None)
+    require(isinstance(kind, str), f"{where} has no model_type: it is no config.json of transformers'")
+    try:
+        return AutoConfig.for_model(kind, **_plain(values))
+    except Exception as error:  # of any kind: each configuration checks its own values
+        raise ConfigError(f"{where}: {' '.join(str(error).split())[:300]}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that JSON does not have, as transformers writes them: {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _plain(v) for k, v in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value

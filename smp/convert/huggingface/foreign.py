@@ -1,0 +1,123 @@
+"""Which implementation computes the model that a config.json describes: this project's decoder, or transformers.
+
+No torch is imported here, though transformers may do so by itself when it is asked for a configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smp.config import ConfigError, ModelConfig
+from smp.config.rules.foreign import transformers_config
+from smp.convert.huggingface.config import CONFIG, family_of, from_hf, read_json
+from smp.convert.huggingface.text_part import text_config
+
+UNLIMITED = 2**20
+"""Longest sequence of an architecture that names none (recurrent ones)."""
+_OF_FILES = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
+"""Keys of a config.json that are not of the architecture, in this respect."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers")
+_WIDTH = ("hidden_size", "d_model", "n_embd", "dim")
+_LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+
+
+def read_model_config(path: str | Path) -> tuple[dict[str, Any], str]:
+    """(content, where) of a config.json, or of the one in a folder.
+
+    Raises:
+        DamageError, ConfigError: it is no JSON object, or cannot be read.
+    """
+    file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} is not a JSON object")
+    return content, str(file)
+
+
+def choose_model(content: Mapping[str, Any], where: str, implementation: str = "auto") -> ModelConfig:
+    """Settings of the model that a config.json describes.
+
+    Args:
+        content: of the file, whole.
+        where: its path, for messages.
+        implementation: --model-implementation.
+
+    Raises:
+        ConfigError: the one that is asked for does not have this architecture, or with auto neither.
+    """
+    if implementation == "transformers":
+        return foreign_model(content, where)
+    ours = text_config(content)
+    if implementation == "smp":
+        return from_hf(ours, where)
+    try:
+        family_of(ours, where)
+    except ConfigError as unknown:
+        return _theirs_or(content, where, unknown)
+    return from_hf(ours, where)
+
+
+def _theirs_or(content: Mapping[str, Any], where: str, unknown: ConfigError) -> ModelConfig:
+    """The model as transformers' own, if it has such a type; else ``unknown``, which says what is near."""
+    try:
+        from transformers.models.auto import modeling_auto
+    except ImportError:
+        raise unknown from None
+    if content.get("model_type") not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise unknown
+    return foreign_model(content, where)
+
+
+def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
+    """A model that transformers computes. Of the architecture the result says what a run asks for by itself.
+
+    Raises:
+        ConfigError: transformers is not installed, has no such type or no causal language model of it, or its weights
+            are quantized.
+    """
+    config = transformers_config(content, where)
+    if content.get("quantization_config"):
+        raise ConfigError(f"{where}: its weights are quantized: --model-implementation transformers reads none such")
+    text = config.get_text_config(decoder=True)
+    heads = _number(text, _HEADS, 1)
+    width = _number(text, _WIDTH, None)
+    vocabulary = getattr(text, "vocab_size", None)
+    if width is None or not isinstance(vocabulary, int):
+        raise ConfigError(f"{where}: {config.model_type} names no width or no vocabulary: it is no language model")
+    head = getattr(text, "head_dim", None)
+    return ModelConfig(
+        transformers_config=json.dumps(content, sort_keys=True),
+        num_layers=_number(text, _LAYERS, 1) or 1,
+        hidden_size=width,
+        ffn_hidden_size=4 * width,
+        num_attention_heads=heads or 1,
+        num_query_groups=heads or 1,
+        kv_channels=head if isinstance(head, int) and head > 0 else max(width // (heads or 1), 1),
+        max_position_embeddings=_number(text, _LENGTH, None) or UNLIMITED,
+        vocab_size=vocabulary,
+        untie_embeddings_and_output_weights=not getattr(text, "tie_word_embeddings", False),
+    )
+
+
+def _number(config: Any, names: tuple[str, ...], otherwise: int | None) -> int | None:
+    found = (getattr(config, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int) and number > 0), otherwise)
+
+
+def differences(trained: ModelConfig, asked: ModelConfig) -> list[str]:
+    """What the architecture of ``asked`` has otherwise, as ``rope_theta 10000 -> 500000``; one of them is
+    transformers' own."""
+    if trained.is_foreign != asked.is_foreign:
+        return [f"implementation {implementation(trained)} -> {implementation(asked)}"]
+    before, now = (json.loads(model.transformers_config or "{}") for model in (trained, asked))
+    keys = [key for key in dict.fromkeys((*before, *now)) if key not in _OF_FILES]
+    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def implementation(model: ModelConfig) -> str:
+    """The word of --model-implementation."""
+    return "transformers" if model.is_foreign else "smp"

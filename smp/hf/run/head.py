@@ -1,0 +1,187 @@
+"""The output matrix of a transformers model in a run: it gives a loss, a chunk of tokens at a time, and no logits.
+
+Hugging Face's forward pass calls its output matrix and returns the logits, perhaps scaled or capped. While a loss is
+wanted the matrix computes it there, in its own forward pass, with the weights that FSDP has gathered for it, and what
+it returns only stands for logits. What the model does to logits is found out once, by numbers: its forward pass runs
+around a stand-in of the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from smp.config import ConfigError
+from smp.hf.modules import local_weight_and_bias
+from smp.layers.heads.answers import linear_answers
+from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy
+from smp.layers.heads.head import ModelOutput, chunk_tokens
+from smp.models.micro_batch import MicroBatch
+from smp.parallel.collectives import Group, copy_to_group
+
+
+class OutputMatrix:
+    """What ``module``'s output matrix does in its forward pass.
+
+    Args:
+        module: cut, not yet sharded.
+        backend: of the cross-entropy.
+
+    Raises:
+        ConfigError: it is no linear layer, or the model computes something unknown with its logits.
+    """
+
+    def __init__(self, module: Any, backend: str) -> None:
+        head: Any = module.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(
+                f"--model-implementation transformers: the output matrix of {type(module).__name__} is "
+                f"{type(head).__name__}, not nn.Linear"
+            )
+        self._plain = vars(head).get("forward") or MethodType(type(head).forward, head)
+        self._batch: MicroBatch | None = None
+        self._result = Result()
+        self._backend = backend
+        self._logits = Logits.of(module, head)
+        self._shard = _shard_of(head, self._logits.softcap)
+        cast(Any, head).forward = MethodType(self._forward, head)
+
+    @contextmanager
+    def wanted(self, batch: MicroBatch) -> Iterator[Result]:
+        """Inside, the forward pass makes what ``batch`` wants, if that is not logits, and leaves it in the result."""
+        self._batch, self._result = batch, Result()
+        try:
+            yield self._result
+        finally:
+            self._batch = None
+
+    def _forward(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """(batch, length, hidden) -> logits, or what stands for them."""
+        batch = self._batch
+        if batch is None or batch.labels is None or batch.loss_weights is None:
+            whole: torch.Tensor = self._plain(hidden)
+            return whole
+        self._result.output = self._loss(head, hidden, batch, batch.labels, batch.loss_weights)
+        return hidden.new_zeros(()).expand(*hidden.shape[:-1], self._shard.vocab_size)
+
+    def _loss(
+        self, head: Any, hidden: torch.Tensor, batch: MicroBatch, labels: torch.Tensor, weights: torch.Tensor
+    ) -> ModelOutput:
+        weight, bias = local_weight_and_bias(head) if hasattr(head, "smp_cut") else (head.weight, head.bias)
+        hidden = hidden[:, : labels.shape[1]]  # behind them are tokens that only make ranks even
+        x = copy_to_group(hidden, self._shard.group).flatten(0, -2)  # (tokens, hidden)
+        if self._logits.scale != 1.0:
+            x = x * self._logits.scale
+        if bias is not None:  # as one more column, which every token has a 1 for
+            x = torch.cat((x, x.new_full((len(x), 1), self._logits.scale)), -1)
+            weight = torch.cat((weight, bias[:, None]), -1)
+        arguments = x, weight.to(x.dtype), labels.flatten(), weights.flatten(), self._shard
+        options: dict[str, Any] = {"chunk_tokens": chunk_tokens(weight), "backend": self._backend}
+        if batch.answers is None:
+            return ModelOutput(loss=linear_cross_entropy(*arguments, **options))
+        shape = labels.shape[0], labels.shape[1]
+        values, result = linear_answers(*arguments, batch.answers, shape, **options)
+        return ModelOutput(values=values) if result is None else ModelOutput(loss=result.loss, metrics=result.metrics)
+
+
+@dataclass
+class Result:
+    """What a forward pass has made: None, only logits."""
+
+    output: ModelOutput | None = None
+
+
+def _shard_of(head: Any, softcap: float | None) -> VocabShard:
+    """This rank's rows of the matrix."""
+    weight, vocabulary = head.weight, head.out_features
+    group = Group("", 1, 0)
+    if isinstance(weight, DTensor) and any(isinstance(p, Shard) and p.dim == 0 for p in weight.placements):
+        group = Group.of(weight.device_mesh)
+    return VocabShard.of(group, vocabulary // group.size, vocabulary, softcap)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How a model changes what its output matrix gives: z becomes softcap x tanh(scale x z / softcap).
+
+    Attributes:
+        softcap: None: scale x z.
+    """
+
+    scale: float
+    softcap: float | None
+
+    @staticmethod
+    def of(module: Any, head: Any) -> Logits:
+        """Found by numbers that a stand-in of the matrix gives.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        columns = torch.linspace(-4.0, 4.0, head.out_features)
+        columns[-2:] = torch.tensor((1e-3, 1e6))
+        try:
+            out = _logits_of(module, head, columns)
+        except Exception as error:  # of any kind: what the class does is not known
+            raise _unknown(module, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+        if out.shape != columns.shape:
+            raise _unknown(module, f"its logits are {tuple(out.shape)}, not {tuple(columns.shape)}")
+        scale, largest = float(out[-2] / columns[-2]), float(out[-1])
+        if torch.allclose(out, columns * scale, rtol=1e-5):
+            near = round(scale, 6)
+            return Logits(1.0 if near == 1.0 else scale, None)
+        # tanh rounds small numbers: the slope at 0 is 1 within its precision where nothing scales
+        scale = 1.0 if abs(scale - 1.0) < 1e-4 else scale
+        if torch.allclose(out[:-1], largest * torch.tanh(columns[:-1] * scale / largest), rtol=1e-4, atol=1e-6):
+            return Logits(scale, largest)
+        raise _unknown(module, "logits become neither scaled nor capped ones")
+
+
+def _unknown(module: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"--model-implementation transformers: {type(module).__name__} computes between its output matrix and its "
+        f"loss what is not known here: {why}"
+    )
+
+
+@torch.no_grad()
+def _logits_of(module: Any, head: Any, columns: torch.Tensor) -> torch.Tensor:
+    """What the model makes of ``columns``, (ids,), where its output matrix gives them; its decoder does not run."""
+    base = module.base_model
+    if base is module:
+        raise ValueError("it has no decoder of its own")
+    hidden = torch.zeros(1, 1, head.in_features, device="meta")
+    kept = {part: vars(part).get("forward") for part in (base, head)}
+    base.forward = lambda *args, **kwargs: _Decoded(hidden)
+    head.forward = lambda *args, **kwargs: columns.clone().view(1, 1, -1)
+    try:
+        out: torch.Tensor = module(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta")).logits
+        return out.view(-1).float()
+    finally:
+        for part, forward in kept.items():
+            del part.forward
+            if forward is not None:
+                part.forward = forward
+
+
+class _Decoded:
+    """What a decoder returns: hidden states, and nothing else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.last_hidden_state if place in (0, "last_hidden_state") else ()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name) or default

@@ -1,0 +1,124 @@
+"""Adapters (LoRA) on linear layers of a transformers model that a run trains.
+
+The factors are those of ``smp.layers.adapters.lora``, under the layer's name in Hugging Face's model, and lie as its
+weight:
+
+====================  ============================  =======================================
+layer                 A (rank, in)                  B (out, rank)
+====================  ============================  =======================================
+colwise               on every rank; summed         rows, as W
+rowwise               columns, as W                 on every rank
+others                as W                          as W
+====================  ============================  =======================================
+
+A reads what the layer reads, behind the point where gradients of that are summed over the ranks (``Boundary`` of
+``smp.hf.modules``). So the gradient of A in a column-cut layer is a part of a sum, which ``summed_over`` makes whole.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MethodType, SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from smp.config import ConfigError
+from smp.hf.modules import Cut, summed_over
+from smp.hf.planning.rows import LATENT
+from smp.kernels.matmul import linear
+from smp.layers.adapters.lora import Lora
+from smp.layers.parameter import REPLICATE, local, tp_parameter
+from smp.models.foreign import blocks_of
+from smp.parallel.collectives import (
+    Group,
+    copy_to_group,
+    gather_features,
+    reduce_from_group,
+    reduce_scatter_tokens,
+    split_features,
+)
+
+KNOWN = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "replicate", LATENT)
+
+
+def offer(module: Any, tp: DeviceMesh) -> None:
+    """Let every linear layer of the decoder's blocks take an adapter, but for those whose weight a fused kernel reads
+    past their forward pass (Mamba's output)."""
+    for _, block in blocks_of(module):
+        for name, layer in block.named_modules():
+            parent = block.get_submodule(name.rpartition(".")[0])
+            fused = name.rpartition(".")[2] == "out_proj" and "mamba" in type(parent).__name__.lower()
+            if type(layer) is nn.Linear and not fused:
+                layer.takes_adapter = partial(_attach, layer, tp)  # type: ignore[assignment]
+
+
+def _attach(layer: Any, tp: DeviceMesh, name: str, rank: int, alpha: float) -> None:
+    """Give ``layer`` an adapter, as ``smp.layers.adapters.lora.attach`` asks for it."""
+    style = _style(layer)
+    if style not in KNOWN:
+        raise ConfigError(f"--lora-target-modules: {name} is cut as {style}, which takes no adapter; leave it out")
+    weight, placement = layer.weight, cast(Placement, REPLICATE)
+    if isinstance(weight, DTensor):
+        [placement] = weight.placements
+    with torch.device("meta"):
+        like = tp_parameter(tuple(weight.shape), placement, tp)
+    layer.lora = Lora(SimpleNamespace(weight=like), rank, alpha)  # type: ignore[arg-type]
+    layer.without_adapter = vars(layer).get("forward") or MethodType(type(layer).forward, layer)
+    layer.forward = MethodType(_forward, layer)
+
+
+def _style(layer: Any) -> str:
+    cut: Cut | None = vars(layer).get("smp_cut")
+    return "replicate" if cut is None else cut.step.style
+
+
+def _forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
+    """(..., in) -> (..., out), of what the layer itself takes and gives."""
+    y: torch.Tensor = layer.without_adapter(input)
+    if not layer.lora.enabled:
+        return y
+    style = _style(layer)
+    if style.startswith("colwise"):
+        return y + _of_columns(layer, input, y.dtype)
+    if style.startswith("rowwise"):
+        return y + _of_rows(layer, input, y.dtype)
+    return y + _of_whole(layer, input, y.dtype)
+
+
+def _of_columns(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cut, adapter = layer.smp_cut, layer.lora
+    x = cut.inside.copied(input, cut.group).to(dtype)
+    low = adapter.down(x, local(adapter.a, dtype, summed_over=cut.group), None)  # (..., rank)
+    b = local(adapter.b, dtype, summed_over=cut.group if cut.step.heads else None)
+    if cut.step.heads:
+        b = b.narrow(0, *cut.step.heads)
+    out = linear(low, b)
+    return out if cut.step.style == "colwise" else gather_features(out, cut.group)
+
+
+def _of_rows(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cut, adapter = layer.smp_cut, layer.lora
+    x = split_features(input, cut.group) if cut.step.style == "rowwise_split_input" else input
+    low = adapter.down(x.to(dtype), local(adapter.a, dtype), None)  # (..., rank), a part of the sum
+    scattered = cut.tokens and layer.training
+    if scattered:
+        low = reduce_scatter_tokens(low.transpose(0, 1), cut.group).transpose(0, 1)  # (batch, n/tp, rank)
+    else:
+        low = reduce_from_group(low, cut.group)
+    return linear(low, local(adapter.b, dtype, summed_over=cut.group if scattered else None))
+
+
+def _of_whole(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cut: Cut | None = vars(layer).get("smp_cut")
+    over: Group | None = None if cut is None else summed_over(layer)
+    adapter = layer.lora
+    low = adapter.down(input.to(dtype), local(adapter.a, dtype, summed_over=over), None)
+    out = linear(low, local(adapter.b, dtype, summed_over=over))
+    if cut is None or cut.step.style != LATENT:
+        return out
+    latent, rope = out.tensor_split((-cut.step.summed,), -1)
+    return torch.cat((latent, copy_to_group(rope, cut.group)), -1)

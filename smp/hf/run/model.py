@@ -1,0 +1,144 @@
+"""A causal language model of transformers as a :class:`smp.models.protocol.Model`: what ``pretrain_gpt.py`` and
+``finetune.py`` train where ``--model-implementation`` is transformers.
+
+The module's children are this module's own, so parameters, checkpoints and adapters have Hugging Face's names. The
+forward pass is Hugging Face's, down to the output matrix; what that would give, logits of all tokens, is never made
+(:mod:`smp.hf.run.head`). Parameters are cut by :func:`smp.transform`, in fp32 on the meta device, and filled part by
+part (:mod:`smp.hf.loading.delayed`): no rank holds the whole model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smp.config import ConfigError, ModelConfig
+from smp.hf.loading.delayed import DelayedParamIniter, allocate
+from smp.hf.planning.plan import dropouts
+from smp.hf.run.documents import refusal_of_documents
+from smp.hf.run.head import OutputMatrix
+from smp.hf.run.lora import offer
+from smp.hf.state import adopt
+from smp.hf.transform import transform
+from smp.kernels import TORCH, Kernels
+from smp.layers.heads.head import ModelOutput
+from smp.models.foreign import blocks_of, new_module
+from smp.models.micro_batch import MicroBatch
+from smp.models.protocol import Model
+from smp.parallel.context import ParallelContext
+
+
+class TransformersModel(Model):
+    """A causal language model of transformers, without memory and not yet sharded.
+
+    Args:
+        config: with ``transformers_config``.
+        context: of the run.
+        kernels: what computes the cross-entropy.
+
+    Attributes:
+        module: Hugging Face's own object, whose children this module has.
+        notes: what the user should hear.
+        no_documents: why documents in one sequence cannot be kept apart; empty: they can.
+
+    Raises:
+        ConfigError: transformers cannot build it, or it cannot be cut or run in this way.
+    """
+
+    casts_weights = False
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, kernels: Kernels = TORCH) -> None:
+        super().__init__()
+        assert config.transformers_config is not None, "the model of another implementation"
+        self.config, self.notes = config, []
+        module = new_module(config.transformers_config)
+        self.notes += _without_dropout(module)
+        adopt(context)
+        transform(module)
+        offer(module, context.tp)
+        # Beside the children, not as one: then names are Hugging Face's.
+        self._module = (module,)
+        for name, child in module.named_children():
+            self.add_module(name, child)
+        if own := [name for name, _ in module.named_parameters(recurse=False)]:
+            raise ConfigError(f"--model-implementation transformers: {type(module).__name__} itself has {own[0]}")
+        self._output = OutputMatrix(module, kernels.cross_entropy)
+        self._blocks = [_as_block(layer) for _, layer in blocks_of(module)]
+        names = inspect.signature(type(module).forward).parameters
+        self._asked = {"use_cache": False} if "use_cache" in names else {}
+        self._slices = context.tp.size() if context.sequence_parallel else 1
+        self.no_documents = refusal_of_documents(module)
+
+    @property
+    def module(self) -> Any:
+        return self._module[0]
+
+    @property
+    def head(self) -> nn.Module | None:  # type: ignore[override]
+        return self.module.get_output_embeddings()
+
+    def blocks(self) -> list[Any]:
+        return self._blocks
+
+    def fsdp_units(self) -> list[nn.Module | list[nn.Module]]:
+        """Each decoder layer; the two matrices of the vocabulary, unless they are one: then all the rest is one unit,
+        which is gathered around the whole forward pass."""
+        units: list[nn.Module | list[nn.Module]] = list(self._blocks)
+        table, head = self.module.get_input_embeddings(), self.head
+        shared = {id(p) for p in table.parameters()} & {id(p) for p in head.parameters()}  # type: ignore[union-attr]
+        return units if shared or head is None else [*units, table, head]
+
+    def allocate(self, device: torch.device) -> None:
+        allocate(self.module)
+
+    def draw(self, device: torch.device, seed: int) -> None:
+        DelayedParamIniter(self.module, seed).init()
+
+    def forward(self, micro_batch: MicroBatch) -> ModelOutput:
+        batch = micro_batch
+        if (batch.labels is None) != (batch.loss_weights is None):
+            raise ValueError("a loss needs labels and loss_weights, logits neither")
+        arguments: dict[str, Any] = {"input_ids": self._even(batch.input_ids), **self._asked}
+        if batch.document_ids is not None:
+            if self.no_documents:
+                raise ConfigError(self.no_documents)
+            # Documents are known by positions that begin anew: transformers masks what lies before.
+            assert batch.position_ids is not None, "positions of documents begin anew"
+            arguments["position_ids"] = self._even(batch.position_ids)
+        with self._output.wanted(batch) as result:
+            logits = self.module(**arguments).logits[:, : batch.input_ids.shape[1]]
+        return ModelOutput(logits=logits) if result.output is None else result.output
+
+    def _even(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, length) with as many columns as ranks that have some of the tokens each can share evenly: zeros, each
+        of which is a document of its own."""
+        return F.pad(tokens, (0, -tokens.shape[1] % self._slices))
+
+
+def _without_dropout(module: nn.Module) -> list[str]:
+    """Set probabilities of dropout to 0: transformers draws by one generator, so masks would depend on the layout."""
+    found: dict[str, float] = {}
+    for owner, name, value in list(dropouts(module)):
+        key = name.rpartition(".")[2]
+        found[key] = max(value, found.get(key, 0.0))
+        setattr(owner.config if owner is module else owner, key, 0.0)
+    if not found:
+        return []
+    named = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    return [f"note: dropout of config.json is off, its masks would depend on the layout: {named}"]
+
+
+def _as_block(layer: Any) -> Any:
+    """Give ``layer`` the attribute ``run``, which recompute, compile and offload replace; hooks stay around it."""
+    layer.run = vars(layer).get("forward") or MethodType(type(layer).forward, layer)
+    layer.forward = MethodType(_through_run, layer)
+    return layer
+
+
+def _through_run(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return layer.run(*args, **kwargs)

@@ -1,0 +1,111 @@
+"""Frozen linear layers with weights in 4 bits, for adapters on top (QLoRA, ``smp.kernels.precision.nf4``).
+
+The packed weight replaces the weight and is split in the same way: TP splits its rows or columns, FSDP its rows of
+packed bytes. Blocks of 64 elements are those of the whole matrix, so every layout rounds alike; a row is split between
+blocks only. Layers dequantize a weight where they use it, in the forward pass and again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.kernels.precision import nf4
+from smp.layers.linear import linear_layers
+from smp.layers.parameter import SHARD_COLUMNS, tp_parameter
+from smp.parallel.box import Box
+from smp.parallel.boxes import local_box, local_part
+from smp.parallel.owners import gathered
+
+PRODUCTS = {False: "nf4", True: "nf4-double"}
+"""By whether scales are quantized, too."""
+Read = Callable[[Sequence[int], torch.Tensor], None]
+"""Fills a tensor with the box of the whole weight that begins at some offsets."""
+_CHUNK = 1 << 24
+
+
+@dataclass
+class Blocks:
+    """This rank's part of a matrix on its way into 4 bits.
+
+    Attributes:
+        halves: uint8 (rows, in / 2 of this rank).
+        scales: fp32 (rows, in / 64 of this rank).
+    """
+
+    halves: torch.Tensor
+    scales: torch.Tensor
+
+
+def quantize_layers(model: nn.Module, *, double: bool) -> None:
+    """Give all linear layers of ``model``, on the meta device, weights in 4 bits. After adapters were attached, before
+    ``fully_shard``.
+
+    Raises:
+        ValueError: a rank's part of a row is not made of whole blocks.
+    """
+    for layer in linear_layers(model).values():
+        weight = cast(DTensor, layer.weight)
+        # A row of the weight is quantized in blocks of 64 elements: where columns are cut, each rank's
+        # part is a row of its own.
+        ranks = weight.device_mesh.size() if weight.placements[0] == SHARD_COLUMNS else 1
+        packed = nf4.width(weight.shape[1] // ranks, double=double)
+        with torch.device(weight.device):
+            wide = tp_parameter((weight.shape[0], packed * ranks), weight.placements[0], weight.device_mesh)
+        # Packed bytes under a dtype that FSDP gathers without a change.
+        layer.weight = nn.Parameter(wide.to(torch.bfloat16), requires_grad=False)
+        layer.product = PRODUCTS[double]
+
+
+def quantized_layers(model: nn.Module) -> dict[str, Any]:
+    """Layers with weights in 4 bits, by name."""
+    return {name: layer for name, layer in linear_layers(model).items() if layer.product in PRODUCTS.values()}
+
+
+def box_of_weight(layer: Any) -> Box:
+    """Which part of the whole matrix (out, in) this rank has in 4 bits."""
+    box, columns = local_box(layer.weight), _columns(layer)
+    return Box((box.offsets[0], box.offsets[1] // box.sizes[1] * columns), (box.sizes[0], columns))
+
+
+def whole_shape(layer: Any) -> tuple[int, int]:
+    """(out, in)."""
+    rows, packed = layer.weight.shape
+    return rows, packed // local_box(layer.weight).sizes[1] * _columns(layer)
+
+
+def _columns(layer: Any) -> int:
+    double = layer.product == PRODUCTS[True]
+    return nf4.BLOCK * nf4.blocks_of(local_box(layer.weight).sizes[1], double=double)
+
+
+def read_blocks(layer: Any, read: Read, dtype: torch.dtype) -> Blocks:
+    """Quantize this rank's part of a weight of ``dtype``, some rows at a time."""
+    box, device = box_of_weight(layer), layer.weight.device
+    rows, columns = box.sizes
+    halves = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
+    scales = torch.empty(rows, columns // nf4.BLOCK, device=device)
+    # Some rows at a time: the wide weight never exists as a whole.
+    size = max(1, _CHUNK // columns)
+    for start in range(0, rows, size):
+        part = torch.empty(min(size, rows - start), columns, dtype=dtype)
+        read((box.offsets[0] + start, box.offsets[1]), part)
+        halves[start : start + size], scales[start : start + size] = nf4.quantize(part.to(device))
+    return Blocks(halves, scales)
+
+
+@torch.no_grad()
+def fill(layer: Any, blocks: Blocks) -> None:
+    """Pack a weight. The scales of the whole matrix are gathered for it: all ranks that share the layer call this."""
+    whole, box = None, box_of_weight(layer)
+    if layer.product == PRODUCTS[True]:
+        rows, columns = whole_shape(layer)
+        # Scales are quantized under a scale of all of them, so every rank needs all, whatever it has of the weight.
+        whole = gathered(blocks.scales, (rows, columns // nf4.BLOCK), layer.weight)
+    first = box.offsets[0], box.offsets[1] // nf4.BLOCK
+    local_part(layer.weight).copy_(nf4.pack(blocks.halves, blocks.scales, whole, first))

@@ -1,0 +1,75 @@
+"""The head of a reward model: one number for an answer.
+
+The score of a text is ``w . x`` of the hidden state x of its last token, as transformers' ...ForSequenceClassification
+with one label computes it. What is minimised is a loss of answers, as of the vocabulary-parallel head; see
+``smp.layers.heads.answers``.
+
+What crosses links is one float per token, outside of autograd: each rank then differentiates the scores of its own
+tokens, each with the weight d loss / d score.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.layers.heads.answers import AnswerLoss, judged, with_gradient_of
+from smp.layers.heads.head import ModelOutput
+from smp.layers.parameter import REPLICATE, Initializer, Normal, local, tp_parameter
+from smp.parallel.collectives import gather_tokens
+from smp.parallel.context import ParallelContext
+
+
+class ScoreHead(nn.Module):
+    """In place of the output matrix.
+
+    Args:
+        hidden_size: width of the input.
+        parallel: a context, or a plain 1-D tensor-parallel mesh. Under its ``sequence_parallel`` the input is split
+            along dim 0.
+        init_std: standard deviation of the initial weights.
+    """
+
+    def __init__(self, hidden_size: int, parallel: ParallelContext | DeviceMesh, *, init_std: float = 0.02) -> None:
+        super().__init__()
+        context = ParallelContext.of(parallel)
+        self.shared_by, self.cp = context.shared_by, context.cp_group
+        self.weight = tp_parameter((1, hidden_size), REPLICATE, context.tp)
+        self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        loss_weights: torch.Tensor | None = None,
+        tied_weight: torch.Tensor | None = None,
+        answers: AnswerLoss | None = None,
+        shape: tuple[int, int] | None = None,
+    ) -> ModelOutput:
+        """The loss of answers; without one the scores of all tokens, as logits (tokens, 1).
+
+        Args:
+            x: (tokens [/p], hidden).
+            labels: of no use here.
+            loss_weights: fp32 (tokens,), above 0 at the last token of each text.
+            tied_weight: None.
+            answers: what is wanted of the scores.
+            shape: (rows, length) of the texts; behind these tokens is padding.
+        """
+        # fp32 after the product, whose inputs are rounded already; each rank has its own tokens.
+        scores = F.linear(x, local(self.weight, x.dtype, summed_over=self.shared_by)).squeeze(1).float()
+        # Outside of autograd: the gradient is put together below, for this rank's tokens alone.
+        with torch.no_grad():
+            everywhere = scores if self.shared_by is None else gather_tokens(scores, self.shared_by)  # (tokens,)
+            if answers is None or loss_weights is None or shape is None:
+                return ModelOutput(logits=everywhere[:, None])
+            values, result = judged(answers, everywhere, loss_weights, shape, self.cp)
+        if result is None:
+            return ModelOutput(values=values)
+        loss = result.loss
+        if torch.is_grad_enabled():
+            first = 0 if self.shared_by is None else self.shared_by.rank * len(scores)
+            loss = with_gradient_of(loss, (scores * result.slopes[first : first + len(scores)]).sum())
+        return ModelOutput(loss=loss, metrics=result.metrics)

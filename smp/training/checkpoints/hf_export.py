@@ -1,0 +1,87 @@
+"""The end of a run with --save-hf: the trained model as a Hugging Face folder, beside its checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from smp.checkpoint import CheckpointError
+from smp.checkpoint.folders.latest import iteration_name
+from smp.config import Config
+from smp.convert.convert import write
+from smp.convert.formats import Opened, make_target, open_checkpoint
+from smp.convert.peft.adapters import MergedWeights, family_for
+from smp.convert.weights import Weights
+from smp.training.tuning.adapter_files import ADAPTER, companions_of, open_adapters, reference_config
+
+HF_MODEL = "hf_model"
+"""Folder beside the checkpoints of a run with the model of its end."""
+_WORKERS = 2
+
+
+def require_exportable(config: Config) -> None:
+    """Raise ConfigError where --save-hf would fail when the run has ended: no Hugging Face architecture computes what
+    the model does."""
+    if config.checkpoint.save_hf and not config.model.is_foreign:
+        family_for(config.model, reference_config(config))
+
+
+def export_hugging_face(config: Config, iteration: int, progress: Callable[[], None]) -> Path:
+    """Write the model of the checkpoint of ``iteration`` to ``<save>/hf_model``; returns where that is. On one rank.
+
+    Tensors are read, merged with adapters and written one after the other, as by tools/merge_lora.py and
+    tools/convert_checkpoint.py. All weights of a run with --bf16 are rounded to bf16 once; merged ones keep the dtype
+    of the model's files.
+
+    Args:
+        config: of the run.
+        iteration: of its last checkpoint.
+        progress: called when it has come further.
+
+    Raises:
+        ConfigError, CheckpointError, OSError: the checkpoint cannot be read, or the folder not be written.
+    """
+    checkpoint = config.checkpoint
+    assert checkpoint.save is not None, "checked before"
+    save = Path(checkpoint.save)
+    source = Path(str(checkpoint.load)) if config.has_adapters else save / iteration_name(iteration)
+    opened = open_checkpoint(source)
+    opened = replace(opened, reference=companions_of(save) or opened.reference)
+    folder, fresh = save / HF_MODEL, save / f"{HF_MODEL}.new"
+    with opened.weights as weights:
+        if config.has_adapters:
+            weights = MergedWeights(weights, open_adapters(save / ADAPTER, opened), None)
+        rounded = config.parallel.bf16 and not config.has_adapters
+        if config.model.is_foreign:
+            _write_foreign(opened, weights, fresh, torch.bfloat16 if rounded else None)
+            return _in_place(folder, fresh)
+        target = make_target("hf", replace(opened, weights=weights), dtype=torch.bfloat16 if rounded else None)
+        options = [iteration, config.has_adapters, rounded]
+        if fresh.exists():  # complete, and not in its place yet
+            shutil.rmtree(fresh)
+        write(weights, target, fresh, options=options, workers=_WORKERS, progress=lambda count: progress())
+    return _in_place(folder, fresh)
+
+
+def _write_foreign(opened: Opened, weights: Weights, fresh: Path, dtype: torch.dtype | None) -> None:
+    # Here, because a model of this project's own needs none of that room.
+    from smp.hf.run.export import write_folder
+
+    if fresh.exists():  # of a run that ended while it wrote
+        shutil.rmtree(fresh)
+    write_folder(weights, fresh, opened.reference, dtype)
+
+
+def _in_place(folder: Path, fresh: Path) -> Path:
+    """Give ``fresh``, which is complete, its name."""
+    try:
+        if folder.exists():  # of an earlier end of this run
+            shutil.rmtree(folder)
+        fresh.rename(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from None
+    return folder

@@ -1,0 +1,303 @@
+"""Bytes that a block keeps for its backward pass, by formula, without torch but for exchanges of
+context parallelism; symbols as in :mod:`smp.training.cost.memory`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from smp.config import Config, Layout, ModelConfig
+from smp.config.at_once import DROPOUT_BITS
+from smp.config.layer_specs import DeltaNetMixer
+from smp.config.layers import scores_flag
+from smp.training.cost.exchanged_keys import of_exchange, others_keys
+
+
+def is_fused(config: Config) -> bool:
+    """Whether a GPU runs SwiGLU in a kernel of its own, which computes again what it could keep."""
+    return config.parallel.kernels != "torch" and not config.parallel.compile
+
+
+def kept_per_token(
+    config: Config,
+    layout: Layout,
+    b: int,
+    recompute: Literal["none", "selective", "full"],
+    *,
+    fused: bool,
+    experts: bool = False,
+    recurrence: DeltaNetMixer | None = None,
+) -> int:
+    """Bytes per token that one block keeps for its backward pass on one of ``layout.tp`` processes.
+
+    With h_l = h / tp under sequence parallelism, else h, and all other widths local:
+
+    - none: input and output of both norms 4 h_l; query, key, value and output of attention 2 q + 2 k; MLP 2 f, with
+      SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product); with qk-norm its inputs q + k, with norms before and
+      behind 2 h_l more; with hidden dropout two masks of one byte, 2 h_l bytes; log-sum-exp, 4 bytes per head, or
+      with attention dropout per head and position the probabilities in fp32, the mask in one byte and the dropped
+      probabilities in compute precision, and where it is operators the probabilities, in both cases with a cap also the
+      capped scores. Context parallelism that exchanges keys keeps no probabilities.
+    - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
+      and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
+    - full: input h_l.
+
+    A layer with experts keeps for each of a token's k experts of width e, instead of the MLP: its row and its result
+    2 h, and 3 e or, not ``fused``, 4 e, without a gate 2 e; selective: the result, with expert parallelism once more
+    for each of both ways, and 2 e, without a gate e. Loads are taken to be even. A shared expert is an MLP beside them.
+    The router keeps numbers of its own, see :func:`_routing`.
+
+    In FP8 with one scale for a tensor, inputs of linear layers are kept in one byte each: results of both norms and of
+    attention (which keeps its own, too), and an expert's rows and the last one's inputs.
+
+    With --attention-output-gate its sigmoid and the product, 2 q more; selective: the projection, q.
+
+    Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`; a recurrence in its place, see
+    :func:`_of_recurrence`; context parallelism more, see :func:`_of_exchange`.
+    """
+    model, length, tp = config.model, config.data.seq_length, layout.tp
+    head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
+    assert head_dim is not None and groups is not None and ffn is not None and length is not None, "resolved before"
+    if experts:
+        ffn = model.moe_shared_expert_intermediate_size or 0
+    heads, f = model.num_attention_heads // tp, ffn // tp
+    q, k = heads * head_dim, max(1, groups // tp) * head_dim
+    if recurrence is not None:
+        heads = q = k = 0
+    heads_have_norms = model.qk_layernorm and not model.multi_latent_attention  # latents have them there
+    split = tp if config.parallel.sequence_parallel else 1
+    h_l = model.hidden_size // split
+    if recompute == "full":
+        return b * h_l
+    if recompute == "selective":
+        own = 2 if experts and not ffn else 3  # their results are counted with their rows
+        elements = own * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
+        wide, results = 2 if model.gated else 1, 1 + 2 * (layout.ep > 1)
+    else:
+        mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
+        norms = 6 if model.norm_placement == "sandwich" else 4
+        elements = norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
+        wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
+    small = 0  # bytes, also elements of one byte
+    if recompute == "none":
+        small = _widened_operands(config, b, q, k) + 2 * h_l * (model.hidden_dropout > 0)
+    if recompute == "none" and _keeps_in_8_bits(config):
+        elements -= 2 * h_l
+        small += 2 * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
+    if experts:
+        row, inner = model.hidden_size * layout.expert_tp // tp, (model.moe_ffn_hidden_size or 0) // tp
+        elements += model.moe_router_topk * (results * row + wide * inner)  # of the tokens of ranks that share experts
+        small += _routing(config, layout, b, h_l, recompute)
+        if recompute == "none" and _keeps_in_8_bits(config):
+            elements -= model.moe_router_topk * (row + inner)
+            small += model.moe_router_topk * (row + inner)
+    if model.attention_output_gate:
+        elements += q if recompute == "selective" else 2 * q  # the projection, or its sigmoid and the product
+    if recurrence is not None:
+        small += _of_recurrence(recurrence, tp, b, recompute)
+    elif model.multi_latent_attention:
+        elements += _latent(model, heads, split, recompute) - (2 * q + 2 * k)
+    if layout.cp > 1 and recurrence is None:
+        elements += of_exchange(config, q, k, max(1, groups // tp), recompute)
+    return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
+
+
+def _of_recurrence(mixer: DeltaNetMixer, tp: int, b: int, recompute: str) -> int:
+    """Bytes per token of a gated delta net with queries and keys of K numbers and values of V on this process. Input
+    and output of the convolution 2 (2 K + V), queries and keys for each head of values, output of the rule and of the
+    gate's product, and the gate, 3 V; in fp32 queries and keys before they are divided by their length 2 K,
+    output and gate of the gate's product 3 V (with b = 4 the first is there already), rates and decays, and of
+    the rule a state for each chunk and the inverses. selective: results of matrix products and of the rule."""
+    heads = mixer.value_heads // tp
+    k, v = mixer.key_heads // tp * mixer.key_dim, heads * mixer.value_dim
+    rule = heads * (mixer.key_dim * mixer.value_dim // CHUNK + CHUNK)
+    if recompute == "selective":
+        return b * (2 * k + 3 * v + 2 * heads) + 4 * rule
+    wide = (2 * k + 3 * v if b < 4 else v) + 6 * heads
+    return b * (2 * (2 * k + v) + 2 * heads * mixer.key_dim + 3 * v) + 4 * (wide + rule)
+
+
+CHUNK = 64
+"""Tokens that :mod:`smp.kernels.recurrences.delta_rule`, which needs torch, computes at once."""
+
+
+def _widened_operands(config: Config, b: int, q: int, k: int) -> int:
+    """Bytes per token that attention keeps more where it is operators: query, key and value in fp32, key/value heads
+    once for each query head, in place of those in compute precision."""
+    return 4 * 3 * q - b * (q + 2 * k) if _is_in_fp32(config) else 0
+
+
+def _is_in_fp32(config: Config) -> bool:
+    """Whether attention is not a kernel's, and in fp32: with dropout its products stay in compute precision."""
+    return _keeps_scores(config) and config.model.attention_dropout == 0
+
+
+def _keeps_scores(config: Config) -> bool:
+    """Whether attention is operators, because it was asked for or because no kernel computes such scores."""
+    return config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
+
+
+def _keeps_in_8_bits(config: Config) -> bool:
+    """Whether the inputs of linear layers are, for their weights' gradients."""
+    return config.parallel.fp8_format is not None and config.parallel.fp8_recipe in ("delayed", "tensorwise")
+
+
+def _routing(config: Config, layout: Layout, b: int, h_l: int, recompute: str) -> int:
+    """Bytes per token that a router of E experts keeps: its input in fp32, logits, two tables of scores and the order
+    of all experts, 20 E; where each of k rows goes and comes from, with expert parallelism twice. selective: logits."""
+    model = config.model
+    assert model.num_experts is not None, "asked of a layer with experts"
+    if recompute == "selective":
+        return 4 * model.num_experts
+    ways = 2 if layout.ep > 1 else 1
+    return (4 * h_l if b < 4 else 0) + 20 * model.num_experts + 16 * ways * model.moe_router_topk
+
+
+def pending_per_token(
+    config: Config, layout: Layout, b: int, *, experts: bool = False, recurrence: DeltaNetMixer | None = None
+) -> int:
+    """Bytes per token that one block keeps between both parts of a split backward pass: inputs of its products and
+    gradients of their results, 4 h_l + 2 q + 2 k + 3 f (2 f without a gate), and of an expert's rows 2 h + 3 e."""
+    model, tp = config.model, layout.tp
+    assert model.kv_channels is not None and model.ffn_hidden_size is not None, "resolved before"
+    split, wide = tp if config.parallel.sequence_parallel else 1, 3 if model.gated else 2
+    h_l, heads, groups = model.hidden_size // split, model.num_attention_heads // tp, model.num_query_groups or 1
+    attention = 2 * (heads + max(1, groups // tp)) * model.kv_channels
+    if model.multi_latent_attention:
+        attention = _latent(model, heads, split, "none")
+    if recurrence is not None:
+        attention = 4 * _numbers(recurrence, tp)
+    f = model.ffn_hidden_size if not experts else model.moe_shared_expert_intermediate_size or 0
+    elements = 4 * h_l + attention + wide * f // tp
+    if not experts:
+        return b * elements
+    rows = 2 * model.hidden_size * layout.expert_tp // tp + wide * (model.moe_ffn_hidden_size or 0) // tp
+    return b * (elements + model.moe_router_topk * rows) + 4 * (h_l * (b < 4) + (model.num_experts or 0))
+
+
+def _numbers(mixer: DeltaNetMixer, tp: int) -> int:
+    """Of queries, keys, values and gates of a token on one of ``tp`` processes, halved."""
+    return (mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim) // tp
+
+
+def _per_position(config: Config, layout: Layout, recompute: str, b: int) -> int:
+    """Bytes that attention keeps for each head and pair of positions: none, where a kernel does it."""
+    model = config.model
+    # auto may choose to exchange heads
+    by_heads = layout.cp == 1 or config.parallel.cp_comm_type not in ("p2p", "all_gather")
+    if not by_heads or (model.attention_dropout == 0 and not _keeps_scores(config)):
+        return 0
+    capped = _of_a_cap(model, recompute)
+    if model.attention_dropout == 0:
+        return 4 + capped
+    return b if recompute == "selective" else 4 + 1 + b + capped
+
+
+def _of_a_cap(model: ModelConfig, recompute: str) -> int:
+    """Of these the capped scores, which the cap's derivative is made of."""
+    return 0 if model.attn_logit_softcapping is None or recompute == "selective" else 4
+
+
+def replayed_per_token(
+    config: Config,
+    layout: Layout,
+    b: int,
+    *,
+    fused: bool,
+    experts: bool = False,
+    recurrence: DeltaNetMixer | None = None,
+) -> int:
+    """Bytes per token that a block's backward pass computes again: what it keeps without recompute, less what it keeps
+    with it. Results that selective recompute keeps are let go of as the replay passes them, but for the block's output,
+    which it does not reach."""
+    model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
+    kind: dict[str, Any] = {"fused": fused, "experts": experts, "recurrence": recurrence}
+    whole, kept = (kept_per_token(config, layout, b, how, **kind) for how in ("none", recompute))
+    reached = recompute != "selective" or experts
+    return whole - kept + (0 if reached else b * model.hidden_size // (tp if config.parallel.sequence_parallel else 1))
+
+
+def in_flight_per_token(
+    config: Config, layout: Layout, b: int, *, experts: bool = False, recurrence: DeltaNetMixer | None = None
+) -> int:
+    """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of
+    what it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and
+    up, and the product once more), without a gate 2 f; where attention is operators, of scores and probabilities,
+    values and output, in fp32; where keys are exchanged what :func:`smp.training.cost.exchanged_keys.others_keys` says,
+    and the gradient of attention's output, when what the MLP keeps has gone. With experts of each of a token's k the
+    row h, or 3 e when the row of the result and the product have gone, e without a gate. Of a recurrence, in fp32 and
+    for each head of values: what it takes and three times more of queries, keys and values, gradients of states, and
+    five matrices of a chunk."""
+    model, tp, length = config.model, layout.tp, config.data.seq_length
+    assert model.ffn_hidden_size is not None and model.kv_channels is not None and length is not None, "resolved before"
+    split, wide = tp if config.parallel.sequence_parallel else 1, 4 if model.gated else 2
+    heads, groups = model.num_attention_heads // tp, max(1, (model.num_query_groups or 1) // tp)
+    width = model.kv_channels
+    if model.multi_latent_attention:
+        width, groups = max(model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim), heads
+    mlp = wide * model.ffn_hidden_size // tp
+    if experts:
+        rows = model.hidden_size * layout.expert_tp // tp
+        # The product has gone, which they keep, and the row of the result.
+        inner = (2 if model.gated else 1) * (model.moe_ffn_hidden_size or 0) // tp
+        each = max(rows, inner - rows)
+        mlp = model.moe_router_topk * each + wide * (model.moe_shared_expert_intermediate_size or 0) // tp
+    scores = heads * (_per_position(config, layout, "none", b) - _of_a_cap(model, "none")) * length
+    if _keeps_in_8_bits(config):
+        scores += mlp // 4  # the product in 8 bits, which the weight's gradient takes
+    around = model.hidden_size // split + (model.hidden_size if split > 1 else 0)
+    if recurrence is not None:
+        each = 4 * (2 * recurrence.key_dim + recurrence.value_dim) + 5 * CHUNK
+        each += recurrence.key_dim * recurrence.value_dim // CHUNK
+        rule = 4 * recurrence.value_heads // tp * each
+        return b * around + max(b * mlp, rule)
+    attention = 2 * (heads + groups) * width * b
+    if (others := others_keys(config, layout, b, heads, groups, width)) > 0:
+        attention = others + heads * width * b - b * mlp // 2
+    if scores and _is_in_fp32(config):
+        # Gradients of probabilities and scores, values and the output. What the MLP keeps has gone by then.
+        attention = 4 * heads * (2 * length + 2 * width) - b * mlp // 2
+        return b * around + max(b * mlp, attention)
+    return b * around + max(b * mlp, attention) + scores
+
+
+def _latent(model: ModelConfig, heads: int, split: int, recompute: str) -> int:
+    """Elements per token of latent attention. Heads are filled up to one width: query, key, value and output, and where
+    values are narrower the output once more without what filled it; latents, and their norms' results. selective: the
+    results of attention and of the projections."""
+    key = model.qk_head_dim + model.qk_pos_emb_head_dim
+    width, low = max(key, model.v_head_dim), model.kv_lora_rank + (model.q_lora_rank or 0)
+    if recompute == "selective":
+        up = key + model.qk_head_dim + model.v_head_dim
+        return heads * (width + up) + (low + model.qk_pos_emb_head_dim) // split
+    narrow = model.v_head_dim if model.v_head_dim < width else 0
+    return heads * (4 * width + narrow) + low * (2 if model.qk_layernorm else 1) // split
+
+
+def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, experts: bool = False) -> int:
+    """Bytes per token of a block's replay when a dropout's mask is made, which is gone when gradients come; 0: there is
+    no dropout, or no replay. Beside the gradient of the block's output, h_l:
+
+    - hidden dropout, behind the MLP: all that is replayed; what attention added and the MLP's result, 2 h_l; and three
+      int64 for each element of the mask, of at most ``DROPOUT_BITS`` elements at a time.
+    - attention dropout: the norm's result h_l; query, key and value, 2 q + 2 k, of which selective recompute has kept
+      q + 2 k, and rotated ones; the operands of its product, 2 q; and for each head and position scores, probabilities,
+      these divided and these dropped in fp32 and the mask, 17 bytes, with a cap the capped scores, 4 more, in place of
+      the scores that selective recompute has kept.
+    """
+    model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
+    assert model.kv_channels is not None and config.data.seq_length is not None, "resolved before"
+    if recompute == "none":
+        return 0
+    split = tp if config.parallel.sequence_parallel else 1
+    h_l = model.hidden_size // split
+    q, k = (max(1, n // tp) * model.kv_channels for n in (model.num_attention_heads, model.num_query_groups or 1))
+    behind = attention = 0
+    if model.hidden_dropout > 0:
+        behind = replayed_per_token(config, layout, b, fused=fused, experts=experts) + 3 * b * h_l
+        tokens = config.rows_per_micro_batch * config.data.seq_length // layout.cp
+        behind += 3 * 8 * min(h_l, DROPOUT_BITS // tokens)
+    if (scores := _per_position(config, layout, recompute, b)) and model.attention_dropout > 0:
+        scores = 17 + 4 * (model.attn_logit_softcapping is not None) - (scores if recompute == "selective" else 0)
+        attention = model.num_attention_heads // tp * scores * config.data.seq_length
+        attention += b * (2 * h_l + q + 2 * k + 2 * q)
+    return max(behind, attention)

@@ -1,0 +1,338 @@
+"""Bytes that one process of a training run needs, by formula. Without torch (but where context parallelism
+chooses its exchange or gathers keys), so it runs on a login node.
+
+Symbols: h hidden size, q = heads x head width, k = key/value heads x head width, f = MLP width, T = tokens of a
+micro-batch on one of cp context-parallel processes, b = bytes of the compute precision, tp = tensor-parallel processes.
+With n = parameters on one of tp processes (vocabulary padding included) and d = ``layout.dp_shard`` x cp:
+
+- parameters 4 n / d and gradients 4 n / d: fp32 masters, sharded by FSDP.
+- optimizer 8 n / d for Adam's two moments, less with --exp-avg-dtype and --exp-avg-sq-dtype (with
+  --optimizer-cpu-offload they are on the host), 4 n / d for SGD with momentum and for the matrices that Muon
+  trains, 0 for SGD without.
+- gathered: weights in compute precision that FSDP holds unsharded: two blocks (one in use, one on its way) and the
+  vocabulary matrix at the loss, with multi-token prediction also the embedding and its projections. Without FSDP
+  (one data-parallel rank, no pipeline and no context parallelism) in bf16 runs the cast weights, which layers keep
+  for the backward pass (under recompute those of one block).
+- secondary: with --zero-hpz-partition-size z the blocks' weights in compute precision, once more, / z.
+- reduced: the gradient of the largest unit, in compute precision and as the fp32 input of its reduction; without
+  FSDP on its way to the sum.
+- activations: layers x what a block keeps (``kept_per_token`` x T), what the output layer takes and gives, and RoPE's
+  tables, in fp32, of each micro-batch.
+  With --offload-activations of --activation-loading-horizon layers only; cast weights leave with them.
+- backward: gradients in flight through a block's MLP, and what recompute replays of the block; or the masks of dropout
+  while they are made again.
+- A matrix that embedding and output share stays gathered from the loss until the embedding's gradient is there, and so
+  does its gradient as an output matrix, both in compute precision.
+- logits: one chunk, whose gradient replaces it, with --final-logit-softcapping beside the cap's derivative; logits of
+  all tokens never exist. The output matrix's gradient, summed over chunks in fp32 and kept in compute precision from
+  the forward pass, where the loss computes it, with multi-token prediction so many times more as there are
+  predictions. Each of the ``losses`` but the one that is computed has one among the activations, with the last norm's
+  input and its gradient, 2 h.
+
+Of a pipeline's process n counts its own parts. Their gradients are whole, 4 n, until they are reduced, and the weights
+are gathered for the whole step (without --pipeline-reshard), as --data-parallel-sharding-strategy may have it without a
+pipeline. Activations are there ``held`` times for an average part, and each pass of its schedule is a moment of its
+own, with the activations and gradients that are there then. Frozen weights (the model under adapters, and copies of it)
+take b bytes instead of 4, and have no gradients and no optimizer state; those of linear layers in 4 bits take about
+0.52, and one at a time is widened. What layers keep is counted as if they were trained: with adapters it is less.
+
+Attention is taken to take key/value heads as they are; where it does not, as behind a window, a block keeps
+2 b (q - k) per token more without recompute. Left out: the CUDA context, NCCL's buffers, fragmentation, and
+scores of --attention-backend math or dropout while context parallelism exchanges keys. Activations are those of fused
+kernels (a GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from smp.config import Config, Layout
+from smp.config.at_once import CAPPED_LOGITS
+from smp.config.layer_specs import DeltaNetMixer, LayerSpec
+from smp.config.layers import layer_specs
+from smp.models.inventory import of_each_block
+from smp.models.part import ModelPart, whole
+from smp.pipeline.plan import Plan
+from smp.pipeline.validate import PassState, pass_states, peak_activations, peak_losses, split_activations
+from smp.training.cost.kept_memory import (
+    in_flight_per_token,
+    is_fused,
+    kept_per_token,
+    masking_per_token,
+    pending_per_token,
+    replayed_per_token,
+)
+from smp.training.cost.model_share import PRETRAINED, Share, Tuned, elements
+from smp.training.cost.moments import Moments
+from smp.training.cost.weight_memory import (
+    Weights,
+    gathered_at_moments,
+    gradients_at_moments,
+    gradients_of_parts,
+    has_several_micro_batches,
+)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one process; see :func:`estimate_memory`.
+
+    Attributes:
+        most: of gradients and what follows, at the moment at which they are most: not all are there at once.
+        secondary: secondary shards of the weights.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    reduced: int
+    activations: int
+    backward: int
+    logits: int
+    most: int
+    secondary: int = 0
+
+    @property
+    def total(self) -> int:
+        """At that moment, with what is always there."""
+        return self.parameters + self.optimizer + self.secondary + self.most
+
+
+def estimate_memory(
+    config: Config,
+    layout: Layout,
+    chunk_bytes: int,
+    parts: Sequence[ModelPart] | None = None,
+    held: int = 1,
+    losses: int = 1,
+    tuned: Tuned = PRETRAINED,
+    split: Collection[tuple[int, int, int]] = (),
+    states: Collection[PassState] = (),
+) -> MemoryEstimate:
+    """Memory of one process of a training run by this file's formula: an estimate to choose a layout by, not a bound,
+    for what takes too long to try with :mod:`smp.training.cost.fake_step`.
+
+    Args:
+        config: resolved.
+        layout: degrees of the mesh.
+        chunk_bytes: size of one chunk of fp32 logits, ``smp.layers.heads.head.CHUNK_BYTES`` of the device.
+        parts: of the model that the process holds; by default all of it.
+        held: most activations that it holds at once, in micro-batches of one part.
+        losses: most micro-batches at once between their loss and its backward pass.
+        tuned: of fine-tuning.
+        split: of a pipeline whose backward passes have two parts, what :func:`split_activations` says.
+        states: of any other pipeline, what :func:`pass_states` says.
+    """
+    b, parallel = 2 if config.parallel.bf16 else 4, config.parallel
+    share = Share.of(config.model, layout, parts or (whole(config.model.num_layers),))
+    weights = Weights.of(config, layout, share, tuned)
+    tokens, slices = tokens_of(config, layout, tuned), layout.tp if parallel.sequence_parallel else 1
+    per_token, around = _activations_per_token(config, layout, b, share)
+    rope = _rope_per_token(config)
+    received = b * config.model.hidden_size // slices * (layout.pp > 1)  # the gradient of the next stage
+
+    def activations(micro_batches: int, waiting: int, beside: float = around) -> int:
+        """Of micro-batches, of which so many, without the one that is computed, wait between loss and backward pass."""
+        at_once = len(share.layers) * micro_batches / len(share.parts)
+        if parallel.offload_activations:
+            at_once = min(at_once, parallel.activation_loading_horizon)
+        kept = at_once * per_token + beside + micro_batches * rope
+        return int(tokens * kept) + waiting * of_a_loss
+
+    backward = _backward_per_token(config, layout, b, share)
+    # Of losses that wait for their backward pass: the last norm's input, its gradient and the output matrix's.
+    of_a_loss = share.head * b * 2 * config.model.hidden_size * tokens // slices
+    if share.head and not share.scores and not weights.adapters:
+        of_a_loss += share.vocabulary * (1 + share.further) * b
+
+    def behind(waiting: int, pending: int, losses: int) -> int:
+        layers, later = len(share.layers) / len(share.parts), _pending_per_token(config, layout, b, share)
+        kept = tokens * (layers * (waiting * per_token + pending * later) + around)
+        # Of an input part, whose block is not pending yet; or a stage's in compute precision, made by a weight part
+        # before it adds them to their sums.
+        made = 0 if weights.adapters else (b % 4) * sum(share.blocks) // len(share.parts)
+        return int(kept) + losses * of_a_loss + max(tokens * max(0, backward - later), made)
+
+    moments = Moments(
+        activations=activations(held, max(0, losses - 1)),
+        kept_by_block=int(tokens * per_token),
+        kept_behind=share.head * tokens * b * (2 * config.model.hidden_size // slices + 2 * config.model.hidden_size),
+        to_the_end=int(tokens * (rope + received)),
+        split=max((behind(*state) for state in split), default=0),
+        logits=_logits(config, tokens, chunk_bytes, b, share, trained=not weights.adapters),
+        backward=tokens * backward,
+        **gathered_at_moments(config, layout, share, tuned, weights),
+        **gradients_at_moments(config, layout, share, tuned, weights),
+    )
+    most = moments.most
+    if split and not has_several_micro_batches(config, layout):  # no gradients are there before
+        most = max(replace(moments, waiting=0).in_forward, moments.in_backward)
+    if states:
+        of_parts = gradients_of_parts(config, layout, share, weights)
+        most = _most_in_passes(moments, states, of_parts, activations, partial(activations, beside=received))
+    return MemoryEstimate(
+        parameters=weights.parameters,
+        gradients=weights.gradients,
+        optimizer=weights.optimizer,
+        gathered=weights.gathered,
+        reduced=weights.reduced,
+        activations=moments.activations,
+        backward=moments.backward,
+        logits=moments.logits,
+        most=most,
+        secondary=weights.secondary,
+    )
+
+
+def _most_in_passes(
+    moments: Moments,
+    states: Collection[PassState],
+    of_parts: tuple[list[int], list[int]],
+    activations: Callable[[int, int], int],
+    to_the_end: Callable[[int, int], int],
+) -> int:
+    """Most bytes in any pass of a pipeline's process.
+
+    Args:
+        of_parts: what :func:`gradients_of_parts` says.
+        activations: bytes of (micro-batches, those of them that wait between loss and backward pass).
+        to_the_end: the same of those that are there beside its own when a pass reaches its first block.
+    """
+    gradients, first = of_parts
+    most = 0
+    for state in states:
+        before = sum(gradients[part] for part in state.with_gradients)
+        comes = 0 if state.part in state.with_gradients else gradients[state.part]
+        waiting = state.losses - state.has_loss
+        there = replace(
+            moments,
+            waiting=before,
+            gradients=before + comes,
+            late=first[state.part] if comes else 0,
+            activations=activations(state.activations, waiting),
+            to_the_end=to_the_end(state.activations - 1, waiting),
+            logits=moments.logits * state.has_loss,
+        )
+        most = max(most, there.in_backward if state.backward else there.in_forward)
+    return most
+
+
+def largest_memory(
+    config: Config, layout: Layout, chunk_bytes: int, plan: Plan | None, tuned: Tuned = PRETRAINED
+) -> MemoryEstimate:
+    """Of the pipeline rank that needs most, or without a pipeline of each; arguments as of :func:`estimate_memory`."""
+    if plan is None:
+        return estimate_memory(config, layout, chunk_bytes, tuned=tuned)
+    held, losses = peak_activations(plan.training), peak_losses(plan.training)
+    split = split_activations(plan.training)
+    states = pass_states(plan.training)
+    ranks = (
+        estimate_memory(
+            config,
+            layout,
+            chunk_bytes,
+            list(plan.stages_of(rank).values()),
+            held[rank],
+            losses,
+            tuned,
+            split[rank],
+            states[rank],
+        )
+        for rank in range(layout.pp)
+    )
+    return max(ranks, key=lambda estimate: estimate.total)
+
+
+def tokens_of(config: Config, layout: Layout, tuned: Tuned) -> int:
+    """Of a micro-batch on one of the context-parallel processes."""
+    assert config.data.seq_length is not None, "resolved before"
+    return tuned.rows * config.data.micro_batch_size * config.data.seq_length // layout.cp
+
+
+def _logits(config: Config, tokens: int, chunk_bytes: int, b: int, share: Share, *, trained: bool) -> int:
+    """Bytes of a chunk, and of what is kept of the output matrix's gradients, of one loss."""
+    if not share.head or share.scores:  # a score's matrix is one row
+        return 0
+    chunk = min(tokens, max(1, chunk_bytes // (4 * share.rows))) * share.rows * b
+    slope = 0
+    if config.model.final_logit_softcapping is not None:
+        in_fp32 = 4 * min(chunk // b, CAPPED_LOGITS)
+        slope = chunk + in_fp32 * (2 if b < 4 else 1)
+    if not trained:
+        return chunk + slope
+    # The slope goes before the sum in fp32 is rounded.
+    of_earlier, summed, rounded = share.further * b, 4, b if b < 4 else 0
+    return chunk + share.vocabulary * (of_earlier + summed) + max(slope, share.vocabulary * rounded)
+
+
+def kept_by_blocks(config: Config, layout: Layout, tuned: Tuned = PRETRAINED) -> list[int]:
+    """Bytes that each block keeps of a micro-batch for its backward pass, which --offload-activations takes to the
+    host; without FSDP in bf16 its cast weights, too, if they are trained."""
+    model, parallel = config.model, config.parallel
+    b, recompute, fused = 2 if parallel.bf16 else 4, parallel.recompute_granularity, is_fused(config)
+    tokens = tokens_of(config, layout, tuned)
+    kinds = [_kind(spec) for spec in layer_specs(model)[: model.num_layers]]
+    kept = {kind: kept_per_token(config, layout, b, recompute, fused=fused, **dict(kind)) for kind in set(kinds)}
+    weights = of_each_block(model, range(model.num_layers), lambda block: elements(block, layout))
+    casts = not layout.has_fsdp and parallel.bf16 and recompute == "none" and not tuned.adapters
+    return [int(tokens * kept[kind]) + b * one * casts for kind, one in zip(kinds, weights, strict=True)]
+
+
+def _kind(spec: LayerSpec) -> tuple[tuple[str, Any], ...]:
+    """What of a layer decides how much it keeps."""
+    recurrence = spec.mixer if isinstance(spec.mixer, DeltaNetMixer) else None
+    return ("experts", spec.has_experts), ("recurrence", recurrence)
+
+
+def _activations_per_token(config: Config, layout: Layout, b: int, share: Share) -> tuple[float, int]:
+    """Bytes per token of a micro-batch that a block of ``share`` keeps on average, and the output layer.
+
+    A further layer of multi-token prediction keeps besides its block the embedding and both norms' results, 3 h_l,
+    input and output of its own norm (but of the last one's the output), and the gradient of what its loss reads, h.
+    """
+    hidden, split = config.model.hidden_size, layout.tp if config.parallel.sequence_parallel else 1
+    model, recompute, fused = config.model, config.parallel.recompute_granularity, is_fused(config)
+    specs = layer_specs(model)
+    kinds = [_kind(specs[i]) for i in share.layers]
+    kept = sum(kept_per_token(config, layout, b, recompute, fused=fused, **dict(kind)) for kind in kinds)
+    around = share.head * (2 * hidden // split + 2 * hidden)
+    if share.further:
+        around += share.further * (5 * hidden // split + hidden) - hidden // split
+    if layout.pp > 1:
+        around += 2 * hidden // split  # on its way between stages
+    return kept / max(1, len(kinds)), b * around
+
+
+def _rope_per_token(config: Config) -> int:
+    """Bytes per token of the tables of a micro-batch, cosines and sines."""
+    model = config.model
+    assert model.kv_channels is not None, "resolved before"
+    if model.position_embedding_type != "rope":
+        return 0
+    return 8 * (model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels)
+
+
+def _pending_per_token(config: Config, layout: Layout, b: int, share: Share) -> int:
+    """Bytes per token that a block of ``share`` keeps at most between both parts of its backward pass."""
+    specs = layer_specs(config.model)
+    kinds = {_kind(specs[i]) for i in share.layers} or {()}
+    return max(pending_per_token(config, layout, b, **dict(kind)) for kind in kinds)
+
+
+def _backward_per_token(config: Config, layout: Layout, b: int, share: Share) -> int:
+    """Bytes per token of gradients in flight in the backward pass of a block, and of what is replayed of it."""
+    specs = layer_specs(config.model)
+    kinds = {_kind(specs[i]) for i in share.layers} or {()}
+    fused = is_fused(config)
+    return max(
+        max(
+            in_flight_per_token(config, layout, b, **dict(kind))
+            + replayed_per_token(config, layout, b, fused=fused, **dict(kind)),
+            masking_per_token(config, layout, b, fused=fused, experts=dict(kind).get("experts", False)),
+        )
+        for kind in kinds
+    )

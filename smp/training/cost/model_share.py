@@ -1,0 +1,109 @@
+"""What one process has of a model, in elements, as the memory formula reads it. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from smp.config import Layout, ModelConfig
+from smp.config.rules.mtp import further_layers
+from smp.models.inventory import Parameter, inventory, of_each_block, prediction_parameters, vocabulary_matrix
+from smp.models.part import ModelPart
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Settings of a fine-tuning run that change its memory."""
+
+    adapters: int = 0  # elements on one of the tensor-parallel processes, before ep; 0: all weights are trained
+    in_4_bits: bool | None = None  # frozen weights of linear layers are; True: with double quantization
+    rows: int = 1  # sequences of a sample: 2 when it is a pair
+    copies: int = 0  # of the model, frozen
+
+
+PRETRAINED = Tuned()
+"""Of a run that tunes nothing."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a process has of a model, in elements.
+
+    Attributes:
+        parts: of the model.
+        layers: numbers of its layers, with those of multi-token prediction.
+        parameters: of all of it.
+        elements: of them.
+        blocks: of each layer.
+        experts: of those of the layer that has most.
+        rows: of its part of the vocabulary's matrix; 0: it has none.
+        vocabulary: of that.
+        further: how many layers of multi-token prediction are its own.
+        around: of what stands around the block of one.
+        matrices: of the vocabulary that are used at its loss: the output matrix, and for further layers the embedding.
+        head, scores: it has the loss, and that is one of scores.
+    """
+
+    parts: Sequence[ModelPart]
+    layers: list[int]
+    parameters: list[Parameter]
+    elements: int
+    blocks: list[int]
+    experts: int
+    rows: int
+    vocabulary: int
+    further: int
+    around: int
+    matrices: int
+    head: bool
+    scores: bool
+
+    @staticmethod
+    def of(model: ModelConfig, layout: Layout, parts: Sequence[ModelPart]) -> Share:
+        """Of these parts."""
+        head = any(p.head for p in parts)
+        further = further_layers(model) if head else range(0)
+        layers = [*(i for part in parts for i in part.layers), *further]
+        parameters = list(inventory(model, parts))
+        rows, hidden = vocabulary_matrix(model, "head", has_product=True).local_shape(layout)
+        has_matrix = head or any(p.embedding for p in parts)
+        return Share(
+            parts,
+            layers,
+            parameters,
+            elements(parameters, layout),
+            of_each_block(model, layers, lambda block: elements(block, layout)),
+            max(of_each_block(model, layers, lambda block: elements(_experts(block), layout)), default=0),
+            rows * has_matrix,
+            rows * hidden * has_matrix,
+            len(further),
+            elements(prediction_parameters(model, 0), layout) if further else 0,
+            1 + (len(further) > 0 and model.untie_embeddings_and_output_weights),
+            head,
+            model.scalar_head,
+        )
+
+    @property
+    def block(self) -> int:
+        """The largest."""
+        return max(self.blocks, default=0)
+
+    @property
+    def ends(self) -> int:
+        """Used behind the blocks."""
+        return self.matrices * self.vocabulary + self.further * self.around
+
+    def largest(self, layout: Layout) -> int:
+        """What is reduced at once: a block, or a matrix; or with further layers the root's unit, which has the ends."""
+        together = self.further and layout.pp == 1 and layout.has_fsdp
+        return max(self.block, self.ends if together else self.vocabulary)
+
+
+def _experts(block: Iterable[Parameter]) -> list[Parameter]:
+    return [p for p in block if p.chosen is not None]
+
+
+def elements(parameters: Iterable[Parameter], layout: Layout) -> int:
+    """Elements on one process."""
+    return sum(math.prod(p.local_shape(layout)) for p in parameters)

@@ -1,0 +1,93 @@
+"""When a training step needs most memory, by formula. No torch; symbols as in :mod:`smp.training.cost.memory`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Bytes on one process that are there for some of a step.
+
+    Attributes:
+        gradients: of all its weights, as they are when the backward pass ends.
+        waiting: of them in a forward pass, of an earlier micro-batch.
+        behind, before_last: of them, in a step's only backward pass, the output matrix's and the last block's.
+        before: what an earlier micro-batch's last reduction read, until the next reduction.
+        late: of them that come in the first blocks' backward pass or behind it.
+        activations: kept for the backward pass when it begins.
+        kept_by_block, kept_behind: of them, of one on average, and what is gone when the last one's begins.
+        to_the_end: activations, beside its own, that are there in the first block's.
+        at_loss, in_blocks, in_next, in_first: weights in compute precision that are gathered, or kept as they were
+            cast: at the loss and in the backward passes of the last, the next and the first block.
+        split: activations and activations' gradients at most, where backward passes have two parts; 0: they are whole.
+        logits: of the loss, and the gradients that it leaves.
+        backward: activations' gradients, and what is replayed.
+        head: the gradient of the output matrix on its way to its reduction.
+        block: that of the largest block.
+        own, own_first: that in compute precision, while it comes; of it the last product's, which comes first.
+        ends: what comes and goes when gradients of the embedding, or of a pipeline's step, are reduced.
+        tied: of a matrix at both ends, from the loss until then: itself, and the gradient as an output matrix.
+    """
+
+    gradients: int
+    waiting: int
+    behind: int
+    before_last: int
+    before: int
+    late: int
+    activations: int
+    kept_by_block: int
+    kept_behind: int
+    to_the_end: int
+    split: int
+    at_loss: int
+    in_blocks: int
+    in_next: int
+    in_first: int
+    logits: int
+    backward: int
+    head: int
+    block: int
+    own: int
+    own_first: int
+    ends: int
+    tied: int
+
+    @property
+    def most(self) -> int:
+        """At one of: the loss, the last block's backward pass, the next one's beside the reduction of the last, the
+        first block's, the end of it, and where its parts are split."""
+        return max(self.in_forward, self.in_backward)
+
+    @property
+    def in_forward(self) -> int:
+        """At the loss."""
+        return self.waiting + self.activations + self.before + self.at_loss + self.logits
+
+    @property
+    def in_backward(self) -> int:
+        """At one of the others."""
+        kept, backward = self.waiting + self.activations, self.backward + self.own_first
+        return max(
+            kept - self.kept_behind + self.behind + self.in_blocks + backward + self.head + self.tied,
+            kept
+            - self.kept_behind
+            - self.kept_by_block
+            + self.behind
+            + self.before_last
+            + self.in_next
+            + max(backward, self.own)
+            + self.block
+            + self.tied,
+            self.in_first_block,
+            self.gradients + self.ends,
+            self.waiting + self.split + self.in_blocks,
+        )
+
+    @property
+    def in_first_block(self) -> int:
+        """In the first block's backward pass."""
+        kept = self.to_the_end + self.kept_by_block
+        backward = self.backward + self.own_first
+        return self.gradients - self.late + kept + self.in_first + backward + self.block + self.tied

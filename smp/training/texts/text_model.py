@@ -1,0 +1,140 @@
+"""Load a model of any format with adapters and tokenizer, for tools that generate or score text in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from smp.config import Config, Layout
+from smp.convert.formats import Opened, open_checkpoint
+from smp.convert.huggingface.config import read_json
+from smp.convert.load import load_weights
+from smp.convert.peft.adapters import MergedWeights
+from smp.data.tokenizers.files import load_tokenizer, no_tokenizer, open_tokenizer_json, tokenizer_file
+from smp.data.tokenizers.tokenizer import Tokenizer
+from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
+from smp.models.build import new_model
+from smp.models.protocol import Model
+from smp.parallel.context import build_context
+from smp.training.tuning.adapter_files import companions_of, open_adapters, require_adapter
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TokenizerFile:
+    """A tokenizer.json, used as transformers uses it: with the special tokens that it puts in front of a text."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = open_tokenizer_json(path)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text, without special tokens."""
+        return str(self._tokenizer.decode(ids))
+
+
+def find_tokenizer(
+    opened: Opened, given: Path | None, pattern: str | None = None
+) -> tuple[TokenizerFile | Tokenizer, list[int]]:
+    """Find the tokenizer and the ids that end a text.
+
+    Raises:
+        ValueError: there is none.
+    """
+    folder = opened.reference
+    inside = [] if folder is None else [folder / name for name in ("tokenizer.json", "tokenizer.model")]
+    path = tokenizer_file(given) if given else next((path for path in inside if path.is_file()), None)
+    if path is None:
+        raise ValueError(no_tokenizer(folder))
+    ends = end_ids(folder)
+    if path.suffix == ".json":
+        return TokenizerFile(path), ends or [load_tokenizer(path, pattern).eod]
+    tokenizer = load_tokenizer(path, pattern)
+    return tokenizer, [*ends, tokenizer.eod]
+
+
+def folder_tokenizer(opened: Opened, given: Path | None) -> TuningTokenizer:
+    """That of --tokenizer-model, or what lies with the model: with its special tokens and chat template.
+
+    Raises:
+        ValueError: there is none.
+    """
+    folder = given or opened.reference
+    if folder is None:
+        raise ValueError(no_tokenizer(None))
+    return open_tokenizer(folder.parent if folder.name == "tokenizer.json" else folder)
+
+
+def folder_of(config: Config) -> Path | None:
+    """Where the files of the model in --load say what ends a text."""
+    return None if config.checkpoint.load is None else Path(config.checkpoint.load)
+
+
+def end_ids(folder: Path | None) -> list[int]:
+    """What generation_config.json or config.json say.
+
+    Raises:
+        ConfigError, DamageError: as ``read_json``.
+        ValueError: they say something else.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if folder is None or not (folder / name).is_file():
+            continue
+        content = read_json(folder / name)
+        said = content.get("eos_token_id") if isinstance(content, dict) else None
+        ids = said if isinstance(said, list) else [] if said is None else [said]
+        if not all(type(i) is int for i in ids):
+            raise ValueError(f"{folder / name}: eos_token_id {said!r} is no token id")
+        if ids:
+            return ids
+    return []
+
+
+def open_model(load: Path, adapter: Path | None = None, reference: Path | None = None) -> Opened:
+    """The language model in --load, with --adapter added, and the folder of its tokenizer.
+
+    Raises:
+        CheckpointError, ConfigError: as ``open_checkpoint`` and ``open_adapters``.
+        ValueError: it is a reward model.
+    """
+    if adapter is not None:
+        require_adapter(adapter)
+    opened = open_checkpoint(load, reference=reference)
+    said = "is a reward model: it scores answers and predicts no text"
+    if opened.weights.config.scalar_head:
+        raise ValueError(f"--load {load} {said}")
+    if adapter is None:
+        return opened
+    # Added into the weights while they are read: the model then is a plain one.
+    merged = MergedWeights(opened.weights, open_adapters(adapter, opened))
+    if merged.config.scalar_head:
+        raise ValueError(f"--adapter {adapter} {said}")
+    companions = None if reference else companions_of(adapter)
+    return replace(opened, weights=merged, reference=companions or opened.reference)
+
+
+@contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """Context manager: a process group of this one process."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.float32) -> Model:
+    """The model, in evaluation mode, in this one process."""
+    context = build_context(Layout(), device.type)
+    model = new_model(opened.weights.config, context.tp).to(dtype).to_empty(device=device)
+    load_weights(model, lambda: opened.weights)
+    return model.eval()

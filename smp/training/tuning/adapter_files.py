@@ -1,0 +1,198 @@
+"""Files that a run writes beside its checkpoints: adapters in peft's format, tokenizer, config.json."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp.checkpoint import CheckpointError, Manifest, find, read_manifest
+from smp.checkpoint.box import read_box_into
+from smp.checkpoint.folders.folder import Folder, open_folder
+from smp.checkpoint.folders.latest import iteration_name
+from smp.config import Config, ConfigError, ModelConfig
+from smp.config.command_line.commands import tool
+from smp.config.command_line.fields import flag_of
+from smp.convert.changes import changes_of_files, misfit
+from smp.convert.describe import read_architecture
+from smp.convert.formats import Opened
+from smp.convert.huggingface.config import CONFIG, is_hf_folder, read_hf_config
+from smp.convert.huggingface.folder import BESIDE, carried, copy_companions
+from smp.convert.peft.adapters import HEAD, Adapter, Adapters, family_for, is_adapter_folder
+from smp.convert.peft.read import read_adapters
+from smp.convert.peft.write import write_adapters, write_own_names
+from smp.data.tokenizers.files import HuggingFaceTokenizer
+from smp.training.checkpoints.saved_run import SavedRun
+
+OF_HEADS = ("scalar_head", "untie_embeddings_and_output_weights")
+"""Settings that a reward model has otherwise than the language model that it was made of."""
+ADAPTER = "adapter"
+"""Folder beside the checkpoints of a run with the adapters of its end."""
+
+
+def reference_config(config: Config) -> dict[str, Any] | None:
+    """config.json of the model in --load, if there is one."""
+    load = config.checkpoint.load
+    return read_hf_config(load) if load is not None and is_hf_folder(load) else None
+
+
+def require_adapter(path: Path) -> None:
+    """Raise ConfigError when there is no folder at ``path``."""
+    if not path.is_dir():
+        raise ConfigError(
+            f"--adapter {path}: there is no such folder. A run writes the folder adapter when it ends; until then give "
+            "the one of its checkpoints"
+        )
+
+
+def open_adapters(path: Path, model: Opened) -> Adapters:
+    """What lies in ``path``, by the name of its layer in ``model``: peft's format, or checkpoints of a LoRA run.
+
+    Raises:
+        CheckpointError, ConfigError: there is nothing, or it cannot be read or is of another model.
+    """
+    config, reference = model.weights.config, model.reference
+    if is_adapter_folder(path):
+        content = read_hf_config(reference) if reference is not None and is_hf_folder(reference) else None
+        return read_adapters(path, config, family_for(config, content))[0]
+    folder = open_folder(find(path))
+    trained = _require_same_model(folder, config)
+    adapters = read_saved_adapters(folder, read_manifest(folder))
+    adapters.model = trained
+    return adapters
+
+
+def _require_same_model(folder: Folder, base: ModelConfig) -> ModelConfig | None:
+    """The settings that a run trained its adapters with, if they say so, in a model with the tensors of ``base``.
+
+    Raises:
+        CheckpointError: it was of another architecture: fewer layers of the same shapes would fit as well.
+    """
+    said = read_architecture(str(folder))
+    if said is None:
+        return None
+    # A head of scores, which takes the place of any other, comes with the adapters; and fine-tuning leaves layers of
+    # multi-token prediction out.
+    own = {name: getattr(base, name) for name in (*OF_HEADS, "mtp_num_layers")}
+    trained = replace(base, **said | own)
+    if (name := misfit(trained, base)) is not None:
+        raise CheckpointError(
+            f"{folder} holds adapters of another model: one with {flag_of(name)} {getattr(trained, name)}, this one "
+            f"has {getattr(base, name)}"
+        )
+    return trained
+
+
+def read_saved_adapters(folder: Folder, manifest: Manifest) -> Adapters:
+    """Adapters in a checkpoint of this project, whole, by the name of their layer. In one process.
+
+    Raises:
+        CheckpointError: there are none, or they are damaged.
+    """
+    scales = SavedRun.of(manifest.extra, folder).adapters
+    if not scales:
+        raise CheckpointError(f"{folder} holds no adapters")
+    out = {}
+    for layer, scale in scales.items():
+        a, b = (_read(folder, manifest, f"model.{layer}.lora.{part}") for part in ("a", "b"))
+        magnitude = f"model.{layer}.lora.magnitude"
+        out[layer] = Adapter(a, b, scale, _read(folder, manifest, magnitude) if magnitude in manifest.tensors else None)
+    head = f"model.{HEAD}"
+    return Adapters(out, _read(folder, manifest, head) if head in manifest.tensors else None)
+
+
+def _read(folder: Folder, manifest: Manifest, name: str) -> torch.Tensor:
+    if name not in manifest.tensors:
+        raise CheckpointError(f"{folder}: tensor {name} is missing")
+    out = torch.empty(manifest.tensors[name].shape)
+    read_box_into(folder, manifest, name, (0,) * out.ndim, out)
+    return out
+
+
+def publish_adapter(config: Config, iteration: int) -> list[str]:
+    """Write the adapters of the checkpoint of ``iteration`` to ``<save>/adapter``; returns what the user should hear.
+    On one rank.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the folder not be written.
+    """
+    assert config.checkpoint.save is not None and config.lora is not None
+    root = open_folder(config.checkpoint.save)
+    saved, folder = root.child(iteration_name(iteration)), root.child(ADAPTER)
+    # Read from the checkpoint and not from the model: it has whole matrices, whatever the layout.
+    adapters = read_saved_adapters(saved, read_manifest(saved))
+    dropout, base = config.lora.lora_dropout or 0.0, str(config.checkpoint.load)
+    try:
+        if config.model.is_foreign:
+            write_own_names(folder, adapters, base=base)
+            return [f"adapter in peft's format: {folder}"]
+        family = family_for(config.model, reference_config(config))
+        write_adapters(folder, adapters, config.model, family, dropout=dropout, base=base)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from None
+    return [f"adapter in peft's format: {folder}", *_unsaid(config, base)]
+
+
+def _unsaid(config: Config, load: str) -> list[str]:
+    """A line where the base model has other settings: peft's format says nothing of the model."""
+    said = read_architecture(load, config.checkpoint.ckpt_step)
+    leave = (*OF_HEADS, "mtp_num_layers")
+    changed = "" if said is None else changes_of_files(ModelConfig(**said), config.model, leave)
+    if not changed:
+        return []
+    return [
+        f"WARNING: that format says nothing of the model, and the one in --load {load} differs from what the adapter "
+        f"was trained with: {changed}; checkpoints know it: {tool('merge-lora')} --adapter {config.checkpoint.save}"
+    ]
+
+
+def leave_companions(config: Config) -> None:
+    """Put what goes with the model (tokenizer, chat template, config.json) beside the checkpoints, as this run uses it:
+    the export of the model, or another run, finds it there. A tiktoken file is no tokenizer that goes with a model. On
+    one rank; needs a --save on a file system. Raises CheckpointError where it cannot be written."""
+    load, save, given = config.checkpoint.load or "auto", config.checkpoint.save, config.data.tokenizer_model
+    if save is None or (root := open_folder(save).local) is None:
+        return
+    elsewhere = load == "auto" or "://" in load
+    source = None if elsewhere else Path(load) if is_hf_folder(load) else carried(Path(load))
+    if source is None and (given is None or config.data.tiktoken_pattern is not None):
+        return
+    folder = root / BESIDE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if source is not None and (source / CONFIG).is_file():
+            shutil.copyfile(source / CONFIG, folder / CONFIG)
+        if given is None or Path(given).is_dir():
+            copy_companions(source if given is None else Path(given), folder)
+        elif config.data.tiktoken_pattern is None:
+            _leave_tokenizer(Path(given), folder)
+        if config.data.chat_template is not None:
+            shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from None
+
+
+def _leave_tokenizer(file: Path, folder: Path) -> None:
+    """The tokenizer of a file, under the name that programs look for, with its settings or such as say what it is."""
+    with file.open("rb") as head:
+        # By its content: people rename such files.
+        is_json = head.read(64).lstrip()[:1] == b"{"
+    if not is_json:
+        shutil.copyfile(file, folder / "tokenizer.model")
+        return
+    copy_companions(file.parent, folder)
+    shutil.copyfile(file, folder / "tokenizer.json")
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file():
+        end = HuggingFaceTokenizer(file).end_of_document
+        settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}, indent=2))
+
+
+def companions_of(path: Path) -> Path | None:
+    """What :func:`leave_companions` left beside the adapter, the checkpoint or the run at ``path``, if it did."""
+    run = path.parent if path.name == ADAPTER else path
+    return carried(run)

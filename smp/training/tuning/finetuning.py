@@ -1,0 +1,293 @@
+"""What a fine-tuning run does its own way: its data, the loaded model, and optionally adapters and preference pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from smp.checkpoint import CheckpointError
+from smp.config import Config, ConfigError
+from smp.convert.peft.adapters import Adapters, family_for
+from smp.convert.peft.read import read_adapters
+from smp.data.build import Datasets
+from smp.data.loader import ReadBatch
+from smp.data.tuning.batches import PairBatch, TuningDataset
+from smp.data.tuning.build import PromptData, TuningData
+from smp.data.tuning.sequences import Sequences, lay_out
+from smp.kernels import Kernels
+from smp.layers.adapters.lora import adapters_off
+from smp.layers.fp8.apply import read_scales_of
+from smp.layers.heads.head import VocabParallelHead
+from smp.models.arithmetic import count_parameters
+from smp.models.protocol import Model
+from smp.parallel.agree import gather, on_rank_zero
+from smp.parallel.boxes import local_part
+from smp.parallel.context import ParallelContext
+from smp.sharding.parallelize import free_gathered
+from smp.training.build import RunSetup, batch_loader, build_forward_backward, choose_backends, setup_beside
+from smp.training.distillation.stored import read_stored
+from smp.training.distillation.teacher import ModelTeacher, StoredTeacher, build_teacher
+from smp.training.forward_backward import ForwardBackward
+from smp.training.kind import RunKind, Say, Trainable
+from smp.training.objectives import build_objective
+from smp.training.objectives.contract import Reference, Teacher
+from smp.training.objectives.reference import ModelReference, TableReference
+from smp.training.tuning.adapter_files import publish_adapter, reference_config
+from smp.training.tuning.model import build_finetune_model
+from smp.training.tuning.settings import teacher_config
+
+
+class Finetuning(RunKind):
+    """Trains all weights or adapters of the model in --load, on samples or on pairs.
+
+    Raises:
+        ConfigError, CheckpointError: the adapter in --load-adapter cannot be read, or is not of this model.
+    """
+
+    evaluate_first = True
+
+    def __init__(self, config: Config, data: TuningData | PromptData) -> None:
+        config, self._start = _read_adapters(config)
+        super().__init__(config)
+        self._data, self.work = data, _work(config)
+        self._models: Models | None = None
+
+    @property
+    def data(self) -> TuningData:
+        """Samples that are trained on."""
+        assert isinstance(self._data, TuningData), "prompts have a kind of run of their own"
+        return self._data
+
+    def datasets(self) -> Datasets:
+        return _datasets(self.config, self.data)
+
+    def kernels(self, context: ParallelContext, device: torch.device) -> tuple[Kernels, list[str]]:
+        return _choose_backends(self.config, self.data, context, device)
+
+    def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
+        built, self._models = _Build(self.config, self._data, self._start, setup, say, progress).trainable()
+        return built
+
+    def read(self, dataset: TuningDataset) -> ReadBatch:
+        return dataset.batch
+
+    def after(self, iteration: int) -> list[str]:
+        return _publish(self.config, iteration)
+
+
+def _read_adapters(config: Config) -> tuple[Config, Adapters | None]:
+    """Adapters to begin with; their dropout is taken over unless --lora-dropout is given."""
+    lora = config.lora
+    assert lora is not None, "settings of a fine-tuning run"
+    if lora.load_adapter is None:
+        return config, None
+    adapters, dropout = read_adapters(
+        lora.load_adapter, config.model, family_for(config.model, reference_config(config))
+    )
+    if adapters.score is not None:
+        raise ConfigError(
+            f"--load-adapter {lora.load_adapter} is of a reward model, with its head of scores: merge it into --load "
+            "(tools/merge_lora.py)"
+        )
+    if lora.lora_dropout is None:
+        config = dataclasses.replace(config, lora=dataclasses.replace(lora, lora_dropout=dropout))
+    return config, adapters
+
+
+def trims(config: Config) -> bool:
+    """Whether padding at the end of micro-batches is cut off: not where messages of a pipeline or compiled code want
+    one shape for all of them, or scales in FP8 would depend on which samples share a micro-batch."""
+    parallel = config.parallel
+    return parallel.pipeline_model_parallel_size == 1 and not parallel.compile and parallel.fp8_format is None
+
+
+def _dataset(
+    config: Config, data: TuningData, sequences: Sequences, seed: int | None = None, notes: tuple[str, ...] = ()
+) -> TuningDataset:
+    return TuningDataset(
+        data.samples,
+        sequences,
+        seed=seed,
+        pairs=data.pairs,
+        scores=config.objective_facts.has_scores,
+        trim=trims(config),
+        numbered=config.distillation is not None and config.distillation.logits_load_dir is not None,
+        notes=notes,
+    )
+
+
+def _datasets(config: Config, data: TuningData) -> Datasets:
+    here = data.samples.fingerprint()
+    # Every rank reads the files itself. Other samples under the same numbers would train, and nobody would notice.
+    if any(there != here for there in gather(here)):
+        raise ConfigError(
+            "--data-path: the processes do not read the same samples: the files differ between nodes, or the chat "
+            "template writes the time"
+        )
+    train = _dataset(config, data, data.train, config.training.seed, data.lines)
+    valid = _dataset(config, data, data.valid) if len(data.valid) else None
+    return Datasets(train, valid, None)  # type: ignore[arg-type]
+
+
+def _choose_backends(
+    config: Config, data: TuningData, context: ParallelContext, device: torch.device
+) -> tuple[Kernels, list[str]]:
+    """Packed sequences hold documents; trimmed ones have any length."""
+    # The shortest and the longest but the full one: a kernel that takes both takes all between them.
+    shorter = (1, max(data.train.length - 1, 1)) if trims(config) else ()
+    documents = data.train.packed or data.valid.packed
+    return choose_backends(config, context, device, documents=documents, other_lengths=shorter)
+
+
+def _work(config: Config) -> float:
+    """FLOPs of a step relative to pretraining on as many tokens: a third for the forward pass, one for gradients of
+    activations, one for those of weights; the reference adds a forward pass, the loss of pairs the head's. KTO's
+    mismatched answers go through both models once."""
+    assert config.objective is not None
+    with_reference = config.objective.dpo_reference in ("adapters-off", "copy")
+    # A teacher counts as much as the model: how large it is, nothing here knows.
+    with_reference |= config.distillation is not None and config.distillation.teacher is not None
+    return (
+        (2 / 3 if config.has_adapters else 1.0)
+        + (1 / 3 if with_reference else 0.0)
+        + 2 / 3 * config.objective_facts.mismatched
+    )
+
+
+def _publish(config: Config, iteration: int) -> list[str]:
+    """Leave the last state of adapters in peft's format as well."""
+    if not config.has_adapters or config.checkpoint.save is None:
+        return []
+    return on_rank_zero(lambda: publish_adapter(config, iteration), CheckpointError)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Build:
+    """Makes what is trained.
+
+    Attributes:
+        start: adapters to begin with, if any.
+        progress: called when something that takes long has come further.
+    """
+
+    config: Config
+    data: TuningData | PromptData
+    start: Adapters | None
+    setup: RunSetup
+    say: Say
+    progress: Callable[[], None]
+
+    def trainable(self) -> tuple[Trainable, Models]:
+        config, setup = self.config, self.setup
+        model, notes = build_finetune_model(config, setup, self.start)
+        for line in [*notes, *_sizes(config, setup.context, model)]:
+            self.say(line)
+        forward_backward = build_forward_backward(config, setup, model)
+        models = Models(self, model, forward_backward)
+        return Trainable(model, forward_backward, build_objective(config, models)), models
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """What an objective may ask for: the trained model, and what it is compared with."""
+
+    run: _Build
+    model: Model
+    forward_backward: ForwardBackward
+
+    @property
+    def context(self) -> ParallelContext:
+        return self.run.setup.context
+
+    @property
+    def device(self) -> torch.device:
+        return self.run.setup.device
+
+    def policy(self) -> ModelReference:
+        return self._asked(self.model, self.forward_backward)
+
+    def reference(self) -> Reference:
+        config, setup, model = self.run.config, self.run.setup, self.model
+        assert config.objective is not None, "settings of a fine-tuning run"
+        match config.objective.dpo_reference:
+            case "adapters-off":
+                return self._asked(model, self.forward_backward, around=partial(adapters_off, model))
+            case "precomputed":
+                # All at once, before training: the model is still the reference.
+                table = self._table(self.policy())
+                free_gathered(model)
+                return TableReference(table)
+        copy, _ = build_finetune_model(config, setup, self.run.start, trainable=False)
+        read_scales_of(copy, model)
+        return self._asked(copy, build_forward_backward(config, setup, copy))
+
+    def teacher(self) -> Teacher:
+        config, setup, data = self.run.config, self.run.setup, self.run.data
+        assert config.distillation is not None and isinstance(data, TuningData), "settings of a distillation run"
+        student = self.model.head
+        assert student is None or isinstance(student, VocabParallelHead), "it has an output matrix"
+        if config.distillation.logits_load_dir is not None:
+            stored = read_stored(config.distillation.logits_load_dir, data.samples)
+            return StoredTeacher(stored, self.device, student is not None)
+        if config.distillation.logits_save_dir is not None:
+            # What it says is written: the model is its own teacher.
+            return ModelTeacher(self.model, self.forward_backward, student, self.device, self.context.cp_group)
+        of = teacher_config(config, self.context.world_size)
+        documents = data.train.packed or data.valid.packed
+        made, lines = build_teacher(of, setup_beside(of, setup, documents=documents, trim=trims(config)), student)
+        for line in lines:
+            self.run.say(line)
+        return made
+
+    def _asked(self, model: Model, forward_backward: ForwardBackward, **around: Any) -> ModelReference:
+        return ModelReference(model, forward_backward, self.device, cp=self.context.cp_group, **around)
+
+    def _table(self, reference: ModelReference) -> torch.Tensor:
+        """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks."""
+        run, data = self.run, self.run.data
+        assert isinstance(data, TuningData), "prompts have no answers yet"
+        samples = data.samples
+        every = lay_out(samples, np.arange(len(samples)), data.train.length, "off")
+        dataset = _dataset(run.config, data, every)
+        batches = batch_loader(run.config, run.setup, dataset, dataset.batch)
+        table = torch.zeros(len(samples), device=self.device)
+        try:
+            # Pairs, in batches of the run's size: as many collectives on every rank.
+            for _ in range(-(-(len(samples) // 2) // (run.config.data.global_batch_size or 1))):
+                batch = next(batches)
+                assert isinstance(batch, PairBatch) and batch.texts is not None
+                log_probs, real = reference.log_probs(batch), batch.texts >= 0
+                if self.context.cp_rank == 0:  # the others have the same ones, and the sum is over all ranks
+                    table[batch.texts[real].to(self.device)] = log_probs[real.to(self.device)]
+                run.progress()
+        finally:
+            batches.close()
+        run.say(f"log-probabilities of the reference: {len(samples):,} answers")
+        return self.context.sum_loss(table)
+
+
+def _sizes(config: Config, context: ParallelContext, model: Model) -> list[str]:
+    """How much is trained of how much, and where it lies."""
+    assert config.model.vocab_size is not None
+    parameters, base = list(model.parameters()), count_parameters(config.model, config.model.vocab_size).total
+    trained = base
+    if config.has_adapters:
+        # On the CPU: a group with gloo sums it without the GPU.
+        adapters = torch.tensor(sum(p.numel() for p in parameters if p.requires_grad))
+        if context.pp is not None and context.pp_size > 1:  # its ranks have different layers
+            dist.all_reduce(adapters, group=context.pp.get_group())
+        trained = int(adapters)
+        base += trained - (
+            config.model.hidden_size if config.objective_facts.has_scores else 0
+        )  # the head is counted already
+    here, frozen = (sum(local_part(p).nbytes for p in parameters if p.requires_grad == w) for w in (True, False))
+    return [
+        f"trained parameters: {trained:,} of {base:,} ({100 * trained / base:.3f} %)",
+        f"weights of the first process: {here / 1e6:,.1f} MB trained, {frozen / 1e6:,.1f} MB frozen",
+    ]

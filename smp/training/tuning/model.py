@@ -1,0 +1,284 @@
+"""The model of a fine-tuning run: adapters put on, the rest frozen, sharded, and filled from where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp.checkpoint import CheckpointError
+from smp.checkpoint.folders.latest import find, iteration_name
+from smp.checkpoint.together import together
+from smp.config import Config, ConfigError
+from smp.config.rules.finetune import ALL_LINEAR, targets_of
+from smp.config.schema import LoraConfig
+from smp.convert.changes import changes, changes_of_files, other_than_trained
+from smp.convert.describe import read_architecture
+from smp.convert.huggingface.config import is_hf_folder
+from smp.convert.huggingface.folder import open_hf
+from smp.convert.load import load_weights
+from smp.convert.peft.adapters import Adapter, family_for, linear_modules, partly_adapted
+from smp.convert.peft.experts import expert_tensors
+from smp.convert.smp_format import SmpWeights
+from smp.convert.weights import Weights
+from smp.layers import init_weights
+from smp.layers.adapters.dora import begin_magnitudes
+from smp.layers.adapters.lora import adaptable, adapters_of, attach, choose
+from smp.layers.adapters.quantized import Blocks, fill, quantize_layers, quantized_layers, read_blocks, whole_shape
+from smp.layers.linear import linear_layers
+from smp.models.protocol import Model
+from smp.parallel.agree import gather
+from smp.parallel.boxes import local_box
+from smp.sharding.parallelize import parallelize
+from smp.training.build import RunSetup, assemble, compiles_experts
+from smp.training.checkpoints.foreign_weights import fill_foreign
+from smp.training.tuning.adapter_files import OF_HEADS, reference_config
+
+_OWN_TO_TUNING = ("mtp_num_layers", "mtp_loss_scaling_factor", *OF_HEADS)
+"""Settings that fine-tuning changes by itself, and says so elsewhere."""
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """Which layers get an adapter.
+
+    Attributes:
+        sizes: (rank, alpha) of the adapter of each named layer.
+        dora: whether they train the norms of rows too.
+    """
+
+    sizes: Mapping[str, tuple[int, float]]
+    dora: bool
+
+    @staticmethod
+    def asked(names: Iterable[str], lora: LoraConfig) -> AdapterPlan:
+        """Of these layers, as --lora-rank, --lora-alpha and --use-dora say."""
+        assert lora.lora_rank is not None and lora.lora_alpha is not None, "filled in before"
+        return AdapterPlan(dict.fromkeys(names, (lora.lora_rank, lora.lora_alpha)), lora.use_dora)
+
+    @staticmethod
+    def of_files(found: Mapping[str, Adapter], lora: LoraConfig) -> AdapterPlan:
+        """As those that --load-adapter names.
+
+        Raises:
+            ConfigError: they have norms of rows, which go with no dropout.
+        """
+        dora = any(adapter.magnitude is not None for adapter in found.values())
+        if dora and lora.lora_dropout:
+            raise ConfigError(
+                "--load-adapter has use_dora and a dropout, which do not go together; give --lora-dropout 0"
+            )
+        return AdapterPlan({name: (adapter.rank, adapter.alpha) for name, adapter in found.items()}, dora)
+
+
+def open_base(config: Config) -> Weights:
+    """The weights that --load names.
+
+    Raises:
+        CheckpointError, ConfigError: they cannot be read, or are not of a supported architecture.
+    """
+    load, step = config.checkpoint.load, config.checkpoint.ckpt_step
+    assert load is not None, "checked with the settings"
+    if is_hf_folder(load):
+        if step is not None:
+            raise ConfigError(f"--ckpt-step {step}: --load {load} is a Hugging Face folder")
+        weights: Weights = open_hf(load)
+        changed = changes_of_files(weights.config, config.model, _OWN_TO_TUNING)
+    else:
+        weights = SmpWeights(find(load) if step is None else Path(load) / iteration_name(step))
+        changed = changes(weights.config, config.model, _OWN_TO_TUNING)
+    if weights.config.mtp_num_layers is not None:
+        weights.notes.append("layers that predict further tokens (--mtp-num-layers) are left out")
+    if changed:
+        weights.notes.append(f"note: {other_than_trained(load, changed)}")
+    return weights
+
+
+def build_finetune_model(
+    config: Config, setup: RunSetup, start: Mapping[str, Adapter] | None, *, trainable: bool = True
+) -> tuple[Model, list[str]]:
+    """(the model, what the user should hear). Built without memory, sharded, and only then filled.
+
+    Args:
+        start: adapters to begin with, which say which layers have one; None: those that ``config`` asks for, if any.
+        trainable: False for a frozen copy.
+
+    Raises:
+        ConfigError: a pattern of --lora-target-modules chooses no layer.
+        CheckpointError: the weights cannot be read.
+    """
+    # The order is that of ``parallelize``: adapters, frozen and packed weights have to be there before FSDP cuts them.
+    model = assemble(config, setup)
+    in_4_bits = config.lora is not None and config.lora.load_in_4bit
+    tune(model, config, _adapter_plan(model, config, start) if config.has_adapters else None, trainable=trainable)
+    experts = compiles_experts(setup.device)
+    parallelize(model, setup.context, config.parallel, setup.offload, compile_experts=experts)
+    model.allocate(setup.device)
+    if config.model.is_foreign:
+        assert config.checkpoint.load is not None, "checked with the settings"
+        if config.has_adapters:
+            init_weights(model, config.training.seed, only="lora")
+        return model, fill_foreign(model, config.checkpoint.load, lambda: open_base(config))
+    if config.has_adapters:
+        init_weights(model, config.training.seed, only="lora")
+    adapters = adapters_of(model)
+    of_adapters = {f"{layer}.lora.{name}" for layer, m in adapters.items() for name, _ in m.named_parameters()}
+    if config.objective_facts.has_scores and not (read_architecture(config.checkpoint.load or "") or {}).get(
+        "scalar_head"
+    ):
+        init_weights(model, config.training.seed, only="head")  # the files are of a language model
+        of_adapters.add("head.weight")
+    # What the files do not have, or have in another form.
+    elsewhere = of_adapters | {f"{layer}.weight" for layer in quantized_layers(model)}
+    notes = load_weights(model, lambda: open_base(config), leave=elsewhere)
+    if "head.weight" in of_adapters:
+        notes.append(f"note: the head of scores begins at random, by --seed {config.training.seed}")
+    if in_4_bits:
+        _load_in_4_bits(model, config)
+    if start is not None:
+        _fill_adapters(model, start)
+    elif config.has_adapters:
+        # After the weights are there: DoRA's magnitudes begin as their row norms.
+        begin_magnitudes(layer for name, layer in linear_layers(model).items() if name in adapters)
+    if config.has_adapters and config.model.num_experts is not None:
+        # Ranks of a pipeline have different layers; all say the same.
+        adapted = any(gather(any(".experts." in name for name in adapters_of(model))))
+        notes.append(f"note: {'routers' if adapted else 'experts and routers'} have no adapters: they stay as they are")
+        if in_4_bits:
+            notes.append(
+                "WARNING: --load-in-4bit: attention, dense MLPs and shared experts are in 4 bits, experts are not"
+            )
+    return model, notes
+
+
+def _load_in_4_bits(model: Model, config: Config) -> None:
+    """Fill the weights that rest in 4 bits. Each rank reads and rounds its own part, some rows at a time; only then,
+    when no rank can fail alone any more, ranks exchange scales."""
+    layers = quantized_layers(model)
+    found: dict[str, Blocks] = {}
+
+    def read() -> None:
+        with open_base(config) as weights:
+            for name, layer in layers.items():
+                weight, shape = f"{name}.weight", whole_shape(layer)
+                stored = weights.tensors.get(weight)
+                if stored is None or tuple(stored.shape) != shape:
+                    raise CheckpointError(f"tensor {weight} of shape {list(shape)} is not in the files")
+                found[name] = read_blocks(layer, partial(weights.read_into, weight), stored.dtype)
+
+    together("", read, lambda _: None)
+    for name, layer in layers.items():
+        fill(layer, found.pop(name))
+
+
+def tune(model: Model, config: Config, plan: AdapterPlan | None, *, trainable: bool = True) -> None:
+    """Make a model without memory what this run trains, before it is sharded: with adapters it is frozen but for them,
+    and what is frozen rests in bf16 or in 4 bits.
+
+    Args:
+        plan: of the adapters; None: there are none.
+        trainable: False for a frozen copy.
+    """
+    lora = config.lora
+    assert lora is not None, "settings of a fine-tuning run"
+    if plan is not None:
+        if plan.dora and config.parallel.fp8_param_gather:
+            raise ConfigError(
+                "--fp8-param-gather: adapters with use_dora take norms of weights, which would be rounded; leave it out"
+            )
+        attach(model, plan.sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed, dora=plan.dora)
+        if config.objective_facts.has_scores and model.head is not None:
+            model.head.requires_grad_(True)  # the row of scores is trained as a whole
+    if not trainable:
+        model.requires_grad_(False)
+    if lora.load_in_4bit:
+        quantize_layers(model, double=lora.bnb_4bit_use_double_quant)
+    # After quantizing, which gives weights that are bf16 already.
+    if config.parallel.bf16:
+        _keep_in_bf16(model)
+
+
+def _adapter_plan(model: Model, config: Config, start: Mapping[str, Adapter] | None) -> AdapterPlan:
+    """Of this rank's layers at least."""
+    lora = config.lora
+    assert lora is not None, "settings of a fine-tuning run"
+    if start is not None:
+        return AdapterPlan.of_files(start, lora)
+    return AdapterPlan.asked(_chosen_layers(model, config, lora), lora)
+
+
+def _chosen_layers(model: Model, config: Config, lora: LoraConfig) -> list[str]:
+    """Names of this rank's layers that --lora-target-modules chooses."""
+    targets = targets_of(config)
+    chosen = choose(model, targets)
+    everywhere = gather({target: len(names) for target, names in chosen.items()})  # pipeline ranks have parts
+    nothing = [target for target in targets if not any(counts[target] for counts in everywhere)]
+    if set(all_linear := ALL_LINEAR.split(",")) <= set(targets):  # a plain MLP has no gate
+        nothing = [target for target in nothing if target not in all_linear]
+    if nothing:
+        last = sorted({name.rpartition(".")[2] for part in gather(list(adaptable(model))) for name in part})
+        raise ConfigError(
+            f"--lora-target-modules {nothing[0]} chooses no linear layer of this model: they are {', '.join(last)}"
+            f"{'' if config.model.is_foreign else _explained(nothing[0], config)}"
+        )
+    names = [name for names in chosen.values() for name in names]
+    refused = f"--lora-dropout {lora.lora_dropout}" if lora.lora_dropout else "--use-dora" if lora.use_dora else ""
+    experts = any(gather(any(".experts." in name for name in names)))
+    if refused and experts:
+        raise ConfigError(f"{refused}: adapters on experts do not have it; leave it out, or experts")
+    if experts and config.checkpoint.save is not None:  # as the end of the run would, which writes them
+        expert_tensors(config.model, family_for(config.model, reference_config(config)), lambda *_: True)
+    if lora.use_dora:
+        _check_whole_modules(names, config)
+    return names
+
+
+def _explained(target: str, config: Config) -> str:
+    """What Hugging Face's name of a module is here, as a hint."""
+    family = family_for(config.model, reference_config(config))
+    if target in {"head", "embedding", *(end.rpartition(".")[2] for end in family.table.ends.values())}:
+        return f"; {target} is in no block, and adapters on the output matrix or embeddings are not supported"
+    for module, layers in linear_modules(config.model, family).items():
+        if module.rpartition(".")[2] == target:
+            return f"; Hugging Face's {target} is {','.join(name.rpartition('.')[2] for name in layers)} here"
+    return ""
+
+
+def _check_whole_modules(names: list[str], config: Config) -> None:
+    """In peft's format, which the end of a run writes, DoRA has the norms of all rows of a module."""
+    if partly := partly_adapted(names, config.model, family_for(config.model, reference_config(config))):
+        raise ConfigError(
+            f"--use-dora: {partly[0]} is one matrix of several layers in Hugging Face's model, and "
+            "--lora-target-modules has to choose all of them or none"
+        )
+
+
+def _keep_in_bf16(model: nn.Module) -> None:
+    """Frozen weights need no fp32 master copy: nothing is ever added to them, and they are computed with in bf16."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                # On the meta device: nothing is copied.
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False)
+                setattr(module, name, made[parameter])
+
+
+@torch.no_grad()
+def _fill_adapters(model: Model, start: Mapping[str, Adapter]) -> None:
+    """Every rank takes its boxes of A and B."""
+    for name, adapter in adapters_of(model).items():
+        for part_name, parameter in adapter.named_parameters():
+            whole = getattr(start[name], part_name)
+            if whole is None:
+                raise CheckpointError(f"--load-adapter: {name} has no magnitude, which other layers have")
+            box = local_box(parameter)
+            part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            cast(DTensor, parameter).to_local().copy_(whole[part])

@@ -1,0 +1,265 @@
+"""From the command line of a fine-tuning run to checked settings and training data, before torch is imported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from smp.config import Config, ConfigError, Layout, ModelConfig, resolve
+from smp.config.command_line.cli import build_tree, read_values
+from smp.config.command_line.entry_points import FINETUNE
+from smp.config.command_line.fields import flag_of
+from smp.config.distillation import DistillationConfig
+from smp.config.layers import effective
+from smp.config.objectives import ObjectiveConfig
+from smp.config.resolve import refuse_megatron, resolve_model
+from smp.config.rollouts import RolloutConfig
+from smp.config.rules.checks import check_combinations
+from smp.config.rules.elastic import as_members
+from smp.config.rules.finetune import fill_in
+from smp.config.rules.foreign import refuse_architecture, require_implementation
+from smp.config.rules.online import check_generation
+from smp.config.schema import LoraConfig
+from smp.convert.changes import misfit
+from smp.convert.describe import read_architecture
+from smp.convert.huggingface.config import family_of, is_hf_folder, read_hf_config
+from smp.data.tokenizers.files import no_tokenizer
+from smp.data.tuning.build import PromptData, TuningData, read_data
+from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
+from smp.pipeline.plan import plan_pipeline
+from smp.training.distillation.meaning import check_stored
+
+CARRIED, BESIDE = "hf", "model_files"
+"""Folder inside of our converted checkpoints, and beside those of a fine-tuning run, with the model's tokenizer."""
+
+
+def read_finetune_settings(
+    argv: list[str], world_size: int, before_data: Callable[[Config], None] = lambda config: None
+) -> tuple[Config, TuningData | PromptData | None]:
+    """Parse, fill in defaults, check, and read the data, or raise ConfigError; there are no data in a dry run without
+    --data-path. ``before_data`` may also refuse a run that is to train: to read the data may take minutes."""
+    values = read_values(argv, FINETUNE, "The architecture is that of the model in --load.")
+    if "model" in values:
+        raise ConfigError(f"--model {values['model']}: the architecture is that of the model in --load; leave it out")
+    config = fill_in(build_tree(FINETUNE, values))
+    config, found = _with_architecture(config, set(values))
+    config, world_size = as_members(config, world_size)
+    config = _sized(config, world_size)
+    _check_fit(config.model, found, values["load"])
+    check_generation(config)
+    if config.is_online and config.rollouts is not None and config.rollouts.reward_model is not None:
+        reward_model_config(config, world_size)
+    if config.distillation is not None and config.distillation.teacher is not None:
+        teacher_config(config, world_size)
+    tokenizer = tokenizer_of(config)
+    # Neither of them writes anything.
+    if not config.training.dry_run and not config.data.preview:
+        before_data(config)
+    data = None if config.data.data_path is None else read_data(config, tokenizer)
+    if config.training.train_epochs is not None and data is not None:
+        samples = math.ceil(config.training.train_epochs * data.samples_per_epoch)
+        config = replace(config, training=replace(config.training, train_samples=samples))
+    config = _distilled(config, data, "temperature" in values)
+    if config.data.preview:
+        return config, data
+    # Only now: the number of steps may follow from the number of samples.
+    saves = config.distillation is not None and config.distillation.logits_save_dir is not None
+    config = _sized(config, world_size) if saves else resolve(config, world_size)  # without steps
+    layout = Layout.from_config(config.parallel, world_size)
+    if layout.pp > 1:
+        plan_pipeline(config, layout)
+    if data is not None:
+        data = replace(data, lines=(*data.lines, *_repeats(config, data)))
+    return config, data
+
+
+def _distilled(config: Config, data: TuningData | PromptData | None, given: bool) -> Config:
+    """With what a folder of a teacher's log-probabilities says; ``given``: --temperature is."""
+    distillation, rollouts = config.distillation, config.rollouts
+    if distillation is None or rollouts is None:
+        return config
+    if distillation.logits_load_dir is None or not isinstance(data, TuningData):
+        return config
+    path = distillation.logits_load_dir
+    temperature = check_stored(path, data.samples).temperature
+    if given and rollouts.temperature != temperature:
+        raise ConfigError(
+            f"--temperature {rollouts.temperature}: --logits-load-dir {path} is of temperature {temperature}; leave it "
+            "out"
+        )
+    return replace(config, rollouts=replace(rollouts, temperature=temperature))
+
+
+def uncounted(config: Config) -> list[str]:
+    """What the memory that --dry-run prints leaves out."""
+    reward = None if config.rollouts is None else config.rollouts.reward_model
+    teacher = None if config.distillation is None else config.distillation.teacher
+    beside = {"--reward-model": reward, "--teacher": teacher}
+    return [f"not counted in this memory: the weights of {flag} {folder}" for flag, folder in beside.items() if folder]
+
+
+def _repeats(config: Config, data: TuningData | PromptData) -> list[str]:
+    """Whether the last step of --train-epochs reaches into another epoch: steps are whole."""
+    epochs, steps, batch = config.training.train_epochs, config.training.train_iters, config.data.global_batch_size
+    if epochs is None or config.checkpoint.resume:  # what is left is known with the checkpoint
+        return []
+    assert steps is not None and batch is not None, "resolved before"
+    wanted = math.ceil(epochs * data.samples_per_epoch)
+    kind = "completions" if isinstance(data, PromptData) else "pairs" if data.pairs else "sequences"
+    more = steps * batch - wanted
+    if not more:
+        return []
+    return [
+        f"note: --train-epochs {epochs:g} are {wanted} {kind}, but {steps} steps of {batch} read {steps * batch}: "
+        f"the last step reads {more} of them again"
+    ]
+
+
+def _sized(config: Config, world_size: int) -> Config:
+    """With the defaults that do not depend on how long the run is: that may follow from the data."""
+    # A dry run needs no number of steps.
+    any_length = replace(config.training, dry_run=True)
+    sized = resolve(replace(config, training=any_length), world_size)
+    return replace(sized, optim=config.optim, training=config.training)
+
+
+def _with_architecture(config: Config, given: set[str]) -> tuple[Config, ModelConfig]:
+    """(the model as the folder describes it but for what was ``given``, the model of the folder)."""
+    load = config.checkpoint.load
+    assert load is not None, "checked before"
+    if "://" not in load and not Path(load).is_dir():
+        hub = f"; of a model on the hub: --load hub:{load}" if load.count("/") == 1 and load[0] not in "./~" else ""
+        raise ConfigError(f"--load {load}: there is no such folder{hub}")
+    refuse_megatron(load, "--load FOLDER")
+    found = read_architecture(load, config.checkpoint.ckpt_step, config.model.model_implementation)
+    if found is None:
+        raise ConfigError(f"--load {load} holds neither a Hugging Face model nor a checkpoint of a training run")
+    if found["transformers_config"] is not None:
+        refuse_architecture({name: getattr(config.model, name, None) for name in given}, found)
+        model = replace(config.model, **found)
+        require_implementation(replace(config, model=model))
+        return replace(config, model=model), model
+    found["mtp_num_layers"] = None  # they are not fine-tuned; who opens the weights says so
+    if config.objective_facts.has_scores:
+        family = family_of(read_hf_config(load), load) if is_hf_folder(load) else None
+        if family is not None and family.classifier is None:
+            raise ConfigError(
+                f"--objective reward: {family.architecture} has no ...ForSequenceClassification to be saved as"
+            )
+        found |= {"scalar_head": True, "untie_embeddings_and_output_weights": True}
+    elif found["scalar_head"]:
+        raise ConfigError(f"--load {load} is a reward model, without an output matrix: give --objective reward")
+    asked = {name: getattr(config.model, name) for name in found if name in given}
+    # What a given setting leaves without an effect goes, unless it was given as well.
+    model = effective(replace(config.model, **{**found, **asked}), keep=given)
+    return replace(config, model=model), resolve_model(replace(config.model, **found))
+
+
+def reward_model_config(config: Config, world_size: int) -> Config:
+    """Settings of the frozen model of --reward-model, beside those of the run in its layout.
+
+    Raises:
+        ConfigError: it is no reward model, or does not fit the layout.
+    """
+    assert config.rollouts is not None and config.rollouts.reward_model is not None
+    folder = config.rollouts.reward_model
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--reward-model {folder}: there is no such folder")
+    found = read_architecture(folder)
+    if found is None or not found["scalar_head"]:
+        raise ConfigError(
+            f"--reward-model {folder} is no reward model, which gives one score: --objective reward trains one"
+        )
+    longest = (config.data.seq_length or 1) + _more_columns(config)
+    return _frozen(config, folder, "--reward-model", found, world_size, "reward", longest)
+
+
+def _more_columns(config: Config) -> int:
+    """Columns of a reward model's texts beside --seq-length: its text has an end token that a truncated completion has
+    not; as many as every layout can cut."""
+    return 2 * config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
+
+
+def teacher_config(config: Config, world_size: int) -> Config:
+    """Settings of the frozen model of --teacher, beside those of the run in its layout.
+
+    Raises:
+        ConfigError: it is no language model, has another tokenizer, or does not fit the layout.
+    """
+    assert config.distillation is not None and config.distillation.teacher is not None
+    folder = config.distillation.teacher
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--teacher {folder}: there is no such folder")
+    found = read_architecture(folder)
+    if found is None:
+        raise ConfigError(f"--teacher {folder} holds neither a Hugging Face model nor a checkpoint of a training run")
+    if found["scalar_head"]:
+        raise ConfigError(f"--teacher {folder} is a reward model, without an output matrix")
+    made = _frozen(config, folder, "--teacher", found, world_size, "sft", config.data.seq_length or 1)
+    own, other = tokenizer_of(config).vocabulary(), tokenizer_of(made, "--teacher").vocabulary()
+    apart = next((text for text in own.keys() | other.keys() if own.get(text) != other.get(text)), None)
+    if apart is not None:
+        raise ConfigError(
+            f"--teacher {folder} has another tokenizer: the token {apart!r} is {other.get(apart)} there and "
+            f"{own.get(apart)} here; a teacher needs the same token ids"
+        )
+    return made
+
+
+def _frozen(
+    config: Config, folder: str, flag: str, found: dict[str, Any], world_size: int, objective: str, longest: int
+) -> Config:
+    """Settings of a second model, which is not trained."""
+    model = resolve_model(replace(ModelConfig(), **found | {"mtp_num_layers": None}))
+    length, most = config.data.seq_length or 1, model.max_position_embeddings
+    if most < length:
+        raise ConfigError(f"{flag} {folder} reads {most} tokens, --seq-length is {length}")
+    own = replace(
+        config,
+        model=model,
+        lora=LoraConfig(),
+        objective=ObjectiveConfig(objective=objective),
+        rollouts=RolloutConfig(),
+        distillation=DistillationConfig(),
+        data=replace(
+            config.data,
+            tokenizer_model=None,
+            chat_template=None,
+            seq_length=longest if longest <= most else length,
+            mask_prompt=True,
+        ),
+        checkpoint=replace(config.checkpoint, load=folder, ckpt_step=None, resume=False),
+    )
+    check_combinations(own, Layout.from_config(own.parallel, world_size))
+    return own
+
+
+def _check_fit(model: ModelConfig, found: ModelConfig, load: str) -> None:
+    """Refuse flags under which the weights in --load, those of ``found``, do not fit."""
+    if (name := misfit(found, model)) is not None:
+        flag, now = flag_of(name), getattr(model, name)
+        raise ConfigError(f"--load {load} is a model with {flag} {getattr(found, name)}, not {now}; leave {flag} out")
+
+
+def tokenizer_of(config: Config, flag: str = "--load") -> TuningTokenizer:
+    """Of --tokenizer-model, or what came with the model, which ``flag`` names."""
+    given, load = config.data.tokenizer_model, Path(config.checkpoint.load or "")
+    try:
+        if given is not None:
+            return open_tokenizer(given)
+        # A Hugging Face folder, a converted checkpoint, a run's folder, its newest checkpoint, one of its checkpoints.
+        for folder in (load, load / CARRIED, load / BESIDE, *_newest(load), load.parent / BESIDE):
+            if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+                return open_tokenizer(folder)
+    except ValueError as error:
+        raise ConfigError(f"--tokenizer-model: {error}") from None
+    raise ConfigError(f"{flag} {no_tokenizer(load)}")
+
+
+def _newest(load: Path) -> list[Path]:
+    """What came with the newest checkpoint of a run's folder."""
+    latest = load / "latest"
+    return [load / latest.read_text(encoding="utf-8").strip() / CARRIED] if latest.is_file() else []
