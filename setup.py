@@ -26,7 +26,7 @@ def version() -> str:
     return match[1]
 
 
-NAMES = runpy.run_path(str(HERE / "smp" / "config" / "commands.py"))
+NAMES = runpy.run_path(str(HERE / "smp" / "config" / "command_line" / "commands.py"))
 """Of the distribution and its commands."""
 
 BUILD_CUDA = os.environ.get("SMP_BUILD_CUDA") == "1"

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from smp.launch.library import HERE
-
-SUPERVISE = HERE / "supervise.py"
+from smp.launch.library import SUPERVISE
 
 
 def job(folder: Path, command: str, *options: str, tries: int = 3) -> list[str]:
