@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ _ADDED = (*DIVIDED, torch.complex64, torch.complex128, torch.int64, torch.int32,
 
 
 _OP = dist.ReduceOp
+_OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _ProcessGroup: Any = dist.ProcessGroup  # its methods have other names in torch 2.11 than in 2.13
 
 
@@ -311,8 +313,18 @@ def _described(tensors: Sequence[torch.Tensor], options: Sequence[Any]) -> tuple
         if hasattr(option, "rootRank"):
             told.append(f"rank {option.rootRank} of the group")
         if hasattr(option, "reduceOp"):
-            told += [name for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") if option.reduceOp == getattr(_OP, name)]
-    return sum(tensor.nbytes for tensor in tensors), ", ".join(told)
+            told += [name for name in _OPERATIONS if option.reduceOp == getattr(_OP, name)]
+    sizes = list(map(_bytes, tensors))
+    if len(set(sizes)) > 1:  # equal sums of other sizes would be added up one over the other
+        told.append(
+            " + ".join(f"{n} x {size}" for size, n in ((size, len(list(same))) for size, same in groupby(sizes)))
+        )
+    return sum(sizes), ", ".join(told)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of a sparse tensor those that it had as a dense one: each rank may hold another number of its values."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _words(dtype: torch.dtype) -> str:

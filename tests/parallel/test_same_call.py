@@ -28,6 +28,10 @@ def _scattered(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(n // 4), torch.ones(n)
 
 
+def _sparse(size: int, values: int) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.arange(values)[None], torch.ones(values), (size,))
+
+
 CASES: dict[str, Callable[[bool, Any], Any]] = {
     "size": lambda odd, g: dist.all_reduce(torch.ones(20 if odd else 10), group=g),
     "dtype": lambda odd, g: dist.all_reduce(torch.ones(10, dtype=F64 if odd else torch.float32), group=g),
@@ -42,6 +46,16 @@ CASES: dict[str, Callable[[bool, Any], Any]] = {
     "size of a gather": lambda odd, g: dist.all_gather_into_tensor(
         torch.empty(4 * (10 + odd)), torch.ones(10 + odd), group=g
     ),
+    "sizes of several": lambda odd, g: dist.all_reduce_coalesced(
+        [torch.ones(n) for n in ((8, 4) if odd else (4, 8))], group=g
+    ),
+    "sizes of many": lambda odd, g: dist.all_reduce_coalesced(
+        [torch.ones(n) for n in (*range(1, 60), *((8, 4) if odd else (4, 8)))], group=g
+    ),
+    "bits": lambda odd, g: dist.all_reduce(
+        torch.ones(10, dtype=torch.int32), dist.ReduceOp.BAND if odd else dist.ReduceOp.BOR, group=g
+    ),
+    "sparse": lambda odd, g: dist.all_reduce(_sparse(10 + odd, 1), group=g),
     "reduce": lambda odd, g: dist.reduce(torch.ones(10 + odd), 0, group=g),
     "parts": lambda odd, g: dist.all_to_all_single(
         torch.empty(8), torch.ones(9 if odd else 8), [2] * 4, [3, 2, 2, 2] if odd else [2] * 4, group=g
@@ -76,6 +90,10 @@ def _each_case(rank: int, world_size: int, topology: str) -> dict[str, list[str]
                 dist.all_reduce(torch.ones(3), group=group)
             said[name] = [str(first.value), str(later.value)]
             dist.barrier()
+        # Of a sparse tensor each rank may have another number of values.
+        x = _sparse(40_000, 1 + rank)
+        dist.all_reduce(x, group=dist.new_group(backend="smp"))
+        assert x.coalesce().values().tolist() == [4.0, 3.0, 2.0, 1.0]
         return said
 
 

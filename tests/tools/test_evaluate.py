@@ -197,6 +197,8 @@ class MergingTokenizer:
     def encode(self, text: str) -> list[int]:
         return [1] * ((len(text) + 1) // 2)
 
+    begun = encode
+
 
 def test_a_continuation_that_merges_into_its_context_is_not_scored() -> None:
     scorer = TextScorer(None, MergingTokenizer(), (0,), 64, 64)  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ class ChatTemplate:
         self._check_read(conversation)
         marked = self._render(messages, conversation.tools, ask=False)
         text, blocks = _unmark(marked)
-        self._check_shown(conversation, text)
+        self._check_shown(conversation, text, ask=False)
         wanted = [i for i, trained in enumerate(conversation.trained) if trained]
         if not self.marks_assistant:
             return text, [self._span(conversation, i, text) for i in wanted]
@@ -106,7 +106,7 @@ class ChatTemplate:
         conversation = Conversation(tuple(messages), (False,) * len(messages), tools)
         self._check_read(conversation)
         text = _unmark(self._render(messages, tools, ask=True))[0]
-        self._check_shown(conversation, text)
+        self._check_shown(conversation, text, ask=True)
         return text
 
     def reply(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> str:
@@ -131,12 +131,24 @@ class ChatTemplate:
         return keys - self._words - {"role", "content", *_MEANINGFUL}
 
     def shows_in_part(self, conversation: Conversation) -> bool:
-        """Whether it leaves out the beginning or the end of a message, such as reasoning within the content."""
-        tagged = (i for i, message in enumerate(conversation.messages) if _TAG.search(_content(message)))
-        return any(self._ends_shown(conversation, i) in ((True, False), (False, True)) for i in tagged)
+        """Whether it leaves out the beginning or the end of a message, such as reasoning within the content, or the
+        reasoning of some messages, as some do of all but the last."""
+        messages = conversation.messages
+        tagged = (i for i, message in enumerate(messages) if _TAG.search(_content(message)))
+        if any(self._ends_shown(conversation, i) in ((True, False), (False, True)) for i in tagged):
+            return True
+        reasoned = [i for i, message in enumerate(messages) if any(message.get(name) for name in _REASONING)]
+        text = _unmark(self._render(messages, conversation.tools, ask=False))[0] if reasoned else ""
+        return not all(self._tells(conversation, i, _REASONING, text, ask=False) for i in reasoned)
 
-    def _check_shown(self, conversation: Conversation, text: str) -> None:
-        """What every message says is in ``text``: a template may leave out a role."""
+    def _check_shown(self, conversation: Conversation, text: str, *, ask: bool) -> None:
+        """What every message says is in ``text``, as are tools and calls of them: a template may leave out a role."""
+        if conversation.tools and not self._tells(conversation, None, (), text, ask=ask):
+            raise _not_shown("it has tools")
+        for i, message in enumerate(conversation.messages):
+            for name in ("tool_calls", "function_call"):
+                if message.get(name) and not self._tells(conversation, i, (name,), text, ask=ask):
+                    raise _not_shown(f"message {i} has {name}")
         for i, message in enumerate(conversation.messages):
             content, kind = _content(message).strip(), (str(message["role"]), i == 0)
             if not content or (kind in self._shown and content in text):
@@ -147,6 +159,18 @@ class ChatTemplate:
                     "--chat-template one that does"
                 )
             self._shown.add(kind)
+
+    def _tells(self, conversation: Conversation, i: int | None, names: Sequence[str], text: str, *, ask: bool) -> bool:
+        """Whether ``text`` would be another one without what message ``i`` says under ``names``, or without tools."""
+        messages, tools = list(conversation.messages), conversation.tools
+        if i is None:
+            tools = None
+        else:
+            messages[i] = {key: value for key, value in messages[i].items() if key not in names}
+        try:
+            return _unmark(self._render(messages, tools, ask=ask))[0] != text
+        except BadSampleError:  # something else refers to it
+            return True
 
     def _ends_shown(self, conversation: Conversation, i: int) -> tuple[bool, bool]:
         """Whether the text has the beginning and the end of what message ``i`` says; both where it cannot be told."""
@@ -170,10 +194,7 @@ class ChatTemplate:
                 found = [i for i, message in enumerate(conversation.messages) if message.get(name)]
                 where = f"message {found[0]} has {name}" if found else None
             if where:
-                hint = 'write it as "tool_calls", or ' if name == "function_call" else ""
-                raise BadSampleError(
-                    f"{where}, which the chat template does not show: {hint}give --chat-template one that does"
-                )
+                raise _not_shown(where, 'write it as "tool_calls", or ' if name == "function_call" else "")
 
     def _span(self, conversation: Conversation, i: int, text: str) -> Span:
         """What message ``i`` adds after the heading of its turn."""
@@ -197,6 +218,10 @@ class ChatTemplate:
             raise BadSampleError(f"the chat template refuses it: {error}") from None
         except Exception as error:  # whatever the program in the template does wrong
             raise BadSampleError(f"the chat template fails: {type(error).__name__}: {error}") from None
+
+
+def _not_shown(what: str, hint: str = "") -> BadSampleError:
+    return BadSampleError(f"{what}, which the chat template does not show: {hint}give --chat-template one that does")
 
 
 def _content(message: dict[str, Any]) -> str:

@@ -65,7 +65,7 @@ class Encoder:
         """Token ids of what the model goes on from: a text, or a conversation with the heading of the assistant's turn.
         Raises ValueError when the template refuses it."""
         if isinstance(sample, str):
-            return [*self.tokenizer.before, *self.tokenizer.encode(sample)]
+            return self.tokenizer.begun(sample)
         return self.tokenizer.encode_at(self._template().prompt(sample.messages, sample.tools))[0]
 
     def reply(self, messages: Sequence[dict[str, Any]], ends: Collection[int], tools: Any = None) -> list[int]:
@@ -83,6 +83,8 @@ class Encoder:
         ids, trained = self._plain(sample) if isinstance(sample, Plain) else self._conversation(sample)
         if isinstance(record, Row):
             self.note(sample, record)
+            if isinstance(sample, Conversation):
+                record.unended = record.unended or _unended(self.tokenizer, ids, trained)
         if not self.mask_prompt:
             trained = [True] * len(ids)
         if not any(trained[1:]):  # the first token is never predicted
@@ -101,12 +103,15 @@ class Encoder:
     def _plain(self, sample: Plain) -> tuple[list[int], list[bool]]:
         """Pieces are encoded apart, as they are when the model is asked to go on after a prompt, so that their ids
         together are those of the whole text, which has no space between them. The end is trained."""
-        ids, said = list(self.tokenizer.before), ""
-        trained = [False] * len(ids)
+        ids, trained, said = list[int](), list[bool](), ""
         for text, train in sample.pieces:
-            piece = self._going_on(ids, said, text) if said else self.tokenizer.encode(text)
-            ids, said = ids + piece, said + text
-            trained += [train] * len(piece)
+            if said:
+                piece = self._going_on(ids, said, text)
+                ids, trained = ids + piece, trained + [train] * len(piece)
+            else:  # what it begins with is not trained
+                ids = self.tokenizer.begun(text)
+                trained = [train and i >= len(self.tokenizer.before) for i in range(len(ids))]
+            said += text
         if ids and ids[-1] == self.tokenizer.eos and trained[-1]:  # written out in the text
             return ids, trained
         return [*ids, self.tokenizer.eos], [*trained, True]
@@ -114,7 +119,7 @@ class Encoder:
     def _going_on(self, ids: list[int], said: str, text: str) -> list[int]:
         """Token ids of ``text`` behind ``ids``, those of what was ``said``: the first of some ways to cut it that
         together give back what the whole text in one piece gives."""
-        whole = self.tokenizer.decode([*self.tokenizer.before, *self.tokenizer.encode(said + text)])
+        whole = self.tokenizer.decode(self.tokenizer.begun(said + text))
         # One that tokenizers do not join with others; or the end of what was said, which some must see, such as
         # WordPiece, whose tokens within a word are others than those that begin one.
         behind = (self.tokenizer.continued(before, text) for before in (APART, said[-1:], said))
@@ -148,6 +153,13 @@ def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     # The last span that begins before the token's end; a token without characters stands before the next one.
     hits = [bisect_left(starts, max(last, first + 1)) - 1 for first, last in offsets]
     return [hit >= 0 and first < spans[hit][1] for (first, _), hit in zip(offsets, hits, strict=True)]
+
+
+def _unended(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> bool:
+    """Whether something that the assistant says ends without a special token that is trained: the template has none, or
+    has it in the heading of the next message."""
+    last = (i for i in range(len(ids)) if trained[i] and not (i + 1 < len(ids) and trained[i + 1]))
+    return any(ids[i] not in tokenizer.special for i in last)
 
 
 def _without_line_ends(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> list[bool]:

@@ -35,11 +35,13 @@ class Row(dict[str, Any]):
         hidden: keys of its messages that the chat template does not name.
         in_part: the chat template leaves out a part of what a message says.
         as_text: its prompt and answer are texts, beside a chat template that they are not rendered by.
+        unended: something that its assistant says ends without a special token that is trained.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:
         super().__init__(content)
-        self.read, self.hidden, self.in_part, self.as_text = set[str](), set[str](), False, False
+        self.read, self.hidden = set[str](), set[str]()
+        self.in_part = self.as_text = self.unended = False
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)

@@ -73,6 +73,7 @@ class Report:
         hidden: keys of messages that the chat template does not name, and in how many samples.
         in_part: samples of which the chat template leaves out a part of what a message says.
         as_text: samples whose prompt and answer are texts, beside a chat template.
+        unended: samples of which the chat template ends something that is trained without a special token.
         bad: (where, why) of samples that were left out.
     """
 
@@ -88,6 +89,7 @@ class Report:
     hidden: Counter[str] = field(default_factory=Counter)
     in_part: int = 0
     as_text: int = 0
+    unended: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -117,6 +119,12 @@ class Report:
             notes.append(
                 f"note: of {self.in_part:,} samples the chat template leaves out a part of what a message says, such "
                 "as reasoning before </think>"
+            )
+        if self.unended:
+            notes.append(
+                f"note: of {self.unended:,} samples the chat template ends what is trained without a special token: "
+                "nothing teaches the model to stop there; one in the next message's heading belongs into the "
+                "generation block"
             )
         if self.as_text:
             notes.append(
@@ -176,6 +184,7 @@ def collect(
         report.hidden.update(content.hidden)
         report.in_part += content.in_part
         report.as_text += content.as_text
+        report.unended += content.unended
         report.truncated += cut
         report.equal += len(found) == 2 and np.array_equal(found[0][0], found[1][0])
         texts += found

@@ -175,7 +175,7 @@ def _renamed(record: dict[str, Any]) -> str:
 def _answer(prompt: Any, answer: Any, record: dict[str, Any], how: Reading) -> Sample:
     """A prompt and what is trained after it: both text, or messages."""
     if isinstance(prompt, str) and isinstance(answer, str) and not how.as_messages:
-        _check_alone(record)
+        refuse_beside_text(record)
         return Plain(((prompt, False), (answer, True)))
     asked, answered = _messages(prompt, "user"), _messages(answer, "assistant")
     if asked and answered and isinstance(asked[0], str) and isinstance(answered[0], str):
@@ -208,11 +208,11 @@ def _messages(said: Any, role: str) -> list[Any] | None:
     return said if isinstance(said, list) and said else None
 
 
-def _check_alone(record: dict[str, Any]) -> None:
-    """Nothing is said beside two texts that they would not show."""
+def refuse_beside_text(record: dict[str, Any], where: str = "prompt and answer as texts do not show") -> None:
+    """Raise BadSampleError where a record says something for the model beside its texts, which they would not show."""
     for name, what in (("system", "a system text"), ("tools", "tools"), ("functions", "functions")):
         if record.get(name) not in (None, "", "[]", "null", [], {}):
-            raise BadSampleError(f"it has {what}, which prompt and answer as texts do not show: write messages")
+            raise BadSampleError(f"it has {what}, which {where}: write messages")
 
 
 def _alpaca(record: dict[str, Any], answer: Any, chat: bool) -> Sample:
@@ -225,7 +225,7 @@ def _alpaca(record: dict[str, Any], answer: Any, chat: bool) -> Sample:
         user = {"role": "user", "content": "\n\n".join(filter(None, (instruction, extra)))}
         return conversation([user, {"role": "assistant", "content": output}], record)
     system = text_of(record.get("system") or "", "system")
-    _check_alone({key: value for key, value in record.items() if key != "system"})
+    refuse_beside_text({key: value for key, value in record.items() if key != "system"})
     parts: Sequence[tuple[str, str]] = (("", system), ("### Instruction:\n", instruction), ("### Input:\n", extra))
     prompt = "".join(f"{heading}{text}\n\n" for heading, text in parts if text)
     return Plain(((f"{prompt}### Response:\n", False), (output, True)))

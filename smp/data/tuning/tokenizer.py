@@ -46,7 +46,11 @@ class TuningTokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added."""
+        """Token ids of a piece of text, nothing added. Special tokens that are written out in it are these tokens."""
+
+    def begun(self, text: str) -> list[int]:
+        """Token ids of a text from its beginning on, with what it begins with."""
+        return begun(self.encode(text), self.before)
 
     @abstractmethod
     def encode_at(self, text: str) -> tuple[list[int], list[Span]]:
@@ -89,15 +93,8 @@ class FolderTokenizer(TuningTokenizer):
         self.eos = int(eos)
         self.special |= {self.eos}  # also where the file does not say so
         self.bos = self._tokenizer.token_to_id(self.template_tokens.get("bos_token", ""))
-        self.before = self._before()
+        self.before = put_in_front(self._tokenizer)
         self.template = _template(folder, config)
-
-    def _before(self) -> list[int]:
-        """What its own rules put in front of a text; what they put behind it is left to :attr:`eos`."""
-        # Seen on a text that any tokenizer knows; the rules themselves have no common form.
-        ids = self._tokenizer.encode("a", add_special_tokens=True).ids
-        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
-        return next((list(ids[:i]) for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), [])
 
     def encode(self, text: str) -> list[int]:
         check_text(text)
@@ -135,6 +132,9 @@ class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
         self._control = re.compile("|".join(map(re.escape, self._ids)))
         self.special = frozenset(self._texts)
 
+    def encode(self, text: str) -> list[int]:
+        return self.encode_at(text)[0] if self._control.search(text) else super().encode(text)
+
     def encode_at(self, text: str) -> tuple[list[int], list[Span]]:
         """Piece by piece around begin and end pieces."""
         ids: list[int] = []
@@ -169,6 +169,21 @@ def open_tokenizer(path: str | Path) -> TuningTokenizer:
     # Not read: most write tokens that only such a folder's other files add, and here these would be encoded as text.
     tokenizer.unread_template = _template_file(path)
     return tokenizer
+
+
+def put_in_front(tokenizer: Any) -> list[int]:
+    """Token ids that the rules of a tokenizer.json put in front of a text; what they put behind it ends a text, which
+    one that goes on must not have."""
+    # Seen on a text that any tokenizer knows; the rules themselves have no common form.
+    ids = tokenizer.encode("a", add_special_tokens=True).ids
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    return next((list(ids[:i]) for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), [])
+
+
+def begun(ids: list[int], before: list[int]) -> list[int]:
+    """Token ids of a text with those ``before`` it, once: it may have them written out, as a prompt that came out of a
+    chat template."""
+    return ids if ids[: len(before)] == before else [*before, *ids]
 
 
 def _keep_blanks(tokenizer: Any) -> None:

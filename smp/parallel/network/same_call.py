@@ -7,6 +7,7 @@ in the order of the texts: where these differ, every rank can name the differenc
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ def first_and_last(
         said: by this rank.
         wait: for a message from or to the rank that is named.
     """
-    text = said.encode()[:_TEXT].ljust(_TEXT, b"\0")
+    text = _of_fixed_size(said.encode())
     # Of several ranks that say the same the lowest one, in both.
     first, last = (text + number.to_bytes(_RANK, "big") for number in (rank, size - 1 - rank))
     step = 1
@@ -61,6 +62,14 @@ def first_and_last(
         step *= 2
     (low, rank), (high, number) = _decoded(first), _decoded(last)
     return (low, rank), (high, size - 1 - number)
+
+
+def _of_fixed_size(text: bytes) -> bytes:
+    """A longer one is cut, and ends in what tells it from others that are cut to the same."""
+    if len(text) > _TEXT:
+        digest = b"... " + hashlib.sha256(text).hexdigest()[:16].encode()
+        text = text[: _TEXT - len(digest)] + digest
+    return text.ljust(_TEXT, b"\0")
 
 
 def _decoded(said: bytes) -> tuple[str, int]:

@@ -65,9 +65,9 @@ class TextScorer:
         # the model has never seen there.
         spaces = len(context) - len(context.rstrip())
         context, text = context[: len(context) - spaces], context[len(context) - spaces :] + text
-        before = [*self.tokenizer.before, *self.tokenizer.encode(context)] if context else self.prefix
+        before = self.tokenizer.begun(context) if context else self.prefix
         # Encoded together: the border of two texts may lie in the middle of a token.
-        ids = [*self.tokenizer.before, *self.tokenizer.encode(context + text)] if context else []
+        ids = self.tokenizer.begun(context + text) if context else []
         ids = ids or [*self.prefix, *self.tokenizer.encode(text)]
         count = len(ids) - len(before)
         if count > self.length:
@@ -87,7 +87,7 @@ class TextScorer:
         longest = max(1, self.model.config.max_position_embeddings - count)
         requests = []
         for index, context in enumerate(contexts):
-            prompt = [*self.tokenizer.before, *self.tokenizer.encode(context)] or self.prefix
+            prompt = self.tokenizer.begun(context) or self.prefix
             requests.append(Request(prompt[-longest:], count, index))
         marks = tuple(mark for mark in until if mark)
         stops = Stops(frozenset(self.ends), marks, self._decode)

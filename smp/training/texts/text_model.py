@@ -16,8 +16,8 @@ from smp.convert.huggingface.config import read_json
 from smp.convert.load import load_weights
 from smp.convert.peft.adapters import MergedWeights
 from smp.data.tokenizers.files import load_tokenizer, no_tokenizer, open_tokenizer_json, tokenizer_file
-from smp.data.tokenizers.tokenizer import Tokenizer
-from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
+from smp.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
+from smp.data.tuning.tokenizer import PieceTokenizer, TuningTokenizer, begun, open_tokenizer, put_in_front
 from smp.models.build import new_model
 from smp.models.protocol import Model
 from smp.parallel.context import build_context
@@ -27,14 +27,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TokenizerFile:
-    """A tokenizer.json, used as transformers uses it: with the special tokens that it puts in front of a text."""
+    """A tokenizer.json, used as fine-tuning does: with the special tokens that it puts in front of a text, once, and
+    without those that it puts behind it, where the model goes on."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = open_tokenizer_json(path)
+        self._before = put_in_front(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Token ids."""
-        return list(self._tokenizer.encode(text).ids)
+        return begun(list(self._tokenizer.encode(text, add_special_tokens=False).ids), self._before)
 
     def decode(self, ids: list[int]) -> str:
         """Text, without special tokens."""
@@ -58,6 +60,8 @@ def find_tokenizer(
     if path.suffix == ".json":
         return TokenizerFile(path), ends or [load_tokenizer(path, pattern).eod]
     tokenizer = load_tokenizer(path, pattern)
+    if isinstance(tokenizer, SentencePieceTokenizer):  # a prompt's begin and end pieces, as in fine-tuning
+        tokenizer = PieceTokenizer(path)
     return tokenizer, [*ends, tokenizer.eod]
 
 

@@ -18,6 +18,8 @@ from smp.data.tuning.messages import BadSampleError, Conversation
 from smp.data.tuning.samples import Report
 from smp.data.tuning.shapes import Reading, recognise, recognise_pair
 from smp.data.tuning.tokenizer import FolderTokenizer, open_tokenizer
+from smp.training.texts.text_model import TokenizerFile
+from tests.data.tuning.tokenizer_lab import KINDS
 from tests.training.tiny_hf import TEMPLATE, write_pieces, write_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -131,18 +133,46 @@ def test_a_text_that_ends_itself_is_not_ended_twice(tokenizer: FolderTokenizer) 
 
 
 def test_what_the_tokenizer_puts_in_front_is_kept_whatever_it_puts_behind(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, processors
-
     write_tokenizer(tmp_path)
     for behind in ("", " <|im_end|>"):
-        inner = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-        special = [("<|bos|>", 0), ("<|im_end|>", 2)]
-        inner.post_processor = processors.TemplateProcessing(single=f"<|bos|> $A{behind}", special_tokens=special)
-        inner.save(str(tmp_path / "tokenizer.json"))
+        put_around(tmp_path, f"<|bos|> $A{behind}")
         tokenizer = FolderTokenizer(tmp_path)
         assert tokenizer.before == [0]
         [(ids, trained)] = Encoder(tokenizer, None).sample({"text": "it is"})
         assert tokenizer.decode(ids) == "<|bos|>it is<|im_end|>" and trained.tolist()[0] is False
+
+
+def test_a_text_that_begins_itself_is_not_begun_twice(tmp_path: Path) -> None:
+    """As a prompt does that came out of a chat template."""
+    write_tokenizer(tmp_path)
+    put_around(tmp_path, "<|bos|> $A <|im_end|>")
+    tokenizer, writer = FolderTokenizer(tmp_path), TokenizerFile(tmp_path / "tokenizer.json")  # of generate.py
+    encoder = Encoder(tokenizer, None)
+    for bos in ("", "<|bos|>"):
+        for prompt, answer in ((bos + "what is ", "it"), ("", bos + "it is")):
+            [(ids, trained)] = encoder.sample({"prompt": prompt, "completion": answer})
+            assert ids.tolist().count(0) == 1 and ids[0] == 0 and not trained[0], (prompt, answer)
+            asked = ids[: int(trained.argmax())].tolist()
+            assert encoder.prompt(prompt) == asked == writer.encode(prompt), "it goes on from what was trained"
+        [(ids, trained)] = encoder.sample({"text": bos + "it is"})
+        assert ids.tolist().count(0) == 1 and trained.tolist() == [False] + [True] * (len(ids) - 1)
+
+
+def put_around(folder: Path, single: str) -> None:
+    """Let the tokenizer put special tokens around a text."""
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = [("<|bos|>", 0), ("<|im_end|>", 2)]
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=special)
+    inner.save(str(folder / "tokenizer.json"))
+
+
+def test_begin_and_end_that_are_written_out_are_these_pieces(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(KINDS["pieces-bpe"].make(tmp_path))
+    bos, eos = (tokenizer.template_tokens[name] for name in ("bos_token", "eos_token"))
+    [(ids, trained)] = Encoder(tokenizer, None).sample({"prompt": f"{bos}what is", "completion": f" it{eos}"})
+    assert ids[0] == tokenizer.bos and ids.tolist().count(tokenizer.eos) == 1 and ids[-1] == tokenizer.eos
+    assert tokenizer.decode(ids.tolist()) == f"{bos}what is it{eos}"
+    assert tokenizer.decode(ids[trained].tolist()).strip() == f"it{eos}"
 
 
 def test_a_sentencepiece_model_takes_a_template_with_its_own_ends(tmp_path: Path) -> None:
@@ -302,6 +332,10 @@ def test_what_a_template_would_leave_out_is_told(more: dict[str, Any], said: str
     shown = "{{ tools }}" + source.replace("{% endfor %}", "{{ m." + name + " }};{% endfor %}")
     text, _ = ChatTemplate(shown, {}).render(sample)
     assert "because" in text or "'name': 'f'" in text
+    if name in ("tools", "tool_calls", "function_call"):  # it is asked for and never written
+        asked = source.replace("{{ m.content", "{% if tools or m." + name + " %}{% endif %}{{ m.content")
+        with pytest.raises(BadSampleError, match=f"{said}, which the chat template does not show"):
+            ChatTemplate(asked, {}).render(sample)
 
 
 @pytest.mark.parametrize("said", ["reasoning", "thinking", "reasoning_content"])
@@ -362,8 +396,37 @@ def test_reasoning_that_the_template_cuts_out_of_an_answer_is_noted(tokenizer: F
         row = Row({"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": answer}]})
         encoder.sample(row)
         assert row.in_part == in_part
+    # As Qwen 3's: of the last message alone.
+    source = source.replace("{{ m", "{% if loop.last %}{{ m.reasoning_content }}{% endif %}{{ m")
+    encoder = Encoder(tokenizer, ChatTemplate(source.replace("{{ m.role", "{% generation %}{{ m.role").replace(
+        "-1] }}", "-1] }}{% endgeneration %}"), {}))  # fmt: skip
+    turns = [{"role": "assistant", "content": "four", key: "two and two"} for key in ("reasoning", "thinking")]
+    for said_, in_part in ((turns, True), (turns[1:], False)):
+        row = Row({"messages": said_})
+        encoder.sample(row)
+        assert row.in_part == in_part
     [line] = Report(in_part=3).beside_template("x")
     assert line.startswith("note: of 3 samples the chat template leaves out a part of what a message says, such as")
+
+
+@pytest.mark.parametrize(
+    ("answer", "noted"),
+    [
+        ("{{ m.content }}<|im_end|>\n", False),
+        ("{{ m.content }}", True),  # as GLM's, whose next message begins with what the model stops at
+        ("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>", True),
+        ("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}", False),
+    ],
+)
+def test_an_answer_without_an_end_is_noted(tokenizer: FolderTokenizer, answer: str, noted: bool) -> None:
+    source = "{% for m in messages %}{% if m.role == 'assistant' %}<|bos|>ANSWER{% else %}<|bos|>{{ m.content }}"
+    source = (
+        source.replace("ANSWER", answer) + "{% endif %}{% endfor %}{% if add_generation_prompt %}<|bos|>{% endif %}"
+    )
+    encoder, row = Encoder(tokenizer, ChatTemplate(source, tokenizer.template_tokens)), Row({"messages": MESSAGES[1:]})
+    encoder.sample(row)
+    report = Report(unended=int(row.unended))
+    assert any("nothing teaches the model to stop" in line for line in report.lines()) == noted
 
 
 def test_texts_beside_a_template_are_messages_when_asked(tokenizer: FolderTokenizer) -> None:
