@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -24,11 +24,24 @@ from torch import nn
 from smp.config import ConfigError, ModelConfig
 from smp.layers import init_weights
 from smp.layers.block import TransformerBlock
-from smp.layers.heads.head import ModelOutput
+from smp.layers.heads.cross_entropy import VocabShard
+from smp.layers.heads.head import ModelOutput, VocabParallelHead
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart
 
 Capability = Literal["context parallelism", "generation"]
+
+
+class OutputShard(NamedTuple):
+    """What this rank has of a model's output matrix.
+
+    Attributes:
+        shard: which columns of the logits it makes.
+        sequence_parallel: whether the hidden states in front of it are split over the tensor-parallel ranks by tokens.
+    """
+
+    shard: VocabShard
+    sequence_parallel: bool
 
 
 class Model(nn.Module, ABC):
@@ -61,6 +74,12 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def fsdp_units(self) -> list[nn.Module | list[nn.Module]]:
         """What FSDP gathers and frees together, in the order of the forward pass; the rest is one unit more."""
+
+    def output_shard(self) -> OutputShard | None:
+        """Of the output matrix; None: another pipeline rank has it, or there is a head of scores instead. With
+        ``AnswerLoss.states`` a forward pass gives the hidden states in front of it as ``values``."""
+        head = self.head
+        return OutputShard(head.shard, head.sequence_parallel) if isinstance(head, VocabParallelHead) else None
 
     def blocks(self) -> list[Any]:
         """Of these units the blocks, in order: what is recomputed, compiled and offloaded. Their attribute ``run`` is

@@ -15,6 +15,7 @@ from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE
 from tests.programs import run_program
 from tests.training.any_model_lab import LR, largest_error, load, plain_loop, train_plainly, tune_types, write_type
+from tests.training.distill_lab import divergence
 from tests.training.tuning_lab import together
 from tools.convert_checkpoint import main as convert
 from tools.generate import main as generate
@@ -106,6 +107,27 @@ def test_pairs_and_labelled_answers_have_the_same_losses_too(folders: dict[str, 
             assert theirs[key] == pytest.approx(ours[key], rel=TOLERANCE), name
 
 
+def test_distillation_between_implementations(folders: dict[str, Path]) -> None:
+    """A student of either, a teacher of transformers' own with no tokens to fill up, beside the formula in fp64."""
+    student, teacher = folders["llama"], folders["helium"]
+    common = f"--load {student} --log-dir {student}/logs --data-path {student}/sft.jsonl {STEPS} --packing off"
+    common += (
+        f" --train-iters 2 --objective distill --lr 0.001 --temperature 0.05 --teacher {teacher} --model-implementation"
+    )
+    layouts = {1: ("",), 2: ("--tensor-model-parallel-size 2 --sequence-parallel", "")}
+    results = []
+    for world, several in layouts.items():
+        flags = [f"{common} {which} {layout}" for which in ("smp", "transformers") for layout in several]
+        ranks = run_distributed(tune_types, world, flags)
+        results += [together([r[i] for r in ranks]) for i in range(len(flags))]
+    for result in results:
+        assert result["losses"] == pytest.approx(results[0]["losses"], rel=TOLERANCE)
+        assert result["norms"] == pytest.approx(results[0]["norms"], rel=TOLERANCE)
+    every = f"{common} transformers --train-iters 1 --global-batch-size 60 --split 100,0,0"
+    [of_all] = run_distributed(tune_types, 1, [every])[0]
+    assert of_all["losses"][0] == pytest.approx(divergence(student, teacher, 0.5, 0.05)[0], rel=TOLERANCE)
+
+
 LORA = {
     "alone": (1, ""),
     "shard 2, bf16": (2, "--bf16"),
@@ -188,6 +210,7 @@ REFUSED = {
     "--objective reward": "--objective reward: only this project's decoder has it",
     "--attention-backend math": "--attention-backend math: only this project's decoder has it",
     "--expert-model-parallel-size 2": "--expert-model-parallel-size 2: only this project's decoder has it",
+    "--objective distill --teacher a --lmbda 1 --max-completion-length 8": "--lmbda 1.0: only this project's",
     "--window-size 4": "--window-size: the architecture is that of config.json",
 }
 

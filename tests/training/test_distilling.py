@@ -12,6 +12,7 @@ import torch
 import finetune
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
+from tests.training.distill_lab import divergence
 from tests.training.flag_runs import clean_process, proves
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import together, tune_all
@@ -129,32 +130,6 @@ def test_completions_of_the_model_are_trained_on(results: Results) -> None:
     assert results["alone", "on policy"]["losses"] != results["alone", "jsd"]["losses"]
 
 
-def divergence(folder: Path, beta: float, temperature: float) -> tuple[float, float]:
-    """(the mean divergence, the mean cross-entropy) of all trained tokens of all samples, by transformers' models in
-    fp64 and formulas of their own."""
-    import transformers
-
-    from smp.data.tuning.encode import Encoder
-    from smp.data.tuning.tokenizer import open_tokenizer
-
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    student, teacher = (load(path, attn_implementation="eager").eval() for path in (folder, folder / "big"))
-    encoder = Encoder(open_tokenizer(folder), None)
-    divergences, entropies = [], []
-    for line in (folder / "sft.jsonl").read_text().splitlines():
-        ((ids, trained),) = encoder.sample(json.loads(line))
-        with torch.no_grad():
-            q, p = (m(torch.tensor([ids.tolist()])).logits[0, :-1].double() for m in (student, teacher))
-        labels = torch.tensor(ids[1:]).long()
-        entropies.append(torch.nn.functional.cross_entropy(q, labels, reduction="none")[trained[1:]])
-        q, p = ((x / temperature).softmax(1) for x in (q, p))
-        m = beta * p + (1 - beta) * q
-        found = beta * (p * (p / m).log()).sum(1) + (1 - beta) * (q * (q / m).log()).sum(1)
-        found = (p * (p / q).log()).sum(1) if beta == 0 else (q * (q / p).log()).sum(1) if beta == 1 else found
-        divergences.append(found[trained[1:]])
-    return float(torch.cat(divergences).mean()), float(torch.cat(entropies).mean())
-
-
 @proves("teacher", "beta", "temperature", "kd_loss_alpha")
 def test_the_loss_is_that_of_transformers_models(folder: Path) -> None:
     """Of one step over all samples."""
@@ -166,7 +141,7 @@ def test_the_loss_is_that_of_transformers_models(folder: Path) -> None:
         lines.append(flags(folder, f"--teacher {{0}}/big {more}"))
     (found,) = run_distributed(tune_all, 1, lines)
     for (beta, temperature, alpha), run in zip(cases, found, strict=True):
-        value, entropy = divergence(folder, beta, temperature)
+        value, entropy = divergence(folder, folder / "big", beta, temperature)
         assert run["losses"][0] == pytest.approx(alpha * value + (1 - alpha) * entropy, rel=2e-6)
 
 

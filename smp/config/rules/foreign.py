@@ -34,6 +34,8 @@ def check_foreign(config: Config) -> None:
     if config.objective is not None:
         facts, name = config.objective_facts, f"--objective {config.objective.objective}"
         require(not (facts.has_scores or config.is_online), f"{name}: {_ONLY_HERE}; leave it out")
+    lmbda = 0.0 if config.distillation is None else config.distillation.lmbda
+    require(not lmbda, f"--lmbda {lmbda}: {_ONLY_HERE}; leave it out")
     dropout = None if config.lora is None else config.lora.lora_dropout
     require(not dropout, f"--lora-dropout {dropout}: {_ONLY_HERE}; leave it out")
     require(

@@ -22,7 +22,8 @@ from smp.config import ConfigError
 from smp.hf.modules import local_weight_and_bias
 from smp.layers.heads.answers import linear_answers
 from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy
-from smp.layers.heads.head import ModelOutput, chunk_tokens
+from smp.layers.heads.distillation import linear_divergence
+from smp.layers.heads.head import DISTILLED, ModelOutput, chunk_tokens
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group, copy_to_group
 
@@ -33,6 +34,9 @@ class OutputMatrix:
     Args:
         module: cut, not yet sharded.
         backend: of the cross-entropy.
+
+    Attributes:
+        shard: the columns of the logits that this rank makes.
 
     Raises:
         ConfigError: it is no linear layer, or the model computes something unknown with its logits.
@@ -50,7 +54,7 @@ class OutputMatrix:
         self._result = Result()
         self._backend = backend
         self._logits = Logits.of(module, head)
-        self._shard = _shard_of(head, self._logits.softcap)
+        self.shard = _shard_of(head, self._logits.softcap)
         cast(Any, head).forward = MethodType(self._forward, head)
 
     @contextmanager
@@ -69,21 +73,28 @@ class OutputMatrix:
             whole: torch.Tensor = self._plain(hidden)
             return whole
         self._result.output = self._loss(head, hidden, batch, batch.labels, batch.loss_weights)
-        return hidden.new_zeros(()).expand(*hidden.shape[:-1], self._shard.vocab_size)
+        # Without memory: some models scale, cap or widen logits, which would make them after all.
+        return hidden.new_empty((*hidden.shape[:-1], self.shard.vocab_size), device="meta")
 
     def _loss(
         self, head: Any, hidden: torch.Tensor, batch: MicroBatch, labels: torch.Tensor, weights: torch.Tensor
     ) -> ModelOutput:
         weight, bias = local_weight_and_bias(head) if hasattr(head, "smp_cut") else (head.weight, head.bias)
         hidden = hidden[:, : labels.shape[1]]  # behind them are tokens that only make ranks even
-        x = copy_to_group(hidden, self._shard.group).flatten(0, -2)  # (tokens, hidden)
+        x = copy_to_group(hidden, self.shard.group).flatten(0, -2)  # (tokens, hidden)
         if self._logits.scale != 1.0:
             x = x * self._logits.scale
         if bias is not None:  # as one more column, which every token has a 1 for
             x = torch.cat((x, x.new_full((len(x), 1), self._logits.scale)), -1)
             weight = torch.cat((weight, bias[:, None]), -1)
-        arguments = x, weight.to(x.dtype), labels.flatten(), weights.flatten(), self._shard
+        arguments = x, weight.to(x.dtype), labels.flatten(), weights.flatten(), self.shard
+        if batch.answers is not None and batch.answers.states is not None:
+            batch.answers.states(weight)
+            return ModelOutput(values=x)
         options: dict[str, Any] = {"chunk_tokens": chunk_tokens(weight), "backend": self._backend}
+        if batch.distilled is not None:
+            options["chunk_tokens"] = chunk_tokens(weight, share=DISTILLED)
+            return ModelOutput(loss=linear_divergence(*arguments, batch.distilled, **options))
         if batch.answers is None:
             return ModelOutput(loss=linear_cross_entropy(*arguments, **options))
         shape = labels.shape[0], labels.shape[1]

@@ -29,7 +29,7 @@ from smp.kernels import TORCH, Kernels
 from smp.layers.heads.head import ModelOutput
 from smp.models.foreign import blocks_of, new_module
 from smp.models.micro_batch import MicroBatch
-from smp.models.protocol import Model
+from smp.models.protocol import Model, OutputShard
 from smp.parallel.context import ParallelContext
 
 
@@ -81,6 +81,9 @@ class TransformersModel(Model):
     @property
     def head(self) -> nn.Module | None:  # type: ignore[override]
         return self.module.get_output_embeddings()
+
+    def output_shard(self) -> OutputShard:
+        return OutputShard(self._output.shard, sequence_parallel=False)  # tokens are together in front of it
 
     def blocks(self) -> list[Any]:
         return self._blocks

@@ -212,8 +212,10 @@ class _ByTeacher:
             teacher = teacher.padded(tokens).within(common)
             return _ByTeacher(replace(loss, teacher=teacher), replace(shard, valid=valid, vocab_size=common), backend)
         if teacher.head.sequence_parallel:
-            whole = gather_tokens(teacher.states, shard.group)
-            loss = replace(loss, teacher=replace(teacher, states=whole))
+            teacher = replace(teacher, states=gather_tokens(teacher.states, shard.group))
+            loss = replace(loss, teacher=teacher)
+        if (missing := tokens - len(teacher.states)) > 0:  # the model fills its tokens up, the teacher does not
+            loss = replace(loss, teacher=replace(teacher, states=F.pad(teacher.states, (0, 0, 0, missing))))
         its = teacher.head.shard
         return _ByTeacher(loss, replace(shard, valid=its.valid, vocab_size=its.vocab_size), backend)
 

@@ -13,9 +13,8 @@ from smp.data.tuning.batches import NumberedBatch
 from smp.kernels.transfer import to_device
 from smp.layers.heads.answers import AnswerLoss
 from smp.layers.heads.distillation import TeacherHead, TeacherStates, TopLogits
-from smp.layers.heads.head import VocabParallelHead
 from smp.models.micro_batch import MicroBatch
-from smp.models.protocol import Model
+from smp.models.protocol import Model, OutputShard
 from smp.parallel.collectives import Group
 from smp.sharding.parallelize import free_gathered
 from smp.training.build import RunSetup, build_forward_backward
@@ -32,14 +31,14 @@ class ModelTeacher:
 
     Attributes:
         model, forward_backward: of the teacher.
-        student: the head of the model that is trained; None: another pipeline rank has it.
+        student: the output matrix of the model that is trained; None: another pipeline rank has it.
         device: of both.
         cp: ranks that share every sequence.
     """
 
     model: Model
     forward_backward: ForwardBackward
-    student: VocabParallelHead | None
+    student: OutputShard | None
     device: torch.device
     cp: Group | None
     _heads: list[TeacherHead] = field(default_factory=list)
@@ -75,20 +74,20 @@ class ModelTeacher:
         sharded again: under FSDP a copy."""
         if self._heads:
             return
-        own = self.model.head
-        assert isinstance(own, VocabParallelHead), "a language model has one"
+        own = self.model.output_shard()
+        assert own is not None, "it has just been used"
         kept = matrix.detach().clone() if isinstance(self.model, FSDPModule) else matrix.detach()
         head = TeacherHead(kept, own.shard, own.sequence_parallel)
         self._heads.append(head if self.student is None else _fitting(head, self.student))
 
 
-def _fitting(head: TeacherHead, student: VocabParallelHead) -> TeacherHead:
+def _fitting(head: TeacherHead, student: OutputShard) -> TeacherHead:
     """With the rows of the student, where they are not those already."""
     same = replace(head.shard, softcap=None) == replace(student.shard, softcap=None)
     return head if same else head.aligned(student.shard)
 
 
-def build_teacher(config: Config, setup: RunSetup, student: VocabParallelHead | None) -> tuple[ModelTeacher, list[str]]:
+def build_teacher(config: Config, setup: RunSetup, student: OutputShard | None) -> tuple[ModelTeacher, list[str]]:
     """(the teacher, what the user should hear). ``config`` is that of ``teacher_config``."""
     model, notes = build_finetune_model(config, setup, None, trainable=False)
     forward_backward = build_forward_backward(config, setup, model)

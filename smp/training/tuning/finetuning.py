@@ -23,7 +23,6 @@ from smp.data.tuning.sequences import Sequences, lay_out
 from smp.kernels import Kernels
 from smp.layers.adapters.lora import adapters_off
 from smp.layers.fp8.apply import read_scales_of
-from smp.layers.heads.head import VocabParallelHead
 from smp.models.arithmetic import count_parameters
 from smp.models.protocol import Model
 from smp.parallel.agree import gather, on_rank_zero
@@ -230,8 +229,7 @@ class Models:
     def teacher(self) -> Teacher:
         config, setup, data = self.run.config, self.run.setup, self.run.data
         assert config.distillation is not None and isinstance(data, TuningData), "settings of a distillation run"
-        student = self.model.head
-        assert student is None or isinstance(student, VocabParallelHead), "it has an output matrix"
+        student = self.model.output_shard()
         if config.distillation.logits_load_dir is not None:
             stored = read_stored(config.distillation.logits_load_dir, data.samples)
             return StoredTeacher(stored, self.device, student is not None)
