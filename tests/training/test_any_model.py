@@ -82,10 +82,13 @@ def test_a_run_equals_a_plain_loop_of_transformers(runs: Runs, folders: dict[str
 
 def test_both_implementations_of_a_family_give_the_same_losses(folders: dict[str, Path]) -> None:
     flags = flags_of(folders["llama"], "")
-    ours, theirs = run_distributed(tune_types, 1, [flags.replace(" transformers", " smp"), flags])[0]
+    muon = flags.replace("--optimizer sgd", "--optimizer muon").replace(f"--lr {LR}", "--lr 0.001")
+    both = [of.replace(" transformers", which) for of in (flags, muon) for which in (" smp", " transformers")]
+    ours, theirs, *of_muon = run_distributed(tune_types, 1, both)[0]
     assert len(set(ours["losses"])) == 5
     for key in ("losses", "norms"):
         assert theirs[key] == pytest.approx(ours[key], rel=TOLERANCE)
+        assert of_muon[1][key] == pytest.approx(of_muon[0][key], rel=TOLERANCE), "it leaves out the same matrices"
     assert "layers.0.attention.query.weight" in ours["initial"]
     assert "model.layers.0.self_attn.q_proj.weight" in theirs["initial"]
 

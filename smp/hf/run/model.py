@@ -82,6 +82,13 @@ class TransformersModel(Model):
     def head(self) -> nn.Module | None:  # type: ignore[override]
         return self.module.get_output_embeddings()
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.module.get_input_embeddings()  # type: ignore[no-any-return]
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """As of every transformers model; optimizers ask it which matrices are those of the vocabulary."""
+        return self.head
+
     def output_shard(self) -> OutputShard:
         return OutputShard(self._output.shard, sequence_parallel=False)  # tokens are together in front of it
 
