@@ -83,7 +83,7 @@ class TransformersModel(Model):
         return self.module.get_output_embeddings()
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.module.get_input_embeddings()  # type: ignore[no-any-return]
+        return self.module.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module | None:
         """As of every transformers model; optimizers ask it which matrices are those of the vocabulary."""
