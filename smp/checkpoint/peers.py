@@ -38,6 +38,7 @@ from smp.checkpoint.folders.lock import started_at
 from smp.checkpoint.format.entries import CheckpointError, Manifest, Shard
 from smp.checkpoint.format.manifest import MANIFEST, check_extra, read_manifest, write_manifest
 from smp.checkpoint.format.tensor_file import FileLayout, write_file
+from smp.checkpoint.spare_files import SpareNode
 from smp.checkpoint.storage import build_manifest, write_items
 from smp.checkpoint.together import together
 from smp.parallel.agree import any_rank, gather, on_rank_zero, rank
@@ -98,6 +99,7 @@ class PeerFolder(LocalFolder):
         places: of all ranks.
         held: names of the files that each node has.
         group: for messages between nodes.
+        spare: nodes that do not train.
     """
 
     def __init__(
@@ -106,9 +108,10 @@ class PeerFolder(LocalFolder):
         places: Sequence[Place],
         held: Mapping[int, frozenset[str]],
         group: dist.ProcessGroup | None,
+        spare: Sequence[SpareNode] = (),
     ) -> None:
         super().__init__(path)
-        self.places, self.held, self.group = places, held, group
+        self.places, self.held, self.group, self.spare = places, held, group, spare
 
     def bring(self, files: frozenset[str]) -> None:
         """Let this node have ``files``, which this rank is going to read. Every rank calls it.
@@ -124,6 +127,10 @@ class PeerFolder(LocalFolder):
         for node in sorted(wanted):
             for number, name in enumerate(sorted(wanted[node] - self.held.get(node, frozenset()))):
                 sources = [leaders[n] for n in sorted(self.held) if name in self.held[n]]
+                if not sources:
+                    if rank() == leaders[node]:
+                        failures += self._fetch(name)
+                    continue
                 # Several nodes that have it share the work.
                 source = sources[(node + number) % len(sources)]
                 if rank() == source:
@@ -136,13 +143,22 @@ class PeerFolder(LocalFolder):
         if failures:
             raise failures[0]
 
+    def _fetch(self, name: str) -> list[OSError]:
+        """Get a file from a node that does not train."""
+        copy = self.local.name
+        try:
+            next(node for node in self.spare if name in node.copies.get(copy, ())).fetch(copy, name, self.local / name)
+        except OSError as error:
+            return [error]
+        return []
+
 
 def _file_of(rank: int) -> str:
     return f"shard_{rank:05d}.safetensors"
 
 
-def _iteration(name: str) -> int:
-    return iteration_of(name.partition("-")[0])
+def _order(name: str) -> tuple[int, str]:
+    return iteration_of(name.partition("-")[0]), name
 
 
 def _send(path: Path, to: int, group: dist.ProcessGroup | None) -> None:
@@ -196,13 +212,21 @@ class PeerCopies:
         place: of this rank.
         say: tells the user a line.
         timeout: of messages between nodes.
+        spare: nodes that do not train, the same on all ranks.
 
     Raises:
         CheckpointError: the folder cannot be made.
     """
 
-    def __init__(self, base: str, place: Place, say: Callable[[str], None], timeout: timedelta | None = None) -> None:
-        self.say, self.place = say, place
+    def __init__(
+        self,
+        base: str,
+        place: Place,
+        say: Callable[[str], None],
+        timeout: timedelta | None = None,
+        spare: Sequence[SpareNode] = (),
+    ) -> None:
+        self.say, self.place, self.spare = say, place, spare
         self.places: list[Place] = gather(place)
         together(f"{base}: ", lambda: self._make(Path(base)), lambda _: None)
         self._to = next_nodes(self.places)
@@ -210,8 +234,11 @@ class PeerCopies:
         # Of its own: a message in the background must not meet one of the training.
         self._group = dist.new_group(backend="gloo", timeout=timeout) if len(self.places) > 1 else None
         self._memory = StagingBuffer()
-        self._plan: list[tuple[str, Item]] | None = None
+        self._plan: list[tuple[str, Item]] = []
+        self._offered: list[Item] | None = None  # what the plan was made for
         self._save: _UnderWay | None = None
+        self._kept: str | None = None
+        """Name of the copy that a new start would go on from."""
         self.newest: int | None = None
         self.seconds = 0.0
         """That the newest copy has stopped training for."""
@@ -226,27 +253,43 @@ class PeerCopies:
         return self._save is not None
 
     def find(self) -> tuple[PeerFolder, Manifest] | None:
-        """The newest copy of which the nodes together have all files, the same on all ranks."""
+        """The newest copy of which the nodes together have all files, the same on all ranks. All others are removed: an
+        older one is of no use, and a newer one that is not whole must not be taken for the newest again."""
         own = {name: os.listdir(self.root / name) for name in self._copies()}
         found = gather(own if self._leads else {})
-        for name in sorted({name for names in found for name in names}, key=_iteration, reverse=True):
+        elsewhere = [
+            {name: files for name, files in node.copies.items() if _NAME.fullmatch(name)} for node in self.spare
+        ]
+        # By the whole name: of one iteration there may be two, and all ranks have to ask for them in one order.
+        for name in sorted({name for names in [*found, *elsewhere] for name in names}, key=_order, reverse=True):
             manifests = gather(self._manifest(name))
             manifest = next((each for each in manifests if each is not None), None)
             held = {self.places[r].node: frozenset(names[name]) for r, names in enumerate(found) if name in names}
-            if manifest is not None and set(manifest.files) <= {file for files in held.values() for file in files}:
+            there = {file for names in [*found, *elsewhere] for file in names.get(name, ())}
+            if manifest is not None and set(manifest.files) <= there:
+                self._keep_only(name)
                 (self.root / name).mkdir(exist_ok=True)
-                return PeerFolder(self.root / name, self.places, held, self._group), manifest
+                return PeerFolder(self.root / name, self.places, held, self._group, self.spare), manifest
+        self._keep_only(None)
         return None
 
     def _copies(self) -> list[str]:
         """Names of those on this node, whole or not, oldest first."""
-        return sorted((name for name in os.listdir(self.root) if _NAME.fullmatch(name)), key=_iteration)
+        return sorted((name for name in os.listdir(self.root) if _NAME.fullmatch(name)), key=_order)
 
     def _manifest(self, name: str) -> Manifest | None:
-        try:
-            return read_manifest(self.root / name) if self._leads else None
-        except CheckpointError:
+        """That of a copy on this node; rank 0 also asks nodes that do not train."""
+        if not self._leads:
             return None
+        with suppress(CheckpointError):
+            return read_manifest(self.root / name)
+        for node in self.spare if rank() == 0 else ():
+            if MANIFEST in node.copies.get(name, ()):
+                with suppress(CheckpointError, OSError):
+                    (self.root / name).mkdir(exist_ok=True)
+                    node.fetch(name, MANIFEST, self.root / name / MANIFEST)
+                    return read_manifest(self.root / name)
+        return None
 
     @property
     def _leads(self) -> bool:
@@ -261,11 +304,9 @@ class PeerCopies:
         """
         self.wait()
         started = time.perf_counter()
-        self._forget_older()
+        self._keep_only(self._kept)
         shards = local_shards(state, rows)
-        if self._plan is None:
-            self._plan = self._planned(shards)
-            self._tell_size(shards)
+        self._make_plan(shards)
         name = f"{iteration_name(extra['progress']['iteration'])}-{self._token()}"
         folder = LocalFolder(self.root / name)
         layout = self._memory.fill({key: shards[item.name].rows(item) for key, item in self._plan})
@@ -273,9 +314,12 @@ class PeerCopies:
         self._save.thread.start()
         self.seconds = time.perf_counter() - started
 
-    def _planned(self, shards: Mapping[str, LocalShard]) -> list[tuple[str, Item]]:
-        """Keys and items of this rank's file; of replicas one rank has it."""
+    def _make_plan(self, shards: Mapping[str, LocalShard]) -> None:
+        """Keys and items of this rank's file; of replicas one rank has it. Only what makes batches has other tensors
+        from time to time."""
         items = items_of(shards)
+        if not any_rank(items != self._offered):
+            return
         chosen = together("cannot copy: ", lambda: items, assign)
         mine, found = [items[n] for n in chosen[rank()]], list[tuple[str, Item]]()
 
@@ -284,13 +328,15 @@ class PeerCopies:
             return dict.fromkeys(by_key, "")
 
         write_items("", mine, keys)
-        return found
+        first, self._plan, self._offered = self._offered is None, found, items
+        if first:
+            self._tell_size(shards)
 
     def _token(self) -> str:
         return on_rank_zero(lambda: secrets.token_hex(4), CheckpointError)
 
     def _tell_size(self, shards: Mapping[str, LocalShard]) -> None:
-        own = sum(t.numel() * t.element_size() for t in (shards[i.name].rows(i) for _, i in self._plan or ()))
+        own = sum(t.numel() * t.element_size() for t in (shards[i.name].rows(i) for _, i in self._plan))
         most, free = max(gather(own)), shutil.disk_usage(self.root).free
         nodes = len({place.node for place in self.places})
         where = "and in that of the next one" if nodes > 1 else "(there is no other one, whose loss it would survive)"
@@ -301,7 +347,7 @@ class PeerCopies:
 
     def _work(self, layout: FileLayout) -> None:
         save = self._save
-        assert save is not None and self._plan is not None
+        assert save is not None
         with ThreadPoolExecutor(1 + len(self._from)) as pool:
             folder, to = save.folder.local, self._to[rank()]
             with suppress(OSError):  # whoever writes there says it
@@ -347,15 +393,14 @@ class PeerCopies:
         manifest = replace(manifest, files={name: size for name, size in files.items() if name in named})
         if self._leads:
             write_manifest(save.folder, manifest)
-        self.newest = save.extra["progress"]["iteration"]
+        self.newest, self._kept = save.extra["progress"]["iteration"], save.folder.name
 
-    def _forget_older(self) -> None:
-        """Remove all but the newest copy, which all nodes have: all ranks have been here since it was written."""
-        names = self._copies() if self._leads else []
-        whole = [name for name in names if (self.root / name / MANIFEST).exists()]
-        for name in names:
-            if name not in whole[-1:]:
-                shutil.rmtree(self.root / name, ignore_errors=True)
+    def _keep_only(self, name: str | None) -> None:
+        """Remove all other copies on this node, which hold nothing that a start would go on from."""
+        self._kept = name
+        for other in self._copies() if self._leads else []:
+            if other != name:
+                shutil.rmtree(self.root / other, ignore_errors=True)
 
     def ended(self) -> int | None:
         """The last iteration of a run that an earlier start of its workers has brought to its end, on any node."""

@@ -30,14 +30,6 @@ AHEAD = 4
 
 
 @dataclass
-class _Twin:
-    """The host's copy of a weight, and the version of the device's that it equals."""
-
-    weight: torch.Tensor
-    version: int
-
-
-@dataclass
 class _Arriving:
     """A gradient on its way to the host, ``there`` as it is on the device; ``source`` is what is copied of it."""
 
@@ -62,7 +54,7 @@ class HostAdamW(torch.optim.AdamW):
         super().__init__(groups, fused=True, **options)
         self._step_supports_amp_scaling = False  # the host decides whether there is a step
         self._copier, self._gradients = copier, HostPool(copier)
-        self._twins: dict[torch.Tensor, _Twin] = {}
+        self._twins: dict[torch.Tensor, torch.Tensor] = {}  # the host's copies of weights
         self._streamed: dict[torch.Tensor, _Arriving] = {}
         self._streams, self._later = False, frozenset[torch.Tensor]()
         self._factor: torch.Tensor | None = None
@@ -146,13 +138,11 @@ class HostAdamW(torch.optim.AdamW):
         gradient, weight = local_part(parameter.grad).contiguous(), local_part(parameter.detach())
         buffer, free = self._gradients.take(gradient.nbytes)
         target = buffer[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
-        events = [self._copier.out(gradient, target, free)]
-        twin = self._twins.get(parameter)
-        if twin is None or twin.version != weight._version:  # the first step, or weights were loaded
-            copy = self._on_host(weight, copied=True) if twin is None else twin.weight
-            # The device's weight counts: a load or another program may have changed it.
-            events.append(self._copier.out(weight, copy))
-            self._twins[parameter] = _Twin(copy, weight._version)
+        # The device's weight counts: a load, a rewind or a repair may have changed it. Version counters do not tell, as
+        # the local part of a DTensor that was detached has its own.
+        if parameter not in self._twins:
+            self._twins[parameter] = self._on_host(weight, copied=True)
+        events = [self._copier.out(gradient, target, free), self._copier.out(weight, self._twins[parameter])]
         return _Arriving(parameter.grad, gradient, target, buffer, events)
 
     def _finish(
@@ -170,7 +160,7 @@ class HostAdamW(torch.optim.AdamW):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = self.zeros_like(parameter), self.zeros_like(parameter)
         adamw(
-            [twin.weight],
+            [twin],
             [arriving.gradient],
             [local_part(state["exp_avg"])],
             [local_part(state["exp_avg_sq"])],
@@ -188,6 +178,4 @@ class HostAdamW(torch.optim.AdamW):
         self._gradients.give(arriving.buffer, None)
         weight = local_part(parameter.detach())
         # The device must not read the weight before it is back.
-        self._copier.wait(self._copier.back(twin.weight, weight))
-        # Copying changed the version of the device's weight; the two are equal again.
-        twin.version = weight._version
+        self._copier.wait(self._copier.back(twin, weight))

@@ -200,7 +200,7 @@ class Trainer:
                 self.progress.iteration + 1,
                 passed,
                 lambda: self._forward_backward(batch, num_valid, again=True),
-                lambda: not bool(self._decided(passed)[0]),
+                lambda: not bool(self._decided(passed)[1][2:].all()),  # also a spike that is trained on
             )
         # Loss and norm are the same on all ranks, so all skip the step or none does. The decision stays on the device.
         applied, decided = self._decided(passed)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from smp.checkpoint import peers
 from smp.checkpoint.api import load_from
 from smp.checkpoint.peers import PeerCopies, Place, next_nodes
+from smp.checkpoint.spare_files import SpareNode, serving, spare_nodes
 from tests.distributed import run_distributed
 
 
@@ -81,6 +85,99 @@ def test_any_one_node_may_be_lost(tmp_path: Path) -> None:
 
 def test_both_of_two_nodes_lost_is_no_copy(tmp_path: Path) -> None:
     assert all(result is None for _, result, _ in run_distributed(copied, 4, str(tmp_path), [0, 1]))
+
+
+def started(base: str, node: int, patch: pytest.MonkeyPatch, spare: Sequence[SpareNode] = ()) -> PeerCopies:
+    """On the node of that number, of one process."""
+    patch.setattr(peers, "own_folder", lambda path: path / str(node))
+    return PeerCopies(base, Place(node, 0), lambda line: None, spare=spare)
+
+
+def copy(copies: PeerCopies, state: dict[str, torch.Tensor], iteration: int) -> None:
+    copies.begin(state, {"progress": {"iteration": iteration}}, {})
+    copies.wait()
+
+
+def gone_on(rank: int, world: int, base: str) -> Any:
+    """A start that goes on from a copy makes one of the same iteration at once; then all start again. What a start did
+    not go on from, because it is not whole, is not the newest one later."""
+    with pytest.MonkeyPatch.context() as patch:
+        first = started(base, rank, patch)
+        copy(first, state_of(world, 6), 6)
+        torn = first.root / "iter_0000009-00000000"
+        shutil.copytree(first.root / str(first._kept), torn)
+        (torn / f"shard_{1 - rank:05d}.safetensors").unlink()
+        (torn / "shard_00000.safetensors").unlink(missing_ok=True)
+        dist.barrier()
+        second = started(base, rank, patch)
+        assert second.find() is not None
+        copy(second, state_of(world, 6), 6)
+        both = sorted(path.name[:12] for path in second.root.iterdir())
+        third = started(base, rank, patch)
+        found = third.find()
+        assert found is not None
+        state = state_of(world, -1)
+        load_from(*found, state)
+        copy(third, state_of(world, 7), 7)
+        copy(third, state_of(world, 8), 8)
+        left = sorted(path.name[:12] for path in third.root.iterdir())
+        return both, found[0].local.name, whole(state), left
+
+
+def test_ranks_go_on_from_one_copy_also_where_an_iteration_has_two(tmp_path: Path) -> None:
+    for attempt in range(4):  # names are drawn, and so is the order of a set of them
+        ranks = run_distributed(gone_on, 2, str(tmp_path / str(attempt)))
+        assert ranks[0][1] == ranks[1][1]
+        for both, _, state, left in ranks:
+            assert both == ["iter_0000006", "iter_0000006"] and left == ["iter_0000007", "iter_0000008"]
+            assert torch.equal(state["plain"], torch.full((3,), 6.0))
+
+
+def changing(rank: int, world: int, base: str) -> dict[str, torch.Tensor]:
+    """What makes batches has other tensors from copy to copy."""
+    with pytest.MonkeyPatch.context() as patch:
+        copies = started(base, rank, patch)
+        state = state_of(world, 1)
+        copy(copies, state | {"rollouts.current.ids": torch.arange(4.0), "rollouts.next.ids": torch.arange(2.0)}, 1)
+        copy(copies, state | {"rollouts.current.ids": torch.arange(6.0)}, 2)
+        found = started(base, rank, patch).find()
+        assert found is not None and "rollouts.next.ids" not in found[1].tensors
+        loaded = state_of(world, -1) | {"rollouts.current.ids": torch.zeros(6)}
+        load_from(*found, loaded)
+        return whole(loaded)
+
+
+def test_tensors_may_change_from_copy_to_copy(tmp_path: Path) -> None:
+    for state in run_distributed(changing, 2, str(tmp_path)):
+        assert torch.equal(state["rollouts.current.ids"], torch.arange(6.0)) and float(state["plain"][0]) == 1
+
+
+def smaller(rank: int, world: int, base: str) -> dict[str, torch.Tensor] | None:
+    """Three nodes make a copy; the third is lost, and of the others one trains on and one is spare."""
+    with pytest.MonkeyPatch.context() as patch:
+        copies = started(base, rank, patch)
+        copy(copies, state_of(world, 5.0), 5)
+        dist.barrier()
+        dist.destroy_process_group()
+        if rank > 0:
+            return None
+        shapes = {"sharded": (7, 5), "replicated": (5,), "plain": (3,)}
+        store = dist.HashStore()
+        with serving(Path(base) / "1", store, 1, "127.0.0.1"):
+            (node,) = spare_nodes(store, [1], timedelta(seconds=5))
+            refused = replace(node, token="0" * 32)
+            with pytest.raises(OSError, match="404"):
+                refused.fetch(next(iter(node.copies)), "manifest.json", Path(base) / "x")
+            found = started(base, 0, patch, [node]).find()
+            assert found is not None
+            state = {name: torch.zeros(shape) for name, shape in shapes.items()}
+            load_from(*found, state)
+            return state
+
+
+def test_a_spare_node_gives_what_it_has(tmp_path: Path) -> None:
+    state = run_distributed(smaller, 3, str(tmp_path))[0]
+    assert torch.equal(state["sharded"], torch.arange(35.0).view(7, 5) + 5) and float(state["plain"][0]) == 5
 
 
 def full(rank: int, world: int, base: str) -> list[str]:

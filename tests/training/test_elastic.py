@@ -139,6 +139,28 @@ def test_a_worker_that_is_killed_is_started_again_from_memory(tmp_path: Path, jo
 
 
 @pytest.mark.slow
+def test_a_node_that_becomes_spare_gives_what_it_has(tmp_path: Path, jobs: list[Job]) -> None:
+    """Three nodes or one: of three that train one is killed, one trains on, and the other has a part of the state."""
+    flags = f"{COMMON} {MODEL} {ELASTIC.format(least=1, most=3)} --replica-increment-step 2"
+    want = alone(tmp_path / "alone", f"{COMMON} {MODEL}", jobs, "pretrain_gpt")
+    job = Job(tmp_path / "spare", flags, 1, 3, step=0.8)
+    jobs.append(job)
+    job.start(3)
+    job.until(lambda: "3 nodes" in job.now())
+    job.reach(6)
+    job.kill(2)
+    job.until(lambda: "1 nodes" in job.now())
+    job.reach(job.iteration + 2)
+    job.start(1)
+    job.reach(30)
+    codes = job.finish()
+    assert sorted(codes) == [-9, 0, 0, 0], job.said()
+    require_equal(job, want)
+    assert "spare, behind 1 processes" in job.said()
+    assert job.said().count("resumed from the memory of the nodes") == 2, job.said()
+
+
+@pytest.mark.slow
 def test_spare_nodes_wait_and_take_over(tmp_path: Path, jobs: list[Job]) -> None:
     flags = f"{COMMON} {MODEL} {ELASTIC.format(least=2, most=2)}"
     want = alone(tmp_path / "alone", f"{COMMON} {MODEL}", jobs, "pretrain_gpt")

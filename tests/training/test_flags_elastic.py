@@ -13,7 +13,7 @@ import torch
 from smp.checkpoint.peers import own_folder
 from smp.config.rules.elastic import OWN_STORES
 from smp.training.faults.members import LEFT
-from tests.training.flag_runs import Run, proves, run_here
+from tests.training.flag_runs import Run, Watched, proves, run_here
 
 COPIES = "--peer-snapshot-interval 2 --peer-snapshot-dir {0} --hidden-dropout 0.1 --train-iters 6 "
 
@@ -60,6 +60,22 @@ def test_the_newer_of_memory_and_disk_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("under_torchrun")
+def test_a_newer_checkpoint_is_gone_on_from_without_being_asked(tmp_path: Path) -> None:
+    """The copy says that this is torchrun's next try of the job that wrote it."""
+
+    def dies(run: Watched) -> None:
+        if run.iteration == 3:
+            raise RuntimeError("a loose cable")
+
+    flags = COPIES.format(tmp_path / "memory") + "--save ck --save-interval 3"
+    with pytest.raises(RuntimeError, match="a loose cable"):
+        run_here(tmp_path / "run", flags, each_step=dies)
+    second = run_here(tmp_path / "run", flags)
+    assert "--save ck holds iter_0000003, newer than the copy in memory of iteration 2" in second.out
+    assert second.code == 0 and "resumed from ck/iter_0000003 at iteration 3" in second.out
+
+
+@pytest.mark.usefixtures("under_torchrun")
 def test_copies_of_a_launcher_that_is_gone_are_removed(tmp_path: Path) -> None:
     own = own_folder(tmp_path / "memory")
     gone, elsewhere = own.parent / "1234567-99", tmp_path / "memory" / f"smp-copies-{os.getuid()}-1" / "1234567-99"
@@ -78,16 +94,18 @@ def test_copies_need_somebody_who_starts_workers_again(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("under_torchrun")
 def test_the_layouts_of_an_elastic_run_are_said(tmp_path: Path) -> None:
     """And when it is asked to stop, it ends so that its launcher starts it again."""
-    run = started(tmp_path, "--max-nodes 5 --min-nodes 1 --replica-increment-step 2 --save ck")
+    run = started(tmp_path, "--max-nodes 5 --min-nodes 1 --replica-increment-step 2 --save ck --load auto")
     assert run.code == 0
     lines = [line for line in run.out.splitlines() if " nodes: dp_replicate" in line]
     assert [line.split(":")[0] for line in lines] == ["  1 nodes", "  3 nodes", "  5 nodes"]
     assert "1 nodes: dp_replicate 1 x dp_shard 1, micro-batches 2" in lines[0] and lines[0].endswith("(now)")
     assert "3 nodes: dp_replicate 1 x dp_shard 3, micro-batches 1" in lines[1]
-    dry = started(tmp_path, "--max-nodes 5 --dry-run --save ck")
+    dry = started(tmp_path, "--max-nodes 5 --dry-run --save ck --load auto")
     assert dry.out.count(" nodes: dp_replicate") == 5
-    few = started(tmp_path, "--max-nodes 5 --min-nodes 2 --save ck")
+    few = started(tmp_path, "--max-nodes 5 --min-nodes 2 --save ck --load auto")
     assert few.code == 2 and "1 nodes of 1 processes are there, --min-nodes is 2" in few.errors[0]
+    afresh = started(tmp_path, "--max-nodes 5 --save ck")
+    assert afresh.code == 2 and "--max-nodes and --save need --load auto" in afresh.errors[0]
 
 
 @pytest.mark.usefixtures("under_torchrun")

@@ -58,6 +58,31 @@ def clean_modules(folder: Path) -> list[tuple[str, Any]]:
     return found.probed
 
 
+def test_a_gradient_in_fp8_is_named_and_leaves_no_maxima(tmp_path: Path) -> None:
+    """The step behind the one that was skipped is not skipped as well."""
+
+    def hook(run: Watched) -> None:
+        if "hooked" in run.__dict__:
+            return
+        run.hooked, model, first = True, run.trainer.model, [0]
+
+        def before(module: Any, args: Any) -> None:
+            first[0] = int(args[0].token_index[0, 0]) // args[0].input_ids.shape[1]
+
+        def after(module: Any, args: Any, output: torch.Tensor) -> None:
+            if output.requires_grad and 8 <= first[0] < 12:  # samples of the third step
+                output.register_hook(lambda gradient: gradient * float("inf"))
+
+        model.register_forward_pre_hook(before)
+        model.get_submodule("layers.1").register_forward_hook(after)
+
+    fp8 = "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-emulate --train-iters 5"
+    run = run_here(tmp_path, fp8, each_step=hook)
+    (line,) = told(run)
+    assert line.startswith("iteration 3: ") and "all outputs are finite" in line
+    assert run.records("skipped iterations")[-1] == 1
+
+
 def test_weights_and_gradients_are_named(tmp_path: Path) -> None:
     def weight(run: Watched) -> None:
         if run.trainer.progress.iteration == 1:

@@ -76,6 +76,15 @@ def test_a_number_that_is_not_finite_once_skips_nothing(tmp_path: Path) -> None:
     assert run.records("skipped iterations")[-1] == 1 and "silent corruption" not in run.out
 
 
+def test_a_spike_that_is_only_warned_of_is_doubted(tmp_path: Path) -> None:
+    flags = "--lr-decay-style constant --spike-window 8 --spike-policy warn --train-iters 11 --rerun-mode "
+    clean = run_here(tmp_path / "clean", flags + "disabled")
+    run = run_here(
+        tmp_path / "a", flags + "validate_results", each_step=faulty(10, lambda gradient: gradient.mul_(1e4))
+    )
+    assert same(run, clean) and "iteration 10: silent corruption: " in run.out and "spike" not in run.out
+
+
 def test_three_results_end_the_run(tmp_path: Path) -> None:
     def other(gradient: torch.Tensor) -> None:
         gradient += torch.rand(())

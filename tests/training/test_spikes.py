@@ -131,13 +131,25 @@ def test_a_warning_changes_nothing(tmp_path: Path) -> None:
     assert "; trained on" in warned.out and "spike" not in plain.out
 
 
+STATES = {
+    "adam": "",
+    "on the host": "--optimizer-cpu-offload",
+    "in 8 bits": "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8",
+    "muon, expert bias": "--optimizer muon --num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1",
+    "fp8 history": "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-emulate --fp8-amax-history-len 4",
+}
+
+
 @proves("spike_rewind_steps")
-def test_a_rewind_leaves_what_a_run_without_the_batches_since_the_snapshot_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", STATES)
+def test_a_rewind_leaves_what_a_run_without_the_batches_since_the_snapshot_has(tmp_path: Path, state: str) -> None:
     """Snapshots are of iterations 6 and 12; the spike is in the tenth step, so steps 7 to 10 are taken back."""
-    flags = f"{SETTINGS}--spike-policy rewind --spike-rewind-steps 6 --train-iters 18"
+    flags = f"{SETTINGS}--spike-policy rewind --spike-rewind-steps 6 --train-iters 18 {STATES[state]}"
     run = run_here(tmp_path / "a", flags, each_step=spoil(10))
     assert run.code == 0, run.err
-    never = run_here(tmp_path / "b", "--lr-decay-style constant --train-iters 14", each_step=without(7, 8, 9, 10))
+    plain = f"--lr-decay-style constant --train-iters 14 {STATES[state]}"
+    never = run_here(tmp_path / "b", plain, each_step=without(7, 8, 9, 10))
     assert run.losses[:6] + run.losses[10:] == never.losses and same_weights(run, never)
     assert "; back to the weights of iteration 6, without the data since then" in run.out
     assert run.records("skipped iterations")[-1] == 4

@@ -98,6 +98,8 @@ def as_members(config: Config, world_size: int, environment: Mapping[str, str] =
         raise ConfigError(
             "--max-nodes needs --peer-snapshot-interval or --save: a change of nodes would lose all steps"
         )
+    if config.objective is None and config.checkpoint.save is not None and config.checkpoint.load is None:
+        raise ConfigError("--max-nodes and --save need --load auto: a change of nodes starts the run again, from there")
     if "TORCHELASTIC_RUN_ID" in environment and environment.get(OWN_STORES) != "1":
         raise ConfigError(
             f"--max-nodes needs {OWN_STORES}=1 in the environment of torchrun: otherwise nodes look for the store of "

@@ -170,6 +170,7 @@ class RunCheckpoints:
         newest = [] if root is None else on_rank_zero(lambda: complete(root)[:1], CheckpointError)
         if newest and iteration_of(newest[0]) > iteration:
             self.say(f"--save {root} holds {newest[0]}, newer than the copy in memory of iteration {iteration}")
+            self.config = resuming(self.config)  # what is there is this job's: its copy says that it was started before
             return None
         # All of it, whatever the first start took of --load.
         settings = replace(self.config.checkpoint, finetune=False, load_optim=True)
@@ -179,6 +180,8 @@ class RunCheckpoints:
         except CheckpointError as error:
             self.carried.clear()
             self.say(f"WARNING: the copy in memory cannot be read: {error}")
+            if newest:
+                self.config = resuming(self.config)
             return None
         self._origin, self.from_memory = Origin.noted(manifest.extra) or self._origin, True
         if newest and iteration_of(newest[0]) == iteration:

@@ -14,6 +14,7 @@ from smp.checkpoint.format.entries import Manifest
 from smp.checkpoint.peers import PeerCopies, PeerFolder, Place
 from smp.config import Config, ConfigError
 from smp.training.checkpoints.persistence import run_state
+from smp.training.faults.members import nodes_of_spares
 from smp.training.kind import BatchSource
 from smp.training.process import Process
 from smp.training.stopping import due
@@ -52,7 +53,8 @@ class RunCopies:
         place = Place(int(os.environ.get("GROUP_RANK", "0")), process.local_rank)
         try:
             timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-            self._copies = PeerCopies(config.checkpoint.peer_snapshot_dir, place, say, timeout)
+            spare = nodes_of_spares(process, timeout)
+            self._copies = PeerCopies(config.checkpoint.peer_snapshot_dir, place, say, timeout, spare)
         except CheckpointError as error:
             raise ConfigError(f"--peer-snapshot-dir {error}") from error
         if (iteration := self._copies.ended()) is not None:

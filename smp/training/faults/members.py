@@ -7,15 +7,19 @@ import os
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from smp.checkpoint.peers import own_folder
+from smp.checkpoint.spare_files import SpareNode, serving, spare_nodes
 from smp.config import Config, ConfigError, Layout, resolve
 from smp.config.batch import count_micro_batches
 from smp.config.parallel import ParallelConfig
 from smp.config.rules.elastic import Members, as_members, layouts, node_counts
+from smp.parallel.agree import on_rank_zero
 from smp.training.cost.predict import predicted_memory
 from smp.training.process import Process
 
@@ -104,25 +108,53 @@ def wait_as_spare(config: Config, process: Process) -> int:
     """Wait until the run ends, or the launcher ends this process to start it among those that train."""
     print(f"rank {process.rank}: spare, behind {process.world_size} processes that train", flush=True)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size + process.spares, timeout=timeout))
-    while True:
-        try:
-            if store.check([ENDED]):
-                store.add(f"{ENDED}/heard", 1)
-                return 0
-        except RuntimeError as error:  # the process that kept it is gone: the launcher starts all again
-            print(f"rank {process.rank}: spare: {error}", flush=True)
-            return LEFT
-        time.sleep(0.5)
+    try:
+        store, _, _ = next(
+            dist.rendezvous("env://", process.rank, process.world_size + process.spares, timeout=timeout)
+        )
+        with _serving(config, process, store):
+            while not store.check([ENDED]):
+                time.sleep(0.5)
+            store.add(f"{ENDED}/heard", 1)
+            return 0
+    except RuntimeError as error:  # the process that kept it is gone: the launcher starts all again
+        print(f"rank {process.rank}: spare: {error}", flush=True)
+        return LEFT
+
+
+def _serving(config: Config, process: Process, store: dist.Store) -> contextlib.AbstractContextManager[None]:
+    """What this node has of a copy in memory from when it trained, others may need."""
+    if config.checkpoint.peer_snapshot_interval is None or process.local_rank:
+        return contextlib.nullcontext()
+    root = own_folder(Path(config.checkpoint.peer_snapshot_dir))
+    return serving(root, store, process.rank, os.environ["MASTER_ADDR"])
+
+
+def nodes_of_spares(process: Process, timeout: timedelta) -> list[SpareNode]:
+    """What spare nodes have of copies in memory, the same on all ranks, which call it together.
+
+    Raises:
+        RuntimeError: one of them is lost.
+    """
+    if not process.spares:
+        return []
+    each = int(os.environ["LOCAL_WORLD_SIZE"])
+    first = range(process.world_size, process.world_size + process.spares, each)
+    return on_rank_zero(lambda: spare_nodes(_launchers_store(), first, timeout), RuntimeError)
+
+
+def _launchers_store() -> dist.Store:
+    store = distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def ended_for_spares(process: Process) -> None:
     """Let spare processes end, too: the run is done. Rank 0, which may keep the store, waits until they have heard."""
     if process.rank or not process.spares or not dist.is_initialized():
         return
-    store = distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = _launchers_store()
     with contextlib.suppress(RuntimeError):
         store.set(ENDED, "")
         deadline = time.monotonic() + 10

@@ -99,10 +99,16 @@ def find_origin(trainer: Trainer, batch: RankBatch, num_valid: int) -> list[str]
 def _of_gradients(trainer: Trainer, micro_batches: MicroBatches) -> list[str]:
     trainer.forward_backward.train(micro_batches)
     grads = {n: local_part(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
-    wrong = [name for name, gradient in grads.items() if not bool(gradient.isfinite().all())]
+    wrong = [f"the gradient of {name}" for name, gradient in grads.items() if not bool(gradient.isfinite().all())]
     trainer.optimizer.zero_grad()
-    trainer.model.end_step(torch.zeros((), dtype=torch.bool, device=trainer.device))
-    return _told([f"the gradient of {wrong[0]} ({len(wrong)} tensors), all outputs are finite"] if wrong else [])
+    nothing = torch.zeros((), dtype=torch.bool, device=trainer.device)
+    trainer.model.end_step(nothing)
+    if (history := trainer.history) is not None:
+        # An infinite number that was rounded to 8 bits is the largest one, and gradients behind it are finite.
+        maxima = {name: torch.stack(one).isfinite().all() for name, one in zip(history.names, history.now, strict=True)}
+        wrong += [f"the gradient of the output of {name}" for name, finite in maxima.items() if not finite]
+        history.advance(nothing)  # or the next step would have this one's maxima, and be skipped as well
+    return _told([f"{wrong[0]} ({len(wrong)} tensors), all outputs are finite"] if wrong else [])
 
 
 def _in_words(module: str, micro_batch: int, rows: list[int] | None, batch: RankBatch) -> str:

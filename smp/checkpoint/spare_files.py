@@ -1,0 +1,126 @@
+"""Files of copies in memory on nodes that do not train: spare ones, which are in no process group.
+
+A node that trained until its run got smaller has files of the newest copy that nobody else may have. Its first process
+serves them over HTTP while it waits, and says in torch's store where. Without the token that it leaves there nobody
+gets a file; what is read is checked by its hash.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import secrets
+import shutil
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch.distributed as dist
+
+_SECONDS = 60.0
+"""That a file may stand still on its way."""
+
+
+@dataclass(frozen=True)
+class SpareNode:
+    """Where a spare node's files are.
+
+    Attributes:
+        copies: names of the files of each copy.
+    """
+
+    host: str
+    port: int
+    token: str
+    copies: dict[str, list[str]]
+
+    def fetch(self, copy: str, file: str, to: Path) -> None:
+        """Write one of its files.
+
+        Raises:
+            OSError: it does not come, or not all of it.
+        """
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_SECONDS)
+        try:
+            connection.request("GET", f"/{self.token}/{copy}/{file}")
+            answer = connection.getresponse()
+            if answer.status != HTTPStatus.OK:
+                raise OSError(f"{self.host}: {copy}/{file}: {answer.status}")
+            with to.open("wb") as out:
+                shutil.copyfileobj(answer, out, 1 << 20)
+            if out_of := int(answer.headers["Content-Length"]) - to.stat().st_size:
+                raise OSError(f"{self.host}: {copy}/{file}: {out_of} bytes have not come")
+        except http.client.HTTPException as error:
+            raise OSError(f"{self.host}: {copy}/{file}: {type(error).__name__}") from error
+        finally:
+            connection.close()
+
+
+@contextmanager
+def serving(root: Path, store: dist.Store, rank: int, towards: str) -> Iterator[None]:
+    """Inside, the other nodes get the files of the copies in ``root``.
+
+    Args:
+        rank: of the first process of this node.
+        towards: a host that the others are reached by, as ``MASTER_ADDR``.
+    """
+    family, address = _own_address(towards)
+    token = secrets.token_hex(16)
+    copies = {path.name: os.listdir(path) for path in root.iterdir() if path.is_dir()} if root.is_dir() else {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            given, copy, file = (*self.path.strip("/").split("/"), "", "")[:3]
+            if not secrets.compare_digest(given, token) or file not in copies.get(copy, []):
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            with (root / copy / file).open("rb") as data:
+                self.send_response(HTTPStatus.OK)
+                self.send_header("Content-Length", str(os.fstat(data.fileno()).st_size))
+                self.end_headers()
+                shutil.copyfileobj(data, self.wfile, 1 << 20)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        address_family = family
+
+    with Server((address, 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        node = SpareNode(address, server.server_address[1], token, copies)
+        store.set(_key(rank), json.dumps(asdict(node)))
+        try:
+            yield
+        finally:
+            server.shutdown()
+
+
+def spare_nodes(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> list[SpareNode]:
+    """What the spare nodes have, once each has said so; ``ranks`` are those of their first processes.
+
+    Raises:
+        RuntimeError: one says nothing.
+    """
+    if ranks:
+        store.wait([_key(rank) for rank in ranks], timeout)
+    return [SpareNode(**json.loads(store.get(_key(rank)))) for rank in ranks]
+
+
+def _key(rank: int) -> str:
+    return f"smp/spare/{rank}"
+
+
+def _own_address(towards: str) -> tuple[socket.AddressFamily, str]:
+    """This machine's, on the way to a host. No packet is sent."""
+    family, _, _, _, there = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)
+        return family, str(probe.getsockname()[0])
