@@ -11,6 +11,9 @@ all fits together.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from smp.config import Config, LoggingConfig
 from smp.config.command_line.entry_points import FINETUNE
@@ -18,6 +21,9 @@ from smp.data.tuning.build import PromptData, TuningData
 from smp.training.entry import run_command
 from smp.training.process import Process
 from smp.training.tuning.settings import read_finetune_settings, uncounted
+
+if TYPE_CHECKING:
+    from smp.training.kind import RunKind, StepCallback
 
 Settings = tuple[Config, TuningData | PromptData | None]
 
@@ -36,7 +42,7 @@ def check_save(config: Config) -> None:
         try_save(config, print)
 
 
-def run(settings: Settings, process: Process) -> int:
+def run(settings: Settings, process: Process, callbacks: Sequence[StepCallback] = ()) -> int:
     """Show samples, or build and run."""
     config, data = settings
     if config.data.preview and data is not None:
@@ -44,20 +50,26 @@ def run(settings: Settings, process: Process) -> int:
             samples = data.preview(config.data.preview, colours=sys.stdout is not None and sys.stdout.isatty())
             print("\n".join([*data.lines, *samples]))
         return 0
-    from smp.training.kind import RunKind  # imports torch, which takes seconds
-    from smp.training.launch import launch
+    from smp.training.launch import launch  # imports torch, which takes seconds
     from smp.training.tuning.kinds import tuning_kind
 
     def parts() -> RunKind:
         assert data is not None, "only a dry run may have none"
-        return tuning_kind(config, data)
+        kind = tuning_kind(config, data)
+        kind.callbacks = callbacks
+        return kind
 
     return launch(config, process, parts, notes=(*(data.lines if data else ()), *uncounted(config)))
 
 
-def main(argv: list[str]) -> int:
-    """Parse, build, run. Returns the exit code: 0, 1 when it failed, 2 when what was asked cannot be done."""
-    return run_command(argv, FINETUNE.own["log_dir"].default, read, run)
+def main(argv: list[str], callbacks: Sequence[StepCallback] = ()) -> int:
+    """Parse, build, run. Returns the exit code: 0, 1 when it failed, 2 when what was asked cannot be done.
+
+    Args:
+        argv: the command line.
+        callbacks: called after each step, see :data:`smp.training.kind.StepCallback`.
+    """
+    return run_command(argv, FINETUNE.own["log_dir"].default, read, partial(run, callbacks=callbacks))
 
 
 if __name__ == "__main__":

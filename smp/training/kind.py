@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,10 +19,15 @@ from smp.parallel.context import ParallelContext
 from smp.training.build import RunSetup
 from smp.training.forward_backward import ForwardBackward
 from smp.training.objectives.contract import Objective
-from smp.training.trainer import Trainer
+from smp.training.trainer import StepResult, Trainer
 from smp.training.tuning.adapter_files import leave_companions
 
 Say = Callable[[str], None]
+
+StepCallback = Callable[[StepResult, Model], None]
+"""Called after each optimizer step, on every rank and in the same order, with what the step measured and this rank's
+part of the model, whose weights are those after the step. What it measures is the same on every rank, so all ranks may
+enter a collective (``full_tensor()`` of a sharded weight) where they decide by it."""
 
 
 class BatchSource(Protocol):
@@ -56,10 +61,12 @@ class RunKind(ABC):
     Attributes:
         work: FLOPs of a step, relative to pretraining on as many tokens.
         evaluate_first: also before the first step.
+        callbacks: called after each step, in order.
     """
 
     work: float = 1.0
     evaluate_first: bool = False
+    callbacks: Sequence[StepCallback] = ()
 
     def __init__(self, config: Config) -> None:
         self.config = config

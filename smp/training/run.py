@@ -293,6 +293,8 @@ class Run:
         trace = PipelineTrace(self.config, self.pipeline, self.say)
         slow = SlowRanks(self.config, self.context, self.device, self.pipeline, self.console)
         profiler, first = Profiler(training, Path(self.config.logging.log_dir), self.process.rank), self.iteration + 1
+        # A callback gets the weights of its step, so the next step may not have been issued.
+        waits = self.guard.waits or bool(self.kind.callbacks)
         with contextlib.closing(profiler):
             while self.iteration < last:
                 profiler.step(self.iteration + 1)
@@ -304,9 +306,9 @@ class Run:
                     self._steps.append(self.trainer.start_step(batch, waited))
                 slow.step(self.iteration, waited if isinstance(self.batches, BatchLoader) else 0.0)
                 # Looks at the step before while the device computes this one.
-                self._finish_steps(keep=0 if self.guard.waits else 1)
+                self._finish_steps(keep=0 if waits else 1)
                 # On CUDA ranks hear of the newest step at different times.
-                late = self.device.type == "cuda" and not self.guard.waits
+                late = self.device.type == "cuda" and not waits
                 self.guard.look(self.iteration - late)
                 self.guard.after(self.iteration)
                 if self.iteration == first and self.setup.offload is not None:
@@ -341,6 +343,8 @@ class Run:
             repeated = 0.0 if rerun is None else rerun.take_seconds()
             self.goodput.step(result.iteration, result.seconds, result.waited, result.skipped, repeated)
             self.console.step(self.trainer.progress, result)
+            for callback in self.kind.callbacks:
+                callback(result, self.trainer.model)
 
     def evaluate(self) -> None:
         """Validation loss from the start of the validation data: the same samples every time. A signal ends it."""

@@ -1,19 +1,14 @@
-"""An objective from outside of the package: all that it takes is in this file, and it trains in every layout."""
+"""An objective from outside of the package (examples/own_objective.py) trains in every layout."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
+from examples.own_objective import add
 from smp.config.objectives import ObjectiveFacts
-from smp.data.loader import RankBatch
-from smp.layers.heads.answers import AnswerLoss, Judged, TokenValues
 from smp.training import objectives
-from smp.training.micro_batches import MicroBatches
-from smp.training.objectives.contract import Implementation, Surroundings, answer_micro_batches
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
@@ -22,35 +17,10 @@ from tests.training.tuning_lab import together, tune_all
 pytest.importorskip("transformers")
 
 
-@dataclass(frozen=True)
-class Focal:
-    """-(1 - p)^power log p of each token of an answer, a mean over tokens: what is likely already counts less (Lin et
-    al. 2017, arXiv 1708.02002)."""
-
-    around: Surroundings
-    power: float
-    metrics: tuple[str, ...] = ("entropy",)
-
-    def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
-        def judge(tokens: TokenValues) -> Judged:
-            assert tokens.entropy is not None
-            with torch.enable_grad():
-                log_p = tokens.values.detach().double().requires_grad_()
-                losses = torch.where(tokens.counted, -((1 - log_p.exp()) ** self.power) * log_p, 0.0)
-                loss = losses.sum() / max(num_valid, 1)
-                (slopes,) = torch.autograd.grad(loss, log_p)
-            return Judged(loss.detach().float(), slopes.float(), {"entropy": tokens.entropy.double().sum()})
-
-        answers = AnswerLoss(judge, entropy=True)
-        return answer_micro_batches(batch, lambda _: answers, self.around.device, self.around.context.cp_group)
-
-
 def tune_own(rank: int, world_size: int, flags: list[str]) -> list[dict[str, Any]]:
     """``tune_all`` in a process that knows two more objectives."""
-    for name, power in (("focal", 2.0), ("plain", 0.0)):
-        facts = ObjectiveFacts("likelihood of answers, of what is unlikely more", of_answers=True)
-        build = Implementation(lambda config, around, power=power: Focal(around, power))  # type: ignore[misc]
-        objectives.add(name, facts, build)
+    add()
+    add("plain", power=0.0)
     return tune_all(rank, world_size, flags)
 
 
