@@ -38,6 +38,6 @@ def test_the_index_has_every_page_and_links_lead_somewhere() -> None:
     docs = ROOT / "docs"
     index = (docs / "README.md").read_text(encoding="utf-8")
     assert not [page.name for page in docs.glob("*.md") if page.name != "README.md" and f"({page.name})" not in index]
-    for page in (ROOT / "README.md", *docs.glob("*.md")):
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *docs.rglob("*.md")):
         links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
         assert not [link for link in links if not (page.parent / link).exists()], page.name

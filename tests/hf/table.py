@@ -1,4 +1,4 @@
-"""Measure families, by default all, and write the table of docs/transform.md, from the root of the repository.
+"""Measure families, by default all, and write the table of docs/measurements/transform.md, from the root of the repository.
 
 OMP_NUM_THREADS=1 python -m tests.hf.table [FAMILY ...]
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.distributed import run_distributed
 from tests.hf.families import FAMILIES
 
-PAGE = Path("docs/transform.md")
+PAGE = Path("docs/measurements/transform.md")
 BEGIN = "<!-- table: written by python -m tests.hf.table -->"
 END = "<!-- end of table -->"
 HEADER = [

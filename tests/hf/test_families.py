@@ -98,5 +98,5 @@ def test_more_families() -> None:
 
 
 def test_the_page_has_every_family() -> None:
-    page = Path(__file__).parents[2] / "docs/transform.md"
+    page = Path(__file__).parents[2] / "docs/measurements/transform.md"
     assert list(families_in(page.read_text(encoding="utf-8"))) == list(FAMILIES), "run: python -m tests.hf.table"

@@ -51,7 +51,7 @@ def test_predictions_beside_measurements_are_those_of_the_docs(capsys: pytest.Ca
     assert main(["--measured", measured, *links]) == 0
     shown = capsys.readouterr().out.strip()
     assert shown.endswith("141 of 144 are within 15 %; the others are bold.") and shown.count("**") == 2 * 3
-    assert shown in (root / "docs/collectives.md").read_text()
+    assert shown in (root / "docs/measurements/collectives.md").read_text()
 
 
 def test_a_table_and_its_links_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
