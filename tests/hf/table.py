@@ -1,4 +1,4 @@
-"""Measure families, by default all, and write the table of docs/measurements/transform.md, from the root of the repository.
+"""Measure families, by default all, and write the table of docs/measurements/transform.md, from the repository's root.
 
 OMP_NUM_THREADS=1 python -m tests.hf.table [FAMILY ...]
 """
