@@ -122,7 +122,7 @@ def load(
     folder: Path | str | Folder,
     *,
     logical_rows: Mapping[str, int] = _NONE,
-    allow_unread: bool | str = False,
+    allow_unread: bool | str | tuple[str, ...] = False,
 ) -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint of any layout, and return its ``extra``. Every rank calls it.
 
@@ -131,7 +131,7 @@ def load(
     Args:
         state: tensors of the shapes and dtypes to read; ranks may hold different names.
         folder, logical_rows: as in :func:`save`; rows after the real ones are left as they are.
-        allow_unread: accept tensors in the checkpoint that no rank asks for; a text: those whose names begin with it.
+        allow_unread: accept tensors in the checkpoint that no rank asks for; texts: those whose names begin so.
 
     Raises:
         TypeError: a value of ``state`` is not a tensor.
@@ -152,7 +152,7 @@ def load_from(
     state: Mapping[str, torch.Tensor],
     *,
     logical_rows: Mapping[str, int] = _NONE,
-    allow_unread: bool | str = False,
+    allow_unread: bool | str | tuple[str, ...] = False,
 ) -> None:
     """:func:`load` with a manifest that was read before, the same on all ranks."""
     prefix, shards = f"cannot load {folder}: ", dict[str, LocalShard]()

@@ -160,13 +160,15 @@ def _misfit(shard: LocalShard, stored: TensorEntry | None) -> str | None:
 
 
 def require_fit(
-    found: Sequence[tuple[Sequence[str], Mapping[str, str]]], stored: Iterable[str], allow_unread: bool | str
+    found: Sequence[tuple[Sequence[str], Mapping[str, str]]],
+    stored: Iterable[str],
+    allow_unread: bool | str | tuple[str, ...],
 ) -> None:
     """Raise one error that names every tensor that does not fit on some rank; ``found`` is (names, misfits) of each."""
     problems = {name: text for _, misfit in found for name, text in misfit.items()}
     # Over all ranks: a stage of a pipeline asks for its own tensors only.
     unread = sorted(set(stored) - {name for names, _ in found for name in names})
-    if isinstance(allow_unread, str):
+    if isinstance(allow_unread, str | tuple):
         unread = [name for name in unread if not name.startswith(allow_unread)]
     if allow_unread is not True:
         problems |= dict.fromkeys(unread, "in the checkpoint but not expected")

@@ -141,6 +141,13 @@ class RolloutConfig:
     """Weight of the KL divergence from the reference model; 0: there is no reference. Default: 0; 0.05 for rloo.
     distill: which divergence from the teacher, from 0, KL(teacher | model), over Jensen-Shannon's to 1, KL(model |
     teacher); default 0.5."""
+    sync_ref_model: bool = only_with(False, objective=ONLINE)
+    """The reference follows the model: every --ref-model-sync-steps steps it becomes --ref-model-mixup-alpha x the
+    model's weights + the rest of its own (TR-DPO, arXiv 2404.09656). Checkpoints keep it."""
+    ref_model_mixup_alpha: float = only_with(0.6, sync_ref_model=True)
+    """The model's share, above 0 and at most 1; 1 replaces the reference."""
+    ref_model_sync_steps: int = only_with(512, sync_ref_model=True)
+    """Optimizer steps from one to the next."""
     kl_placement: Literal["loss", "reward"] | None = only_with(None, objective=ONLINE)
     """Where it is added: to the loss of each token, or taken from the reward of a completion. Default: loss; reward for
     rloo and reinforce++."""

@@ -17,6 +17,7 @@ from smp.models.protocol import Model
 from smp.parallel.agree import on_rank_zero
 from smp.parallel.context import ParallelContext
 from smp.training.build import RunSetup
+from smp.training.checkpoints.persistence import Kept
 from smp.training.forward_backward import ForwardBackward
 from smp.training.objectives.contract import Objective
 from smp.training.trainer import StepResult, Trainer
@@ -83,6 +84,10 @@ class RunKind(ABC):
     def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
         """What is trained. ``say`` tells the user a line; ``progress`` is called when something that takes long has
         come further."""
+
+    def kept(self) -> Kept:
+        """What else a checkpoint of this run has, once it is built."""
+        return Kept()
 
     def batches(
         self, setup: RunSetup, dataset: Any, consumed: int, carried: Mapping[str, torch.Tensor], say: Say

@@ -229,7 +229,7 @@ class Run:
             seed=self.config.training.seed,
         )
         # After the optimizer, whose state comes with the weights.
-        progress = self.checkpoints.load(model, optimizer)
+        progress = self.checkpoints.load(model, optimizer, self.kind.kept())
         self.config = with_rest(self.config, progress.iteration, progress.consumed_samples)
         train = self.datasets.train
         # May refuse: other data than those of the checkpoint would be read from the wrong place.

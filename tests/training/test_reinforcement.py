@@ -27,6 +27,7 @@ METHODS = {
     "sequence_truncate --importance-sampling-clip-max 1.01 --max-completion-length 16",
     "chat": "--objective grpo --data-path {0}/chat.jsonl --off-policy-mask-threshold -0.001 --num-iterations 2",
     "reward model": "--objective grpo --reward-model {0}/rm --reward-model-weight 0.5",
+    "following": "--objective grpo --beta 0.3 --num-iterations 2 --sync-ref-model --ref-model-sync-steps 3",
     "sapo": "--objective grpo --loss-type sapo --steps-per-generation 2",
 }
 LAYOUTS = {
@@ -39,9 +40,9 @@ LAYOUTS = {
     "cp 2 x shard 2": (4, "--context-parallel-size 2 --cp-comm-type all_gather"),
 }
 FAST = {
-    "tp 2 + sp": ("grpo", "several steps", "ahead", "reward model"),
+    "tp 2 + sp": ("grpo", "following", "several steps", "ahead", "reward model"),
     "pp 2": ("several steps", "reward model", "dapo", "rloo"),
-    "shard 2": ("grpo", "dr_grpo, lora", "reinforce++", "cispo"),
+    "shard 2": ("following", "grpo", "dr_grpo, lora", "reinforce++", "cispo"),
     "tp 2 x pp 2": ("gspo",),
     "shard 2 x tp 2": ("chat", "reward model"),
     "cp 2": ("reward model", "gspo", "ahead", "rloo", "several steps"),
@@ -106,6 +107,7 @@ def test_what_is_measured(results: Results) -> None:
     of = {method: results["alone", method]["more"] for method in METHODS}
     assert {"reward", "rewards/vowels", "rewards/short", "reward deviation", "completion length"} <= set(of["grpo"][0])
     assert of["several steps"][0]["KL"] < 1e-9 < of["several steps"][3]["KL"]
+    assert of["following"][2]["KL"] > 1e-9  # two steps on the first generation
     assert of["gspo"][1]["clipped low"] + of["gspo"][1]["clipped high"] > 0
     assert of["cispo"][1]["clipped high"] > 0
     assert max(step["sampling rounds"] for step in of["dapo"]) > 1 and of["dapo"][0]["groups without spread"] > 0

@@ -45,6 +45,7 @@ def measured(steps: list[dict[str, float]]) -> list[dict[str, float]]:
 
 RESUMED = {
     "amid": "--objective grpo --steps-per-generation 2 --num-iterations 2 --beta 0.05 --train-iters 6",
+    "following": "--objective grpo --beta 0.05 --train-iters 6 --sync-ref-model --ref-model-sync-steps 3",
     "ahead": "--objective rloo --one-step-off-policy --train-iters 6 --steps-per-generation 2",
     "rounds": "--objective dapo --reward-funcs {0}/rewards.py:rare --max-sampling-rounds 2 --train-iters 6",
 }
@@ -172,6 +173,7 @@ FURTHER = {
     "epsilon": "--epsilon 0.01",
     "epsilon_high": "--epsilon-high 0.01",
     "delta": "--delta 1.2 --epsilon-high 0.1",
+    "sync_ref_model": "--sync-ref-model --ref-model-sync-steps 3",
     "kl_placement": "--kl-placement reward",
     "kl_estimator": "--kl-estimator k2",
     "use_bias_correction_kl": "--no-use-bias-correction-kl",
@@ -184,6 +186,11 @@ CORRECTED = {
     "importance_sampling_clip_max": "--importance-sampling-clip-max 1.5",
     "importance_sampling_clip_min": "--importance-sampling-clip-min 0.999",
 }
+FOLLOWS = "--beta 0.3 --lr 0.5 --sync-ref-model --ref-model-sync-steps 1 "
+FOLLOWING = {
+    "ref_model_mixup_alpha": "--ref-model-mixup-alpha 0.1",
+    "ref_model_sync_steps": "--ref-model-sync-steps 2",
+}
 GATE = "--loss-type sapo --num-iterations 2 --lr 0.5 "
 GATES = {
     "sapo_temperature_pos": "--sapo-temperature-pos 3",
@@ -191,9 +198,9 @@ GATES = {
 }
 
 
-@proves(*CHANGES, *FURTHER, *CORRECTED, *GATES)
+@proves(*CHANGES, *FURTHER, *CORRECTED, *FOLLOWING, *GATES)
 def test_each_setting_changes_what_is_trained(folder: Path) -> None:
-    groups = [("", CHANGES), (CLIPPED, FURTHER), (AHEAD, CORRECTED), (GATE, GATES)]
+    groups = [("", CHANGES), (CLIPPED, FURTHER), (AHEAD, CORRECTED), (FOLLOWS, FOLLOWING), (GATE, GATES)]
     names, lines = [], []
     for base, changes in groups:
         for name, change in [("", ""), *changes.items()]:
@@ -372,6 +379,10 @@ REFUSED = {
     "--reward-funcs number --dpo-reference copy": "--dpo-reference copy has no effect without --beta",
     "--reward-funcs number --kl-placement loss --beta 1 --dpo-reference precomputed": "take adapters-off or copy",
     "--reward-funcs number --packing best-fit": "--packing best-fit",
+    "--reward-funcs number --sync-ref-model": "--sync-ref-model has no effect without --beta",
+    "--reward-funcs number --sync-ref-model --beta 1 --lora-rank 2": "--sync-ref-model: with adapters the reference is",
+    "--reward-funcs number --sync-ref-model --beta 1 --ref-model-mixup-alpha 1.5": "--ref-model-mixup-alpha 1.5",
+    "--reward-funcs number --sync-ref-model --beta 1 --peer-snapshot-interval 2": "--peer-snapshot-interval 2: it keeps",
     "--reward-funcs number --data-path {0}/answers.jsonl": "a prompt stands under prompt, messages",
     "--reward-funcs number --data-path {0}/pairs.jsonl": "give --objective dpo, orpo or reward",
     "--reward-funcs number --data-path {0}/long.jsonl": "there is room for",

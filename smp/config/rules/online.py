@@ -54,6 +54,7 @@ def _check(config: Config, rollouts: RolloutConfig, name: str) -> None:
         f"--objective {name}: what is rewarded is missing: give --reward-funcs, --reward-model or --environment",
     )
     _check_environment(rollouts.environment)
+    _check_following(config, rollouts)
     names = reward_names(rollouts)
     require(len(set(names)) == len(names), f"--reward-funcs: {_twice(names)} is named twice")
     for spec in shlex.split(rollouts.reward_funcs or ""):
@@ -103,6 +104,24 @@ def _check(config: Config, rollouts: RolloutConfig, name: str) -> None:
         level == "token" or loss != "sapo",
         f"--importance-sampling-level {level}: the gate of --loss-type sapo is one of tokens; leave it out",
     )
+
+
+def _check_following(config: Config, rollouts: RolloutConfig) -> None:
+    """Of a reference that moves."""
+    if not rollouts.sync_ref_model:
+        return
+    require(bool(rollouts.beta), "--sync-ref-model has no effect without --beta: there is no reference; leave it out")
+    require(
+        not config.has_adapters,
+        "--sync-ref-model: with adapters the reference is the model without them, which stays as it is; leave it out",
+    )
+    alpha, steps = rollouts.ref_model_mixup_alpha, rollouts.ref_model_sync_steps
+    require(0 < alpha <= 1, f"--ref-model-mixup-alpha {alpha} must be above 0 and at most 1")
+    require(steps >= 1, f"--ref-model-sync-steps {steps} must be at least 1")
+    keeps = "it keeps the model, and not the reference of --sync-ref-model; leave one out"
+    require(config.training.spike_policy != "rewind", f"--spike-policy rewind: {keeps}")
+    interval = config.checkpoint.peer_snapshot_interval
+    require(interval is None, f"--peer-snapshot-interval {interval}: {keeps}")
 
 
 def _check_environment(spec: str | None) -> None:

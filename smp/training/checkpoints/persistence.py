@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,19 @@ from smp.training.trainer import Progress
 CARRIED = "rollouts."
 """What names of tensors begin with that are of the source of batches, see ``smp.training.rollouts.source``."""
 
+REFERENCE = "reference."
+"""And of a reference model that moves, see ``smp.training.objectives.reference``."""
+
+
+class Kept(NamedTuple):
+    """Tensors that checkpoints have beside those of the model and its optimizer: themselves, which loading fills, and
+    the real rows of padded ones."""
+
+    tensors: Mapping[str, torch.Tensor] = {}
+    logical_rows: Mapping[str, int] = {}
+
+
+_NOTHING_ELSE = Kept()
 _FINETUNE = "finetune"
 """Settings of a fine-tuning run in ``extra``, beside those that it shares with pretraining."""
 
@@ -139,9 +152,10 @@ def load_training(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     carried: dict[str, torch.Tensor],
+    kept: Kept = _NOTHING_ELSE,
 ) -> tuple[Progress, list[str]]:
-    """Fill model and optimizer from ``folder``, and ``carried`` with the state of what makes batches; returns the
-    progress and what to tell the user.
+    """Fill model and optimizer from ``folder``, ``carried`` with the state of what makes batches, and what else the run
+    has ``kept``; returns the progress and what to tell the user.
 
     With --no-load-optim the optimizer is left as it is, with --finetune the progress is none as well.
 
@@ -179,7 +193,16 @@ def load_training(
     rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
     own = {name: entry for name, entry in manifest.tensors.items() if name.startswith(CARRIED)}
     carried |= {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in own.items()}
-    load_from(folder, manifest, tensors | scales | carried, logical_rows=rows, allow_unread=HISTORY)
+    reference = kept.tensors if any(name.startswith(REFERENCE) for name in manifest.tensors) else {}
+    if kept.tensors and not reference:
+        notes = [*notes, "note: the checkpoint was saved without a reference model: it is the model of --load again"]
+    load_from(
+        folder,
+        manifest,
+        {**tensors, **scales, **carried, **reference},
+        logical_rows={**rows, **(kept.logical_rows if reference else {})},
+        allow_unread=(HISTORY, REFERENCE),
+    )
     if (history := fp8_history(model)) is not None:
         history.restored()
     checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)

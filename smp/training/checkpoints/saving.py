@@ -34,12 +34,13 @@ from smp.models.protocol import Model
 from smp.parallel.agree import gather, on_rank_zero
 from smp.training.checkpoints.foreign_weights import fill_from_folder
 from smp.training.checkpoints.origin import Origin, has_begun, resuming
-from smp.training.checkpoints.persistence import load_training, run_state, what_is_trained
+from smp.training.checkpoints.persistence import Kept, load_training, run_state, what_is_trained
 from smp.training.stopping import SaveClock
 from smp.training.trainer import Progress
 
 Loaded = TypeVar("Loaded")
 _NOTHING: Mapping[str, torch.Tensor] = {}
+_NOTHING_ELSE = Kept()
 
 
 class RunCheckpoints:
@@ -65,6 +66,7 @@ class RunCheckpoints:
         self._saver: checkpoint.AsyncSaver | None = None
         self._clock = SaveClock(config.checkpoint)
         self._failure, self._is_last, self._told_size = "", False, False
+        self._kept = _NOTHING_ELSE
         self.carried: dict[str, torch.Tensor] = {}
         """Of the checkpoint that was loaded: the state of what makes batches."""
         if self.root is None:
@@ -127,8 +129,9 @@ class RunCheckpoints:
     def _how_to_resume(self) -> str:
         return "--load auto" if self.config.objective is None else "--resume"
 
-    def load(self, model: Model, optimizer: torch.optim.Optimizer) -> Progress:
-        """Fill model and optimizer from what --load names; returns where to start.
+    def load(self, model: Model, optimizer: torch.optim.Optimizer, kept: Kept = _NOTHING_ELSE) -> Progress:
+        """Fill model and optimizer from what --load names, and what else is ``kept``, which is saved from now on;
+        returns where to start.
 
         Raises:
             ConfigError: there is no such checkpoint, it is of another architecture, or --save holds newer ones.
@@ -137,11 +140,12 @@ class RunCheckpoints:
 
         def restore(folder: Folder, manifest: Manifest) -> tuple[Progress, list[str]]:
             self.carried.clear()  # of one that turned out to be damaged
-            loaded = load_training(folder, manifest, self.config, model, optimizer, self.carried)
+            loaded = load_training(folder, manifest, self.config, model, optimizer, self.carried, kept)
             if self.config.resume_from == "auto" or self._origin is None:  # its own checkpoints know where it began
                 self._origin = Origin.noted(manifest.extra) or self._origin
             return loaded
 
+        self._kept = kept
         if (progress := self._load_from_memory(model, optimizer)) is not None:
             return progress
         load = self.config.resume_from
@@ -296,7 +300,8 @@ class RunCheckpoints:
         if (root := self.root) is None:
             return
         arguments = run_state(self.config, model, optimizer, progress, validation_loss, self._origin)
-        arguments["state"] |= carried
+        arguments["state"] |= {**carried, **self._kept.tensors}
+        arguments["logical_rows"] |= self._kept.logical_rows
         iteration = progress.iteration
         self._tell_size(root, arguments["state"])
         # Noted before it is known to succeed; a failure takes it back.

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from smp.checkpoint import collect_logical_rows, training_state
 from smp.data.loader import RankBatch
 from smp.data.tuning.batches import PairBatch
 from smp.layers.heads.answers import AnswerLoss
+from smp.parallel.boxes import local_part
 from smp.parallel.collectives import Group, reduce_from_group
 from smp.sharding.parallelize import free_gathered
+from smp.training.checkpoints.persistence import REFERENCE
 from smp.training.forward_backward import ForwardBackward
 from smp.training.objectives.contract import answer_micro_batches
 
@@ -58,6 +61,47 @@ class ModelReference:
             return torch.zeros(batch.labels.shape[:2], device=self.device)
         total = torch.stack(found)
         return total if self.cp is None else reduce_from_group(total, self.cp)
+
+
+class FollowingReference:
+    """A reference that follows the policy: every so many steps its weights become alpha x those of the policy +
+    (1 - alpha) x its own (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656).
+
+    Args:
+        reference: a copy of the policy in the same layout, in any dtype.
+        policy: the model that is trained.
+        alpha: the policy's share.
+        steps: optimizer steps from one mixing to the next.
+    """
+
+    def __init__(self, reference: ModelReference, policy: nn.Module, alpha: float, steps: int) -> None:
+        self.reference, self.alpha, self.steps = reference, alpha, steps
+        # The sharded parameters themselves: FSDP puts others in their place while it has gathered them.
+        self._own, self._policy = (training_state(model)[0] for model in (reference.model, policy))
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps, by names of their own: the tensors themselves, which loading fills."""
+        return {_own_name(name): tensor for name, tensor in self._own.items()}
+
+    @property
+    def logical_rows(self) -> dict[str, int]:
+        """Of padded tensors, as ``smp.checkpoint.save`` asks."""
+        return {_own_name(name): rows for name, rows in collect_logical_rows(self.reference.model).items()}
+
+    @torch.no_grad()
+    def after(self, steps: int) -> None:
+        """Called once before each step, with the number of those that are done."""
+        if steps == 0 or steps % self.steps:
+            return
+        for name, own in self._own.items():
+            mine, its = local_part(own), local_part(self._policy[name])
+            mixed = its if not mine.is_floating_point() else torch.lerp(mine.float(), its.float(), self.alpha)
+            mine.copy_(mixed)
+
+
+def _own_name(name: str) -> str:
+    return REFERENCE + name.removeprefix("model.")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from smp.layers.heads.answers import AnswerLoss
 from smp.parallel.context import ParallelContext
 from smp.training.checkpoints.persistence import CARRIED
 from smp.training.objectives.contract import answer_micro_batches
-from smp.training.objectives.reference import ModelReference
+from smp.training.objectives.reference import FollowingReference, ModelReference
 from smp.training.rollouts.advantages import advantages, overlong_penalty, spreads, total_rewards
 from smp.training.rollouts.rollout import Cut, Rollout, fill_table
 from smp.training.rollouts.writing import Group, Pending, Writing
@@ -50,7 +50,7 @@ class RolloutSource:
         dataset: prompts.
         writing: writes and rewards them.
         cut: of batches.
-        policy: the model as it is; reference: what it is compared with, if with anything.
+        policy: the model as it is; reference: what it is compared with, if with anything; following: moves it.
         consumed: samples that were trained before.
         carried: what a checkpoint has of this source.
         say: tells the user a line.
@@ -68,11 +68,13 @@ class RolloutSource:
         consumed: int,
         carried: Mapping[str, torch.Tensor],
         say: Callable[[str], None],
+        following: FollowingReference | None = None,
     ) -> None:
         assert config.rollouts is not None and config.rollouts.num_generations is not None, "filled in before"
         self.settings, self.group = config.rollouts, config.rollouts.num_generations
         self.context, self.dataset, self.writing, self.cut = context, dataset, writing, cut
         self.policy, self.reference, self.device = policy, reference, policy.device
+        self.following = following
         self.names = reward_names(config.rollouts)
         self.weights = np.array(reward_weights(config.rollouts))
         self.at = Position(consumed=consumed)
@@ -92,6 +94,8 @@ class RolloutSource:
 
     def next_or_reason(self) -> RankBatch | Unreadable:
         """The next step's batch; where a generation is used up, the model writes the next one first."""
+        if self.following is not None:
+            self.following.after(self.at.consumed // self.cut.batch_size)
         if self._current is None:
             self._current = self._prepared(self._take())
             self.at.step = 0

@@ -25,8 +25,9 @@ from smp.rewards.environment_pool import EnvironmentPool
 from smp.rewards.functions import RewardError
 from smp.rewards.pool import RewardPool
 from smp.training.build import RunSetup, build_generator, choose_backends
-from smp.training.kind import BatchSource, Say, Trainable
-from smp.training.objectives.reference import ModelReference
+from smp.training.kind import BatchSource, Kept, Say, Trainable
+from smp.training.objectives.contract import Reference
+from smp.training.objectives.reference import FollowingReference, ModelReference
 from smp.training.rollouts.episodes import Episodes
 from smp.training.rollouts.rollout import Cut
 from smp.training.rollouts.scoring import RewardModel, build_reward_model
@@ -53,6 +54,7 @@ class Reinforcement(Finetuning):
         self._writing: Writing | None = None
         self._pool: RewardPool | None = None
         self._environments: EnvironmentPool | None = None
+        self._following: FollowingReference | None = None
 
     def close(self) -> None:
         for pool in (self._pool, self._environments):
@@ -105,7 +107,17 @@ class Reinforcement(Finetuning):
             progress=progress,
         )
         say(f"rewards: {', '.join(reward_names(rollouts))}")
+        if rollouts.sync_ref_model:  # before a checkpoint is loaded, which has it
+            assert self._models is not None
+            copy = self._models.reference()
+            assert isinstance(copy, ModelReference), "checked with the settings"
+            alpha, steps = rollouts.ref_model_mixup_alpha, rollouts.ref_model_sync_steps
+            self._following = FollowingReference(copy, made.model, alpha, steps)
         return made
+
+    def kept(self) -> Kept:
+        following = self._following
+        return Kept() if following is None else Kept(following.state, following.logical_rows)
 
     def _episodes(self, setup: RunSetup, generator: Generator, progress: Callable[[], None]) -> Episodes | None:
         """What --environment names."""
@@ -152,7 +164,11 @@ class Reinforcement(Finetuning):
         assert self._writing is not None and self._models is not None and config.rollouts is not None, "built before"
         assert data.seq_length is not None and data.global_batch_size is not None, "resolved before"
         temperature = config.rollouts.temperature
-        reference = self._models.reference() if config.has_reference else None
+        reference: Reference | None = None
+        if self._following is not None:
+            reference = self._following.reference
+        elif config.has_reference:
+            reference = self._models.reference()
         assert reference is None or isinstance(reference, ModelReference), "checked with the settings"
         return RolloutSource(
             config,
@@ -172,6 +188,7 @@ class Reinforcement(Finetuning):
             consumed,
             carried,
             say,
+            self._following,
         )
 
     def evaluate(
