@@ -173,7 +173,6 @@ FURTHER = {
     "epsilon": "--epsilon 0.01",
     "epsilon_high": "--epsilon-high 0.01",
     "delta": "--delta 1.2 --epsilon-high 0.1",
-    "sync_ref_model": "--sync-ref-model --ref-model-sync-steps 3",
     "kl_placement": "--kl-placement reward",
     "kl_estimator": "--kl-estimator k2",
     "use_bias_correction_kl": "--no-use-bias-correction-kl",
@@ -186,7 +185,9 @@ CORRECTED = {
     "importance_sampling_clip_max": "--importance-sampling-clip-max 1.5",
     "importance_sampling_clip_min": "--importance-sampling-clip-min 0.999",
 }
-FOLLOWS = "--beta 0.3 --lr 0.5 --sync-ref-model --ref-model-sync-steps 1 "
+COMPARED = "--beta 0.3 --lr 0.5 "
+MOVED = {"sync_ref_model": "--sync-ref-model --ref-model-sync-steps 1"}
+FOLLOWS = COMPARED + MOVED["sync_ref_model"]
 FOLLOWING = {
     "ref_model_mixup_alpha": "--ref-model-mixup-alpha 0.1",
     "ref_model_sync_steps": "--ref-model-sync-steps 2",
@@ -198,9 +199,16 @@ GATES = {
 }
 
 
-@proves(*CHANGES, *FURTHER, *CORRECTED, *FOLLOWING, *GATES)
+@proves(*CHANGES, *FURTHER, *CORRECTED, *MOVED, *FOLLOWING, *GATES)
 def test_each_setting_changes_what_is_trained(folder: Path) -> None:
-    groups = [("", CHANGES), (CLIPPED, FURTHER), (AHEAD, CORRECTED), (FOLLOWS, FOLLOWING), (GATE, GATES)]
+    groups = [
+        ("", CHANGES),
+        (CLIPPED, FURTHER),
+        (AHEAD, CORRECTED),
+        (COMPARED, MOVED),
+        (FOLLOWS, FOLLOWING),
+        (GATE, GATES),
+    ]
     names, lines = [], []
     for base, changes in groups:
         for name, change in [("", ""), *changes.items()]:
@@ -382,7 +390,7 @@ REFUSED = {
     "--reward-funcs number --sync-ref-model": "--sync-ref-model has no effect without --beta",
     "--reward-funcs number --sync-ref-model --beta 1 --lora-rank 2": "--sync-ref-model: with adapters the reference is",
     "--reward-funcs number --sync-ref-model --beta 1 --ref-model-mixup-alpha 1.5": "--ref-model-mixup-alpha 1.5",
-    "--reward-funcs number --sync-ref-model --beta 1 --peer-snapshot-interval 2": "--peer-snapshot-interval 2: it keeps",
+    "--reward-funcs number --sync-ref-model --beta 1 --peer-snapshot-interval 2": "--peer-snapshot-interval 2: it",
     "--reward-funcs number --data-path {0}/answers.jsonl": "a prompt stands under prompt, messages",
     "--reward-funcs number --data-path {0}/pairs.jsonl": "give --objective dpo, orpo or reward",
     "--reward-funcs number --data-path {0}/long.jsonl": "there is room for",
