@@ -94,6 +94,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text('{"model_type": "nemotron_h"}')
     write_samples(folder)
     (folder / "sft.jsonl").rename(folder / "chats.jsonl")
+    (folder / "held-out.jsonl").write_text((folder / "chats.jsonl").read_text())
     (folder / "prompts.jsonl").write_text('{"prompt": "what is it?", "answer": "it"}\n' * 20)
     (folder / "checks.py").write_text("def is_right(completions, **columns):\n    return [0.0] * len(completions)\n")
     pair = {"prompt": "what is the answer", "chosen": "forty two", "rejected": "one two three"}

@@ -198,8 +198,13 @@ class TrainingConfig:
     """Seed of initial weights, data order and dropout."""
     eval_interval: int | None = None
     """Evaluate on the validation split every so many iterations, and at the end. Default: never."""
-    eval_iters: int = only_with(10, eval_interval=GIVEN, test_data_path=GIVEN)
+    eval_epochs: float | None = None
+    """Evaluate every so many passes over the training samples, rounded to whole iterations, instead of
+    --eval-interval."""
+    eval_iters: int = only_with(10, eval_interval=GIVEN, eval_epochs=GIVEN, test_data_path=GIVEN)
     """Global batches per evaluation."""
+    full_validation: bool = only_with(False, eval_interval=GIVEN, eval_epochs=GIVEN)
+    """Evaluate on all validation samples, instead of --eval-iters batches of them."""
     exit_interval: int | None = None
     """Save and stop after an iteration that is a multiple of this."""
     exit_duration_in_mins: float | None = None
@@ -244,6 +249,11 @@ class TrainingConfig:
     train_epochs: float | None = None
     """Passes over the training samples, also a part of one, instead of --train-iters and --train-samples."""
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the validation data are read."""
+        return self.eval_interval is not None or self.eval_epochs is not None
+
 
 @dataclass
 class CheckpointConfig:
@@ -257,6 +267,8 @@ class CheckpointConfig:
     the same command started again goes on from what it has saved there."""
     save_interval: int | None = None
     """Save every so many iterations. The end of a run is saved in any case."""
+    save_epochs: float | None = None
+    """Save every so many passes over the training samples, rounded to whole iterations, instead of --save-interval."""
     save_mtbf_hours: float | None = None
     """In place of --save-interval: mean time between failures. A checkpoint is saved every sqrt(2 x measured cost of a
     save x this) (Young). The first save is after the first iteration, to measure the cost."""

@@ -28,6 +28,16 @@ _WHERE = {
     "trainer": ("num_nodes", "devices"),
 }
 """Keys of both dialects."""
+_ALTERNATIVES = (
+    ("train_iters", "train_samples", "train_epochs"),
+    ("eval_interval", "eval_epochs"),
+    ("eval_iters", "full_validation"),
+    ("split", "valid_data_path"),
+    ("save_interval", "save_epochs", "save_mtbf_hours"),
+    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+    ("lora_rank", "load_adapter"),
+)
+"""Settings of which a run has one: whoever gives one takes it in place of what a key of HyperPod's became."""
 _SCRIPT = ("entry_script", "entry_module", "script_args", "run")
 _VOCABULARY = 32000  # to check a recipe with, when only its tokenizer or its folder says it
 _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
@@ -124,7 +134,7 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
     if form is not None and "model" in own:  # its name says the architecture
         without = {name: value for name, value in translated.values.items() if name not in translated.shape}
         translated = replace(translated, values=without, shape={})
-    values = _parsed(translated.values, recipe, translated=True) | values
+    values = _parsed(_without_alternatives(translated.values, values), recipe, translated=True) | values
     if leaves and form is None:
         translated = _overridden(values, leaves, recipe)
         values = {name: value for name, value in values.items() if name not in translated.gone}
@@ -165,6 +175,12 @@ def _split(
         if name.partition(".")[0] not in sections:
             raise ConfigError(f"{name}: there is no such key{did_you_mean(name, [*known, *sections, 'training_cfg'])}")
     return own, leaves
+
+
+def _without_alternatives(translated: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """What keys of HyperPod's became, but for that which a setting of this project's says otherwise."""
+    taken = [group for group in _ALTERNATIVES if any(own.get(name) is not None for name in group)]
+    return {name: value for name, value in translated.items() if not any(name in group for group in taken)}
 
 
 def _overridden(values: Mapping[str, Any], leaves: Mapping[str, Any], recipe: Recipe) -> Translated:

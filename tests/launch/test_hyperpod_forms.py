@@ -172,6 +172,7 @@ training_config:
 TEXTS = {"llmft": LLMFT, "verl": VERL, "nemo": NEMO, "grpo": GRPO}
 A = "recipes.training_config.actor_rollout_ref."
 ARGS, MODEL = "recipes.training_config.training_args.", "recipes.training_config.model_config."
+EVAL = "recipes.training_config.datasets."
 DATA, ENGINE, TRAINER = (f"recipes.training_config.{name}." for name in ("data", "engine", "trainer"))
 
 
@@ -196,7 +197,7 @@ def test_llmft_becomes_settings(files: Path) -> None:
         **{"lr": 1e-4, "lr_decay_style": "cosine", "lr_warmup_fraction": 0.1, "train_epochs": 5.0},
         **{"seq_length": 4096, "global_batch_size": 16, "micro_batch_size": 1, "packing": "off"},
         **{"recompute_granularity": "full", "hybrid_shard_degree": 8, "keep_last_k": 3, "save_hf": True},
-        **{"seed": 42, "tensorboard": True},
+        **{"seed": 42, "tensorboard": True, "eval_epochs": 1.0, "full_validation": True},
     }
 
 
@@ -210,7 +211,7 @@ def test_verl_becomes_settings(files: Path) -> None:
         **{"lr_decay_style": "cosine", "lr_warmup_fraction": 0.1, "train_epochs": 2.0},
         **{"seq_length": 4096, "global_batch_size": 64, "micro_batch_size": 4, "packing": "off"},
         **{"recompute_granularity": "full", "hybrid_shard_degree": 0, "keep_last_k": 3, "save_hf": True},
-        **{"seed": 42, "tensorboard": True},
+        **{"seed": 42, "tensorboard": True, "save_epochs": 1.0},
     }
 
 
@@ -218,7 +219,7 @@ _C, _EMPTY = "recipes.training_config.", "recipes.training_config.datasets.val_d
 _LLMFT_SCRIPT = [
     *(f"{_C}model_config.model_name_or_path=/fsx/model", f"{_C}model_config.model_save_name=Llama"),
     *(f"{_C}training_args.training_dir=/fsx/exp", f"{_C}datasets.train_data.name=train"),
-    *(f"{_C}datasets.train_data.file_path=/fsx/train.jsonl", f"{_EMPTY}name=", f"{_EMPTY}file_path="),
+    *(f"{_C}datasets.train_data.file_path=/fsx/train.jsonl", f"{_EMPTY}name=val", f"{_EMPTY}file_path=/fsx/val.jsonl"),
     *("container=image", "+cluster.container_mounts.0=/fsx:/fsx"),
     *("git.entry_module=amzn_awsllm_fine_tuning.train_hp", "git.use_default=false"),
 ]
@@ -227,7 +228,7 @@ _VERL_SCRIPT = [
     *(
         f"++{_C}trainer.default_local_dir=/fsx/exp",
         f"++{_C}data.train_files=/fsx/train.jsonl",
-        f"++{_C}data.val_files=",
+        f"++{_C}data.val_files=/fsx/val.jsonl",
     ),
 ]
 _SFT_SCRIPT = [*_VERL_SCRIPT, f"++{_C}model.path=/fsx/model", f"++{_C}model.tokenizer_path=/fsx/model"]
@@ -247,6 +248,7 @@ def test_the_words_of_hyperpods_scripts_arrive(files: Path, name: str, script: l
     """As release 2026-06 generates them; its scripts of DPO say the model as those of GRPO do."""
     found = recipe(files, name, *script)
     expected = {"load": "/fsx/model", "save": "/fsx/exp", "data_path": "/fsx/train.jsonl"}
+    expected |= {"valid_data_path": "/fsx/val.jsonl"}
     assert {key: found.settings[key] for key in expected} == expected
     job, _ = prepare([f"recipes={files}/{name}.yaml", "cluster=slurm", "base_results_dir=/fsx", *script])
     assert job.recipe.name == "typed" or name == "llmft"
@@ -269,6 +271,7 @@ def test_grpo_becomes_settings(files: Path) -> None:
         **{"global_batch_size": 256, "steps_per_generation": 4, "micro_batch_size": 8},
         **{"seq_length": 1536, "max_completion_length": 1024, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
         **{"num_generations_eval": 1, "eval_temperature": 0.0, "eval_interval": 5, "split": "90,10,0"},
+        "full_validation": True,
         **{"load": "hub:Qwen/Qwen3-8B", "lora_rank": 32, "lora_alpha": 64.0, "bf16": True, "hybrid_shard_degree": 0},
         **{"lr": 1e-6, "weight_decay": 0.01, "lr_decay_style": "constant", "adam_beta2": 0.999, "clip_grad": 1.0},
         **{"optimizer_cpu_offload": True, "tensorboard": False, "save_interval": 20, "save_hf": True},
@@ -343,7 +346,22 @@ def test_checkpointless_becomes_settings(files: Path) -> None:
         ("verl", ["recipes.training_config.model.lora_rank=0"], {"lora_rank": None, "lora_alpha": None}),
         ("verl", ["recipes.training_config.optim.lr_warmup_steps=10"],
          {"lr_warmup_iters": 10, "lr_warmup_fraction": None}),
-        ("verl", [DATA + "train_val_split_ratio=0.9"], {"eval_interval": 5, "split": "90,10,0"}),
+        ("verl", [DATA + "train_val_split_ratio=0.9"],
+         {"eval_interval": 5, "split": "90,10,0", "full_validation": True}),
+        ("llmft", [EVAL + "val_data.file_path=/v.jsonl"],
+         {"valid_data_path": "/v.jsonl", "split": None, "eval_epochs": 1.0, "eval_interval": None}),
+        ("llmft", [EVAL + "val_data.file_path=/v.jsonl", "~" + ARGS + "eval_steps"],
+         {"valid_data_path": "/v.jsonl", "split": None, "eval_epochs": 1.0, "full_validation": True}),
+        ("llmft", [ARGS + "eval_steps=7"], {"eval_epochs": None, "eval_interval": 7, "full_validation": True}),
+        ("llmft", [EVAL + "train_val_split_ratio=1.0"], {"eval_epochs": None, "split": "100,0,0"}),
+        ("llmft", ["recipes.eval_interval=3", "recipes.eval_iters=2", "recipes.train_iters=9"],
+         {"eval_epochs": None, "full_validation": None, "train_epochs": None, "train_iters": 9, "eval_iters": 2}),
+        ("llmft", ["recipes.valid_data_path=/v.jsonl"], {"valid_data_path": "/v.jsonl", "split": None}),
+        ("verl", [DATA + "val_files=/v.parquet"], {"valid_data_path": "/v.parquet", "split": None, "eval_interval": 5}),
+        ("verl", [DATA + "val_files=[/v,/w]", TRAINER + "test_freq=after_each_epoch"],
+         {"valid_data_path": "/v /w", "eval_interval": None, "eval_epochs": 1.0, "full_validation": True}),
+        ("verl", [DATA + "val_files=/v", TRAINER + "test_freq=-1"], {"valid_data_path": None, "eval_interval": None}),
+        ("grpo", [DATA + "val_files=/v.parquet"], {"valid_data_path": "/v.parquet", "split": None, "eval_interval": 5}),
         ("verl", [TRAINER + "total_training_steps=30"], {"train_iters": 30, "train_epochs": None}),
         ("verl", [TRAINER + "save_freq=20", TRAINER + "default_local_dir=/fsx/ck"],
          {"save_interval": 20, "save": "/fsx/ck"}),
@@ -389,7 +407,7 @@ def test_other_values_of_keys(files: Path, name: str, words: list[str], expected
     ("name", "word", "message"),
     [
         ("llmft", MODEL + "multimodal=true", "multimodal: true cannot be had: smp trains language models only"),
-        ("llmft", "recipes.training_config.datasets.val_data.file_path=/v", "val_data.file_path: /v cannot be had"),
+        ("llmft", "recipes.training_config.datasets.val_data.limit=9", "val_data.limit: 9 cannot be had: all samples"),
         ("llmft", ARGS + "trainer_callbacks=[{_target_: mine.Callback}]", "trainer_callbacks: mine.Callback is code"),
         ("llmft", ARGS + "trainer_type=ppo", "trainer_type: ppo cannot be had: take sft or dpo"),
         ("llmft", "+" + ARGS + "use_wandb=secret", "use_wandb: it would be a token"),
@@ -466,7 +484,6 @@ def test_what_changes_nothing_is_in_the_notes(files: Path) -> None:
         "scale_config.2.trainer.num_nodes: batch size and learning rate are the same with any number of nodes",
         "elastic_policy.max_nodes: is_elastic says that nodes stay",
         "training_config.model_config.generation_cfg.temperature: it is of AWS's evaluation",
-        "training_config.training_args.eval_steps: an epoch's length is not known",
         "training_config.training_args.trainer_callbacks: it counts for AWS's bill",
     ):
         assert f"\n{line}" in artifacts["notes.txt"]
@@ -498,11 +515,11 @@ def test_a_model_that_cannot_be_read_yet_is_not_submitted(
 ) -> None:
     words = [f"recipes={files}/verl.yaml", "cluster=slurm", f"base_results_dir={tmp_path}", DATA + "train_files=/x"]
     model = "recipes.training_config.model.path="
-    assert main([*words, model + "Qwen/Qwen3.5-27B", "dry_run=true"]) == 0
-    assert "hub:Qwen/Qwen3.5-27B cannot be trained so" in capsys.readouterr().out
-    assert main([*words, model + "Qwen/Qwen3.5-27B"]) == 2
-    assert "gated delta nets" in capsys.readouterr().err
-    assert recipe(files, "verl", model + "Qwen/Qwen3-8B").unread is None
+    assert main([*words, model + "google/gemma-4-31B-it", "dry_run=true"]) == 0
+    assert "hub:google/gemma-4-31B-it cannot be trained so" in capsys.readouterr().out
+    assert main([*words, model + "google/gemma-4-31B-it"]) == 2
+    assert "share keys and values" in capsys.readouterr().err
+    assert recipe(files, "verl", model + "Qwen/Qwen3.5-27B").unread is None
     experts = "+recipes.training_config.model.target_parameters=[mlp.experts.down_proj]"
     assert recipe(files, "verl", model + "openai/gpt-oss-20b", experts).unread == "adapters on GPT-OSS's experts"
 

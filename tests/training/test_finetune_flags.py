@@ -18,7 +18,13 @@ from smp.config.command_line.entry_points import FINETUNE
 from smp.config.command_line.fields import settings
 from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
-from tests.training import test_distilling, test_environments, test_flags_elastic, test_reinforcement_runs
+from tests.training import (
+    test_distilling,
+    test_environments,
+    test_flags_elastic,
+    test_reinforcement_runs,
+    test_valid_data,
+)
 from tests.training.flag_runs import proves
 from tests.training.test_finetune_runs import command
 from tests.training.tiny_hf import TEMPLATE, write_adapter, write_model, write_pieces, write_samples, write_tokenizer
@@ -303,6 +309,7 @@ def test_long_texts_lose_one_of_their_ends(folder: Path, tmp_path: Path, side: s
 def test_every_setting_of_its_own_is_proven() -> None:
     proofs: dict[str, Callable[..., Any]] = {}
     modules = sys.modules[__name__], test_reinforcement_runs, test_distilling, test_environments, test_flags_elastic
+    modules += (test_valid_data,)
     for module in modules:
         for _, test in inspect.getmembers(module, inspect.isfunction):
             proofs |= dict.fromkeys(getattr(test, "proves", ()), test)

@@ -28,7 +28,6 @@ from smp.config.command_line.fields import (
 )
 from smp.config.command_line.hub import with_folders
 from smp.config.layers import effective
-from smp.config.megatron.table import answer_of
 from smp.config.rules.foreign import refuse_architecture
 from smp.config.schema import Config, ConfigError
 
@@ -178,6 +177,8 @@ def _refuse_extras(extras: Sequence[str], entry: EntryPoint) -> None:
         raise ConfigError(
             f"unexpected {extras[0]!r}: a value follows its flag, and a switch (--x or --no-x) takes none"
         )
+    from smp.config.megatron.table import answer_of  # a table of all its flags, which only a mistake needs
+
     flags = list(dict.fromkeys(word.partition("=")[0] for word in extras if word.startswith("-")))
     megatrons = {flag: answer for flag in flags if (answer := answer_of(flag)) is not None}
     switches = [s for s in settings(entry).values() if s.type is bool]

@@ -38,7 +38,8 @@ PRETRAIN = EntryPoint(
     leaves_out=frozenset(
         (
             *("chat_template", "apply_chat_template", "mask_prompt", "truncation_side", "bad_sample_threshold"),
-            *("preview", "train_epochs", "resume", "scalar_head", "transformers_config"),
+            *("preview", "train_epochs", "eval_epochs", "save_epochs", "full_validation", "resume", "scalar_head"),
+            "transformers_config",
         )
     ),
     own={"packing": Own(choices=("stream", "best-fit"))},
@@ -50,7 +51,8 @@ FINETUNE = EntryPoint(
         "model": None,
         "parallel": None,
         "data": (
-            *("data_path", "split", "tokenizer_model", "chat_template", "apply_chat_template", "mask_prompt"),
+            *("data_path", "valid_data_path", "split", "tokenizer_model", "chat_template", "apply_chat_template"),
+            *("mask_prompt",),
             *("truncation_side", "packing", "seq_length", "micro_batch_size", "global_batch_size"),
             *("bad_sample_threshold", "preview"),
         ),
@@ -61,8 +63,15 @@ FINETUNE = EntryPoint(
         "optim": None,
         "training": None,
         "checkpoint": (
-            *("load", "ckpt_step", "save", "resume", "save_interval", "save_mtbf_hours", "async_save", "keep_last_k"),
-            *("save_retain_interval", "keep_best_k", "save_hf", "peer_snapshot_interval", "peer_snapshot_dir"),
+            *("load", "ckpt_step", "save", "resume", "save_interval", "save_epochs", "save_mtbf_hours", "async_save"),
+            *(
+                "keep_last_k",
+                "save_retain_interval",
+                "keep_best_k",
+                "save_hf",
+                "peer_snapshot_interval",
+                "peer_snapshot_dir",
+            ),
         ),
         "logging": None,
     },
@@ -78,6 +87,10 @@ FINETUNE = EntryPoint(
             "save_to_disk, too) or glob patterns. The shape of each sample is detected: messages, prompt/completion, "
             "text, ShareGPT, Alpaca; prompt/chosen/rejected for dpo, orpo and reward, prompt/completion/label for kto, "
             "a prompt and any columns for reinforcement learning."
+        ),
+        "valid_data_path": Own(
+            "Samples for validation, in files as in --data-path, whose samples are then all trained on; with "
+            "--eval-interval or --eval-epochs. Default: the second part of --split."
         ),
         "split": Own(
             "Relative sizes of the train, validation and test parts; which sample goes where is drawn by the seed.",

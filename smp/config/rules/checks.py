@@ -82,7 +82,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
         _check_heads_and_widths(config.model, layout.tp)
         check_linear(config.model, layout.tp)
     _check_pipeline(config.parallel, config.training)
-    _check_data_source(config.data, config.model, config.training)
+    _check_data_source(config.data, config.model, config.training, tuning=config.objective is not None)
     _check_batch(config)
     check_context_parallel(config, layout)
     check_moe(config, layout)
@@ -276,7 +276,8 @@ def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
     )
 
 
-def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingConfig) -> None:
+def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingConfig, *, tuning: bool) -> None:
+    """``tuning``: samples are read, whose files smp.config.finetune checks."""
     sources = {
         "--data-path": data.data_path,
         "--data-args-path": data.data_args_path,
@@ -288,7 +289,8 @@ def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingC
     require(
         bool(named) or training.dry_run, "what to train on is missing: give --data-path or --mock-data (or --dry-run)"
     )
-    _check_separate_paths(data, training)
+    if not tuning:
+        _check_separate_paths(data, training)
     _check_packing(data)
     require(model.vocab_size is not None or not data.mock_data, "--mock-data needs --vocab-size")
     require((model.vocab_size or 2) > 1 or not data.mock_data, "--mock-data needs a --vocab-size of at least 2")
@@ -301,8 +303,9 @@ def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingC
         return
     require(train > 0, f"--split {data.split} leaves nothing to train on; its first number is the training part")
     require(
-        validation > 0 or training.eval_interval is None,
-        f"--eval-interval {training.eval_interval} needs a validation part, the second number of --split {data.split}",
+        validation > 0 or not training.evaluates or data.valid_data_path is not None,
+        f"{(given(training, 'eval_interval', 'eval_epochs') or [''])[0]} needs a validation part, the second number of "
+        f"--split {data.split}",
     )
 
 
@@ -399,7 +402,15 @@ def _check_loading(checkpoint: CheckpointConfig) -> None:
 
 
 def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> None:
-    names = ("save_interval", "save_mtbf_hours", "async_save", "keep_last_k", "save_retain_interval", "keep_best_k")
+    names = (
+        "save_interval",
+        "save_epochs",
+        "save_mtbf_hours",
+        "async_save",
+        "keep_last_k",
+        "save_retain_interval",
+        "keep_best_k",
+    )
     for flag in given(checkpoint, *names, "save_hf"):
         require(checkpoint.save is not None, f"{flag} needs --save, the folder to save under")
     require(
@@ -416,6 +427,6 @@ def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> Non
         f"--keep-last-k {last} leaves nothing to fall back to when the newest checkpoint is damaged: give at least 2",
     )
     require(
-        checkpoint.keep_best_k is None or training.eval_interval is not None,
+        checkpoint.keep_best_k is None or training.evaluates,
         f"--keep-best-k {checkpoint.keep_best_k} needs --eval-interval, which measures the validation loss",
     )

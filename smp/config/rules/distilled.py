@@ -29,7 +29,7 @@ def fill_distillation(config: Config) -> RolloutConfig | None:
     saves = distillation.logits_save_dir is not None
     idle = [*given(rollouts, "beta"), *given(distillation, "kd_loss_alpha")] if saves else []
     idle += given(config.lora, "lora_rank") if saves and config.lora is not None else []
-    lengths = given(config.training, "train_epochs", "train_iters", "train_samples", "eval_interval")
+    lengths = given(config.training, "train_epochs", "train_iters", "train_samples", "eval_interval", "eval_epochs")
     idle += [*lengths, *given(config.checkpoint, "save")] if saves else []
     require(not idle, f"{', '.join(idle)}: --logits-save-dir trains nothing; leave it out")
     require(

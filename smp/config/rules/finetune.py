@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smp.config.command_line.fields import flag_of, given, require
+from smp.config.command_line.entry_points import FINETUNE
+from smp.config.command_line.fields import flag_of, given, require, settings
 from smp.config.objectives import ObjectiveConfig
 from smp.config.rules.checks import check_effects, check_paths, check_ranges
 from smp.config.rules.distilled import fill_distillation
@@ -79,6 +80,25 @@ def _check_source(config: Config) -> None:
         bool(lengths) or training.dry_run or data.preview > 0 or saves,
         "how long to train is missing: give --train-epochs, --train-iters or --train-samples",
     )
+    _check_parts(config, evaluates=saves or training.evaluates)
+    for alternatives in (
+        given(training, "eval_interval", "eval_epochs"),
+        given(training, "eval_iters", "full_validation"),
+        given(checkpoint, "save_interval", "save_epochs", "save_mtbf_hours"),
+    ):
+        require(len(alternatives) < 2, f"{' and '.join(alternatives)} are both given; give one")
+
+
+def _check_parts(config: Config, *, evaluates: bool) -> None:
+    """What is trained on, and what is for validation; ``evaluates``: the latter is read."""
+    data = config.data
+    if data.valid_data_path is None:
+        return
+    flag = f"--valid-data-path {data.valid_data_path}"
+    require(data.data_path is not None, f"{flag} needs --data-path")
+    require(evaluates, f"{flag} is read where --eval-interval or --eval-epochs says when; give one, or leave it out")
+    usual = settings(FINETUNE)["split"].default
+    require(data.split == usual, f"--split {data.split} divides --data-path, and validation is {flag}; leave one out")
 
 
 def _check_lora(lora: LoraConfig) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder, marked
 from smp.data.tuning.files import read_records
 from smp.data.tuning.prompts import Prompt, read_prompts
-from smp.data.tuning.samples import Samples, collect
+from smp.data.tuning.samples import Report, Samples, collect
 from smp.data.tuning.sequences import Sequences, lay_out, split_samples
 from smp.data.tuning.shapes import label_of
 from smp.data.tuning.tokenizer import TuningTokenizer
@@ -29,6 +32,7 @@ class TuningData:
     Attributes:
         tokenizer: of the model.
         samples: all texts.
+        texts: how many of them are of --data-path; those of --valid-data-path, if it is given, are behind them.
         train, valid: sequences of the two parts.
         pairs: whether two sequences are a pair of answers.
         lines: what the user should hear.
@@ -36,6 +40,7 @@ class TuningData:
 
     tokenizer: TuningTokenizer
     samples: Samples
+    texts: int
     train: Sequences
     valid: Sequences
     pairs: bool
@@ -60,6 +65,7 @@ class PromptData:
     Attributes:
         tokenizer: of the model.
         prompts: all of them.
+        own: how many of them are of --data-path; those of --valid-data-path, if it is given, are behind them.
         train, valid: numbers of those of the two parts.
         each: samples that one prompt makes in an epoch.
         lines: what the user should hear.
@@ -67,6 +73,7 @@ class PromptData:
 
     tokenizer: TuningTokenizer
     prompts: list[Prompt]
+    own: int
     train: npt.NDArray[np.int64]
     valid: npt.NDArray[np.int64]
     each: int
@@ -91,76 +98,113 @@ def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData | Prompt
 
 
 def _read_prompts(config: Config, tokenizer: TuningTokenizer) -> PromptData:
-    data, rollouts, training = config.data, config.rollouts, config.training
+    data, rollouts = config.data, config.rollouts
     assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
     assert rollouts is not None and rollouts.num_generations is not None, "filled in before"
-    template = chat_template_of(data.chat_template, tokenizer)
-    try:
-        prompts, report = read_prompts(
-            read_records(shlex.split(data.data_path)),
-            Encoder(tokenizer, template, as_messages=data.apply_chat_template),
-            longest=data.seq_length + 1 - rollouts.max_completion_length,
-            vocab_size=config.model.vocab_size,
-            threshold=data.bad_sample_threshold,
-        )
-    except ValueError as error:
-        raise ConfigError(f"--data-path {error}") from error  # damage is another exit code
-    train, valid = split_samples(len(prompts), parse_split(data.split), training.seed)
-    if len(train) == 0:
-        raise ConfigError(f"--split {data.split} leaves none of {len(prompts)} prompts to train on")
-    if training.eval_interval is not None and len(valid) == 0:
-        raise ConfigError(f"--eval-interval: --split {data.split} leaves none of {len(prompts)} prompts for validation")
+    template, vocab_size = chat_template_of(data.chat_template, tokenizer), config.model.vocab_size
+    encoder = Encoder(tokenizer, template, as_messages=data.apply_chat_template)
+    longest = data.seq_length + 1 - rollouts.max_completion_length
+
+    def read(flag: str, path: str) -> tuple[list[Prompt], Report]:
+        with _named(flag):
+            return read_prompts(
+                read_records(shlex.split(path)),
+                encoder,
+                longest=longest,
+                vocab_size=vocab_size,
+                threshold=data.bad_sample_threshold,
+            )
+
+    prompts, report = read("--data-path", data.data_path)
+    told, own = _of_prompts(report, "prompts"), len(prompts)
+    if data.valid_data_path is not None:
+        more, report = read("--valid-data-path", data.valid_data_path)
+        prompts, told = prompts + more, told + _of_prompts(report, "validation prompts")
+    train, valid = _parts(config, own, len(prompts), "prompts")
     columns = sorted({name for prompt in prompts for name in prompt.columns})
     lines = [
-        f"prompts: {report.used:,} of {report.records:,} used, {report.tokens:,} tokens, {len(report.bad):,} dropped",
-        *report.beside_template("prompts are texts"),
+        *told,
         *_without_tokens(template),
-        *report.dropped(),
         f"columns for rewards: {', '.join(columns) or 'none'}",
         f"training: {len(train):,} prompts, validation: {len(valid):,} prompts",
     ]
     each = rollouts.num_generations * rollouts.num_iterations
-    return PromptData(tokenizer, prompts, train, valid, each, tuple(lines))
+    return PromptData(tokenizer, prompts, own, train, valid, each, tuple(lines))
+
+
+def _of_prompts(report: Report, what: str) -> list[str]:
+    """What was read, for people."""
+    return [
+        f"{what}: {report.used:,} of {report.records:,} used, {report.tokens:,} tokens, {len(report.bad):,} dropped",
+        *report.beside_template("prompts are texts"),
+        *report.dropped(),
+    ]
+
+
+@contextlib.contextmanager
+def _named(flag: str) -> Iterator[None]:
+    """What is wrong with files is said of the flag that names them; damage is another exit code."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{flag} {error}") from error
+
+
+def _parts(config: Config, own: int, count: int, what: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Numbers of the samples that are trained on, and of those for validation.
+
+    Args:
+        own: samples of --data-path; behind them stand those of --valid-data-path, if it is given.
+        count: all samples.
+        what: they are.
+    """
+    if config.data.valid_data_path is not None:
+        return np.arange(own), np.arange(own, count)
+    split = config.data.split
+    train, valid = split_samples(count, parse_split(split), config.training.seed)
+    if len(train) == 0:
+        raise ConfigError(f"--split {split} leaves none of {count} {what} to train on")
+    if config.training.evaluates and len(valid) == 0:
+        raise ConfigError(f"--eval-interval: --split {split} leaves none of {count} {what} for validation")
+    return train, valid
 
 
 def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     data, facts = config.data, config.objective_facts
-    labelled = facts.reads == "labelled"
     assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
     assert data.packing is not None and data.packing != "stream", "filled in before"
     template = chat_template_of(data.chat_template, tokenizer)
     encoder = Encoder(tokenizer, template, mask_prompt=data.mask_prompt, as_messages=data.apply_chat_template)
-    try:
-        samples, report = collect(
-            read_records(shlex.split(data.data_path)),
-            {"sample": encoder.sample, "pair": encoder.pair, "labelled": encoder.labelled}[facts.reads],
-            seq_length=data.seq_length - facts.has_scores,  # their last tokens are read, too
-            vocab_size=config.model.vocab_size,
-            threshold=data.bad_sample_threshold,
-            keep_end=data.truncation_side == "left",
-            label=label_of if labelled else None,
-        )
-    except ValueError as error:
-        raise ConfigError(f"--data-path {error}") from error  # damage is another exit code
-    rows = facts.rows
+    read = partial(
+        collect,
+        encode={"sample": encoder.sample, "pair": encoder.pair, "labelled": encoder.labelled}[facts.reads],
+        seq_length=data.seq_length - facts.has_scores,  # their last tokens are read, too
+        vocab_size=config.model.vocab_size,
+        threshold=data.bad_sample_threshold,
+        keep_end=data.truncation_side == "left",
+        label=label_of if facts.reads == "labelled" else None,
+    )
+    with _named("--data-path"):
+        samples, report = read(read_records(shlex.split(data.data_path)))
+    told, texts, rows = report.lines(), len(samples), facts.rows
+    if data.valid_data_path is not None:
+        with _named("--valid-data-path"):
+            more, report = read(read_records(shlex.split(data.valid_data_path)))
+        samples, told = samples + more, [*told, *report.lines("validation samples")]
     # By samples, so that both answers of a pair are on the same side.
-    chosen = split_samples(len(samples) // rows, parse_split(data.split), config.training.seed)
+    chosen = _parts(config, texts // rows, len(samples) // rows, "samples")
     train, valid = (
         lay_out(samples, (part[:, None] * rows + np.arange(rows)).ravel(), data.seq_length, data.packing)
         for part in chosen
     )
-    if len(train) == 0:
-        raise ConfigError(f"--split {data.split} leaves none of {report.used} samples to train on")
-    if config.training.eval_interval is not None and len(valid) == 0:
-        raise ConfigError(f"--eval-interval: --split {data.split} leaves none of {report.used} samples for validation")
-    for part, used in (("training", len(train)), ("validation", len(valid) if config.training.eval_interval else 0)):
+    for part, used in (("training", len(train)), ("validation", len(valid) if config.training.evaluates else 0)):
         if facts.mismatched and used == 1:
             raise ConfigError(
                 f"--objective kto compares prompts with answers of other samples: there is one sample only for {part}"
             )
     parts = (_described(name, part) for name, part in (("training", train), ("validation", valid)))
-    lines = [*report.lines(), *_without_tokens(template), *parts]
-    return TuningData(tokenizer, samples, train, valid, facts.rows == 2, tuple(lines))
+    lines = [*told, *_without_tokens(template), *parts]
+    return TuningData(tokenizer, samples, texts, train, valid, rows == 2, tuple(lines))
 
 
 def chat_template_of(path: str | None, tokenizer: TuningTokenizer) -> ChatTemplate | None:

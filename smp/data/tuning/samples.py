@@ -47,6 +47,24 @@ class Samples:
         arrays = [self.tokens, self.trained, self.offsets]
         return " ".join(map(fingerprint, arrays if self.desirable is None else [*arrays, self.desirable]))
 
+    def first(self, texts: int) -> Samples:
+        """The first ``texts`` of them, under the same numbers."""
+        end = int(self.offsets[texts])
+        labels = None if self.desirable is None else self.desirable[:texts]
+        return Samples(self.tokens[:end], self.trained[:end], self.offsets[: texts + 1], labels)
+
+    def __add__(self, other: Samples) -> Samples:
+        """These, and behind them those of ``other``."""
+        labels = None
+        if self.desirable is not None and other.desirable is not None:
+            labels = np.concatenate([self.desirable, other.desirable])
+        return Samples(
+            np.concatenate([self.tokens, other.tokens]),
+            np.concatenate([self.trained, other.trained]),
+            np.concatenate([self.offsets, self.offsets[-1] + other.offsets[1:]]),
+            labels,
+        )
+
     def __getitem__(self, text: int) -> Encoded:
         part = slice(int(self.offsets[text]), int(self.offsets[text + 1]))
         return self.tokens[part], self.trained[part]
@@ -92,11 +110,11 @@ class Report:
     unended: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
-        """For people."""
+    def lines(self, what: str = "samples") -> list[str]:
+        """For people; ``what`` it is a report of."""
         share = 100 * self.supervised / max(self.tokens, 1)
         text = (
-            f"samples: {self.used:,} of {self.records:,} used, {self.tokens:,} tokens, {self.supervised:,} of them "
+            f"{what}: {self.used:,} of {self.records:,} used, {self.tokens:,} tokens, {self.supervised:,} of them "
             f"trained ({share:.1f} %), {self.truncated:,} texts cut at the sequence length, {len(self.bad):,} dropped"
         )
         notes = []

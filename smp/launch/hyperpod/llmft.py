@@ -12,6 +12,7 @@ from smp.launch.hyperpod.form import Form
 from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to
 
 _ARGS = "training_config.training_args."
+_DATA = "training_config.datasets."
 _MODEL = "training_config.model_config."
 _FSDP = _ARGS + "strategy.fsdp_config."
 _TEMPLATE = "the template of the model's folder renders samples; recipes.chat_template=FILE gives another"
@@ -129,6 +130,20 @@ def _anything(value: Any) -> bool:
     return True
 
 
+_FILES, _RATIO = _DATA + "val_data.file_path", _DATA + "train_val_split_ratio"
+
+
+def _validation(value: Any, get: Get) -> Mapping[str, Any]:
+    when = {} if get(_ARGS + "eval_steps") is not None else tuning.evaluation(None, value, None)
+    assert not isinstance(when, str), "there are files"
+    return {"valid_data_path": value, **when}
+
+
+def _eval_steps(value: Any, get: Get) -> Mapping[str, Any] | str:
+    """0 and -1 are once an epoch."""
+    return tuning.evaluation(value if value > 0 else None, get(_FILES), get(_RATIO))
+
+
 _STEPS_SAY = "finetune.py reads messages; prompt, chosen and rejected"
 _STEPS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "TrainingSFTSampleConverter": {},
@@ -155,10 +170,10 @@ _DATASETS = {
     "train_data.file_path": Key("`data_path`", lambda value, get: {"data_path": value}, is_text=True),
     "train_data.name": nothing("a name in AWS's logs"),
     "train_data.limit": only((), "all samples of a file are read; give a shorter one"),
-    "val_data.file_path": Key("refused: finetune.py splits its samples", tuning.own_validation, is_text=True),
+    "val_data.file_path": Key("`valid_data_path`, `eval_epochs: 1` without eval_steps", _validation, is_text=True),
     "val_data.name": nothing("a name in AWS's logs"),
-    "val_data.limit": nothing("eval_iters says how many batches"),
-    "train_val_split_ratio": Key("`split`", tuning.split),
+    "val_data.limit": only((), "all samples of a file are read; give a shorter one"),
+    "train_val_split_ratio": Key("`split`, without val_data.file_path", tuning.split_beside(_FILES)),
     "train_val_split_seed": nothing("seed draws the split as well"),
     "data_dir": only((), "data are files: train_data.file_path"),
     "save_intermediate_processing_steps": nothing("samples are encoded in memory"),
@@ -269,12 +284,8 @@ _ARGS_KEYS = {
         ),
     ),
     "eval_steps": Key(
-        "`eval_interval`; 0 and -1 are none: the length of an epoch is not known when a job starts",
-        lambda value, get: (
-            {"eval_interval": value}
-            if value > 0
-            else "an epoch's length is not known when a job starts; recipes.eval_interval=N evaluates every N steps"
-        ),
+        "`eval_interval`, or for 0 and -1 `eval_epochs: 1`; `full_validation`; where samples are kept for it",
+        _eval_steps,
     ),
     "save_steps": Key(
         "`save_interval`; 0 and -1: the end is saved", lambda value, get: {"save_interval": value} if value > 0 else {}

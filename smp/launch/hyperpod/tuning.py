@@ -16,7 +16,6 @@ from smp.launch.hyperpod.values import module_names
 
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _UNREAD = {
-    r"qwen-?3[.]?[56]": "gated delta nets of Qwen 3.5 and 3.6",
     r"gemma-?4": "Gemma 4's layers that share keys and values",
     r"nemotron-?3": "Mamba layers of Nemotron 3",
 }
@@ -79,15 +78,32 @@ def unread(settings: Mapping[str, Any]) -> str | None:
     return next((why for pattern, why in _UNREAD.items() if re.search(pattern, name)), None)
 
 
-def split(value: Any, get: Get) -> Mapping[str, Any]:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ConfigError(f"{value!r} is no share of the samples that are trained")
-    train = round(100 * value, 6)
-    return {"split": f"{train:g},{100 - train:g},0"}
+def split_beside(files: str) -> Convert:
+    """A share of the samples that are trained on, unless the key ``files`` names some for validation."""
+
+    def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise ConfigError(f"{value!r} is no share of the samples that are trained")
+        if get(files):
+            return f"{files.rpartition('training_config.')[2]} are the samples for validation"
+        train = round(100 * value, 6)
+        return {"split": f"{train:g},{100 - train:g},0"}
+
+    return convert
 
 
-def own_validation(value: Any, get: Get) -> Mapping[str, Any]:
-    raise ConfigError(f"{value} cannot be had: finetune.py splits its samples; give recipes.split, such as 95,5,0")
+def evaluation(when: Any, files: Any, ratio: Any) -> Mapping[str, Any] | str:
+    """How often a run evaluates on all that is for validation.
+
+    Args:
+        when: steps; after_each_epoch, or None.
+        files: of samples for validation; nothing: there are none.
+        ratio: of the samples that are trained on, where no files are named.
+    """
+    if not files and ratio in (1, 1.0):
+        return "train_val_split_ratio keeps no samples for it"
+    found = {"eval_epochs": 1.0} if when in (None, "after_each_epoch") else {"eval_interval": when}
+    return found | {"full_validation": True}
 
 
 def context_parallel(ring: str, ulysses: str) -> Convert:

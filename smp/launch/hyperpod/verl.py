@@ -248,22 +248,28 @@ def loggers(value: Any, get: Get) -> Mapping[str, Any]:
     return {name: given for name, given in found.items() if given is not None}
 
 
-def _save_freq(value: Any, get: Get) -> Mapping[str, Any] | str:
+def _save_freq(value: Any, get: Get) -> Mapping[str, Any]:
     if value == "after_each_epoch":
-        return (
-            "an epoch's length is not known when a job starts; the end is saved, recipes.save_interval=N saves every N "
-            "steps"
-        )
+        return {"save_epochs": 1.0}
     return {"save_interval": value} if value > 0 else {}
+
+
+_FILES, _RATIO = _T + "data.val_files", _T + "data.train_val_split_ratio"
+
+
+def _val_files(value: Any, get: Get) -> Mapping[str, Any] | str:
+    freq = get(_T + "trainer.test_freq")
+    if freq is None or (isinstance(freq, int) and freq <= 0):
+        return "trainer.test_freq says that a run does not evaluate"
+    return {"valid_data_path": _words(value)}
 
 
 def _test_freq(value: Any, get: Get) -> Mapping[str, Any] | str:
     """Only where samples are kept back for it."""
-    if value <= 0:
+    if value != "after_each_epoch" and value <= 0:
         return {}
-    if get(_T + "data.train_val_split_ratio") in (1, 1.0, None):
-        return "train_val_split_ratio keeps no samples for it"
-    return {"eval_interval": value}
+    ratio = get(_RATIO)
+    return tuning.evaluation(value, get(_FILES), 1 if ratio is None else ratio)
 
 
 TRAINER = {
@@ -275,8 +281,11 @@ TRAINER = {
         lambda value, get: {} if get(_T + "trainer.total_training_steps") else {"train_epochs": value},
     ),
     "total_training_steps": Key("`train_iters`", tuning.zero_or("train_iters")),
-    "save_freq": Key("`save_interval`; after_each_epoch: the end is saved", _save_freq),
-    "test_freq": Key("`eval_interval`, where train_val_split_ratio is below 1", _test_freq),
+    "save_freq": Key("`save_interval`, or for after_each_epoch `save_epochs: 1`", _save_freq),
+    "test_freq": Key(
+        "`eval_interval`, or for after_each_epoch `eval_epochs: 1`; `full_validation`; where samples are kept for it",
+        _test_freq,
+    ),
     "max_ckpt_to_keep": Key("`keep_last_k`", lambda value, get: {"keep_last_k": max(2, value)}),
     "merge_lora_on_final_save": Key(
         "`save_hf`, whose adapters are merged", lambda value, get: {"save_hf": True} if value else {}
@@ -309,10 +318,10 @@ _DPO_TRAINER = {
 }
 DATA = {
     "train_files": Key("`data_path`", lambda value, get: {"data_path": _words(value)}, is_text=True, is_list=True),
-    "val_files": Key("refused: finetune.py splits its samples", tuning.own_validation, is_text=True, is_list=True),
-    "train_val_split_ratio": Key("`split`", tuning.split),
+    "val_files": Key("`valid_data_path`, with trainer.test_freq", _val_files, is_text=True, is_list=True),
+    "train_val_split_ratio": Key("`split`, without val_files", tuning.split_beside(_FILES)),
     "train_max_samples": only((-1,), "all samples of a file are read; give a shorter one"),
-    "val_max_samples": only((-1,), "eval_iters says how many batches"),
+    "val_max_samples": only((-1,), "all samples of a file are read; give a shorter one"),
     "custom_cls.*": only((), "samples of your own are files of what docs/finetuning.md names"),
     "train_batch_size": to("global_batch_size"),
     "use_shm": nothing("files are read where they are"),

@@ -253,7 +253,7 @@ _ALGORITHM = {
 _DATA = {
     **verl.DATA,
     "train_batch_size": Key("`global_batch_size`, `steps_per_generation`, with actor.ppo_mini_batch_size", _batches),
-    "val_batch_size": nothing("eval_iters says how many batches"),
+    "val_batch_size": nothing("all validation prompts are answered, however many at once"),
     "max_prompt_length": Key("`seq_length`, with rollout.response_length", _lengths),
     "max_response_length": read_with("rollout.response_length, where that is not given"),
     "filter_overlong_prompts": only((True,), "prompts that are too long are left out and counted"),

@@ -271,7 +271,10 @@ def compare_settings(
 ) -> list[str]:
     """A line for each setting beside those of the model that changed what a resumed run trains. A manifest of the data
     tells apart what was read and what was not by itself, whatever the files are called."""
-    order = [name for name in _ORDER if not (name == "data_path" and has_manifest)]
+    known = {"data_path"} if has_manifest else set()
+    if config.objective is not None and config.data.valid_data_path is not None:
+        known.add("split")  # it divides nothing
+    order = [name for name in _ORDER if name not in known]
     notes = [f"{line}: the data order changes" for line in _changed(saved, settings, order)]
     constant = settings["lr_decay_style"] == "constant"
     notes += _changed(saved, settings, [name for name in _COURSE if not (name == "lr_decay_iters" and constant)])

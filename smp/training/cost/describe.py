@@ -11,6 +11,7 @@ from smp.config.batch import BatchSizes, uneven_in_words
 from smp.config.layer_pattern import with_experts
 from smp.config.layers import hides_tokens, in_runs, layer_specs, scores_flag
 from smp.config.rules.checks import notes_on_effects
+from smp.config.schema import TrainingConfig
 from smp.layers.context_parallel.cost import bytes_sent
 from smp.layers.heads.head import CHUNK_BYTES
 from smp.models.arithmetic import count_parameters, training_flops_per_token
@@ -53,7 +54,14 @@ def describe(config: Config, world_size: int) -> str:
         training = replace(training, train_iters=None)
     if training.train_epochs is not None:
         training = replace(training, train_iters=None, train_samples=None)
-    recipe = to_yaml(replace(config, training=training))
+    if training.eval_epochs is not None:
+        training = replace(training, eval_interval=None)
+    if training.full_validation:
+        training = replace(training, eval_iters=TrainingConfig.eval_iters)
+    checkpoint = config.checkpoint
+    if checkpoint.save_epochs is not None:
+        checkpoint = replace(checkpoint, save_interval=None)
+    recipe = to_yaml(replace(config, training=training, checkpoint=checkpoint))
     lines = [
         in_words(config.model),
         f"mesh: {_mesh(layout)}",

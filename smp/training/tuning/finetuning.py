@@ -110,7 +110,8 @@ def _dataset(
     config: Config, data: TuningData, sequences: Sequences, seed: int | None = None, notes: tuple[str, ...] = ()
 ) -> TuningDataset:
     return TuningDataset(
-        data.samples,
+        # The order of training is none of the validation files': a resume compares what it is a function of.
+        data.samples if sequences is not data.train else data.samples.first(data.texts),
         sequences,
         seed=seed,
         pairs=data.pairs,
@@ -126,12 +127,17 @@ def _datasets(config: Config, data: TuningData) -> Datasets:
     # Every rank reads the files itself. Other samples under the same numbers would train, and nobody would notice.
     if any(there != here for there in gather(here)):
         raise ConfigError(
-            "--data-path: the processes do not read the same samples: the files differ between nodes, or the chat "
-            "template writes the time"
+            f"{data_flags(config)}: the processes do not read the same samples: the files differ between nodes, or the "
+            "chat template writes the time"
         )
     train = _dataset(config, data, data.train, config.training.seed, data.lines)
     valid = _dataset(config, data, data.valid) if len(data.valid) else None
     return Datasets(train, valid, None)  # type: ignore[arg-type]
+
+
+def data_flags(config: Config) -> str:
+    """Which flags name the files of samples."""
+    return "--data-path" if config.data.valid_data_path is None else "--data-path and --valid-data-path"
 
 
 def _choose_backends(

@@ -15,7 +15,7 @@ from smp.data.build import Datasets
 from smp.data.loader import BatchLoader
 from smp.data.tuning.build import PromptData, chat_template_of
 from smp.data.tuning.encode import Encoder
-from smp.data.tuning.prompts import PromptDataset
+from smp.data.tuning.prompts import PromptDataset, prompts_fingerprint
 from smp.generation import Generator, Sampling, Stops
 from smp.kernels import Kernels
 from smp.parallel.agree import any_rank, gather, on_all_or_none
@@ -35,7 +35,7 @@ from smp.training.rollouts.source import RolloutSource, mean_reward
 from smp.training.rollouts.writing import Writing
 from smp.training.texts.text_model import end_ids, folder_of
 from smp.training.trainer import Trainer
-from smp.training.tuning.finetuning import Finetuning, trims
+from smp.training.tuning.finetuning import Finetuning, data_flags, trims
 from smp.training.tuning.settings import reward_model_config, tokenizer_of
 
 
@@ -63,11 +63,15 @@ class Reinforcement(Finetuning):
 
     def datasets(self) -> Datasets:
         config, data = self.config, self.prompts
-        train = PromptDataset(data.prompts, data.train, seed=config.training.seed, each=data.each, notes=data.lines)
+        # The order of training is none of the validation files': a resume compares what it is a function of.
+        own = data.prompts[: data.own]
+        train = PromptDataset(own, data.train, seed=config.training.seed, each=data.each, notes=data.lines)
         valid = PromptDataset(data.prompts, data.valid, seed=None) if len(data.valid) else None
-        here = train.manifest
+        here = prompts_fingerprint(data.prompts)
         if any(there != here for there in gather(here)):
-            raise ConfigError("--data-path: the processes do not read the same prompts: the files differ between nodes")
+            raise ConfigError(
+                f"{data_flags(config)}: the processes do not read the same prompts: the files differ between nodes"
+            )
         return Datasets(train, valid, None)  # type: ignore[arg-type]
 
     def kernels(self, context: ParallelContext, device: torch.device) -> tuple[Kernels, list[str]]:

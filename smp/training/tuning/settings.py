@@ -72,7 +72,8 @@ def read_finetune_settings(
     if layout.pp > 1:
         plan_pipeline(config, layout)
     if data is not None:
-        data = replace(data, lines=(*data.lines, *_repeats(config, data)))
+        config = _with_intervals(config, data)
+        data = replace(data, lines=(*data.lines, *_repeats(config, data), *_evaluated(config, data)))
     return config, data
 
 
@@ -116,6 +117,53 @@ def _repeats(config: Config, data: TuningData | PromptData) -> list[str]:
         f"note: --train-epochs {epochs:g} are {wanted} {kind}, but {steps} steps of {batch} read {steps * batch}: "
         f"the last step reads {more} of them again"
     ]
+
+
+def _with_intervals(config: Config, data: TuningData | PromptData) -> Config:
+    """With the iterations that --eval-epochs and --save-epochs are, and the batches of --full-validation."""
+    training, checkpoint, batch = config.training, config.checkpoint, config.data.global_batch_size
+    assert batch is not None, "resolved before"
+
+    def iterations(epochs: float) -> int:
+        return max(1, round(epochs * data.samples_per_epoch / batch))
+
+    if training.eval_epochs is not None:
+        training = replace(training, eval_interval=iterations(training.eval_epochs))
+    if training.full_validation:
+        training = replace(training, eval_iters=math.ceil(_validation_samples(config, data) / batch))
+    if checkpoint.save_epochs is not None:
+        checkpoint = replace(checkpoint, save_interval=iterations(checkpoint.save_epochs))
+    return replace(config, training=training, checkpoint=checkpoint)
+
+
+def _validation_samples(config: Config, data: TuningData | PromptData) -> int:
+    """As a batch counts them: sequences, pairs or completions."""
+    if isinstance(data, TuningData):
+        return len(data.valid) // (2 if data.pairs else 1)
+    assert config.rollouts is not None and config.rollouts.num_generations_eval is not None, "filled in before"
+    return len(data.valid) * config.rollouts.num_generations_eval
+
+
+def _evaluated(config: Config, data: TuningData | PromptData) -> list[str]:
+    """When a run of epochs evaluates and saves, and how much of the validation data --eval-iters leaves out."""
+    training, checkpoint, batch = config.training, config.checkpoint, config.data.global_batch_size
+    lines = [
+        f"{flag} {epochs:g}: every {interval} iterations"
+        for flag, epochs, interval in (
+            ("--eval-epochs", training.eval_epochs, training.eval_interval),
+            ("--save-epochs", checkpoint.save_epochs, checkpoint.save_interval),
+        )
+        if epochs is not None
+    ]
+    assert batch is not None, "resolved before"
+    there, read = _validation_samples(config, data), training.eval_iters * batch
+    if training.eval_interval is not None and read < there:
+        kind = "completions" if isinstance(data, PromptData) else "pairs" if data.pairs else "sequences"
+        lines.append(
+            f"note: --eval-iters {training.eval_iters} of {batch} read {read:,} of {there:,} validation {kind}; "
+            "--full-validation reads all"
+        )
+    return lines
 
 
 def _sized(config: Config, world_size: int) -> Config:
