@@ -58,6 +58,7 @@ class Table:
         ends: outside of blocks.
         transposed: matrices of blocks are (in, out) there.
         experts_transposed: all experts' matrices of a layer are (experts, in, out) there.
+        experts_in_peft: peft knows which way they lie, so that its adapters of them are those of (out, in) matrices.
         stacked: what is called otherwise in files in which all experts of a layer lie in one tensor.
         shared_norm: what is called otherwise where attention and MLP read the same norm.
         recurrent: what is called otherwise in layers with a linear recurrence.
@@ -68,6 +69,7 @@ class Table:
     ends: Mapping[str, str]
     transposed: bool = False
     experts_transposed: bool = False
+    experts_in_peft: bool = True
     stacked: Mapping[str, str | Fused] = field(default_factory=dict)
     shared_norm: Mapping[str, str | Fused] = field(default_factory=dict)
     recurrent: Mapping[str, str | Fused] = field(default_factory=dict)

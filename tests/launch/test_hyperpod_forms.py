@@ -521,7 +521,10 @@ def test_a_model_that_cannot_be_read_yet_is_not_submitted(
     assert "share keys and values" in capsys.readouterr().err
     assert recipe(files, "verl", model + "Qwen/Qwen3.5-27B").unread is None
     experts = "+recipes.training_config.model.target_parameters=[mlp.experts.down_proj]"
-    assert recipe(files, "verl", model + "openai/gpt-oss-20b", experts).unread == "adapters on GPT-OSS's experts"
+    assert recipe(files, "verl", model + "openai/gpt-oss-20b", experts).unread is None
+    llama4 = model + "meta-llama/Llama-4-Scout-17B-16E-Instruct"
+    assert recipe(files, "verl", llama4, experts).unread == "adapters on Llama 4's experts"
+    assert recipe(files, "verl", llama4).unread is None
 
 
 def test_a_dry_run_names_the_form(files: Path) -> None:

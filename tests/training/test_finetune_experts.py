@@ -121,16 +121,56 @@ def test_peft_computes_what_the_merged_model_does(folder: Path, results: dict[in
     assert (after - merged).abs().max() < 1e-5
 
 
-def test_adapters_that_peft_could_not_read_are_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@torch.no_grad()
+def test_adapters_of_transposed_experts_are_pefts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-OSS: what peft made is read, what is trained here is written, and both are what peft computes."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     name, settings = TINY["gpt-oss"]
     monkeypatch.setitem(TINY, "gpt-oss", (name, {**settings, "vocab_size": 300}))
     save_theirs("gpt-oss", tmp_path / "hf")
     write_tokenizer(tmp_path / "hf")
     write_samples(tmp_path)
     flags = f"--load {tmp_path}/hf --data-path {tmp_path}/sft.jsonl --log-dir {tmp_path}/logs {STEPS} --no-progress-bar"
+    with torch.enable_grad(), clean_process():
+        words = f"{flags} --lora-rank 2 --lora-target-modules value,*.experts.* --save {tmp_path}/run"
+        assert finetune(words.split()) == 0
+    write_expert_adapter(tmp_path / "hf", tmp_path / "theirs")
+    ids = torch.arange(3, 33)[None]
+    for adapter in (tmp_path / "run/adapter", tmp_path / "theirs"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+        before = model(ids).logits
+        after = peft.PeftModel.from_pretrained(model, str(adapter)).eval()(ids).logits
+        merged = tmp_path / f"merged-{adapter.name}"
+        assert merge_lora(["--load", f"{tmp_path}/hf", "--adapter", str(adapter), "--save", str(merged)]) == 0
+        whole = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()(ids).logits
+        error = (after - whole).abs().max() / whole.abs().max()
+        assert (after - before).abs().max() > 1e-3 and error < 1e-5, adapter
+
+
+def write_expert_adapter(folder: Path, adapter: Path) -> None:
+    """As peft makes it, with B not zero."""
+    import peft
+    import transformers
+
+    torch.manual_seed(1)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False
+    )
+    peft.get_peft_model(model, config).save_pretrained(str(adapter))
+
+
+def test_adapters_that_peft_could_not_read_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, settings = TINY["llama4-scout"]
+    monkeypatch.setitem(TINY, "llama4-scout", (name, {**settings, "vocab_size": 300}))
+    save_theirs("llama4-scout", tmp_path / "hf")
+    write_tokenizer(tmp_path / "hf")
+    write_samples(tmp_path)
+    flags = f"--load {tmp_path}/hf --data-path {tmp_path}/sft.jsonl --log-dir {tmp_path}/logs {STEPS} --no-progress-bar"
     with clean_process():
         assert finetune(f"{flags} --lora-rank 2 --lora-target-modules *.experts.* --save {tmp_path}/run".split()) == 2
-    assert "adapters of GptOssForCausalLM's experts are neither read nor written" in capsys.readouterr().err
+    assert "adapters of Llama4ForCausalLM's experts are neither read nor written" in capsys.readouterr().err
     assert not list(tmp_path.glob("run/iter_*"))

@@ -208,7 +208,9 @@ _LLAMA4_MLP: dict[str, str | Fused] = {
     "mlp.experts.down": "feed_forward.experts.down_proj",
     **{f"mlp.shared_experts.{part}": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
-_LLAMA4 = Table("model.layers.{}.", LLAMA_MODULES | _LLAMA4_MLP, LLAMA_ENDS, experts_transposed=True)
+_LLAMA4 = Table(
+    "model.layers.{}.", LLAMA_MODULES | _LLAMA4_MLP, LLAMA_ENDS, experts_transposed=True, experts_in_peft=False
+)
 _CONVOLVED: tuple[Literal["query", "key", "value"], ...] = ("query", "key", "value")
 _WIDE: tuple[Literal["query", "key", "value", "gate"], ...] = (*_CONVOLVED, "gate")
 _RATES: tuple[Literal["beta", "decay"], ...] = ("beta", "decay")

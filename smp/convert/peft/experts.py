@@ -1,9 +1,9 @@
 """Adapters of experts in peft's format, where transformers 5 has all experts of a layer in one tensor.
 
-peft adapts such a tensor (experts, out, in) as a whole (``target_parameters``), with A (experts x rank, in), expert
-after expert, and B (out, rank x experts), in which the expert varies fastest. Gate and up lie in one tensor, so their
-adapters become one, as those of fused matrices do. Several tensors of one module are wrapped one inside the other: the
-last has the module's name, each before it one ``.base_layer`` more.
+peft adapts such a tensor (experts, out, in), or of GPT-OSS (experts, in, out), as a whole (``target_parameters``): with
+A (experts x rank, in), expert after expert, and B (out, rank x experts), in which the expert varies fastest. Gate and
+up lie in one tensor, so their adapters become one, as those of fused matrices do. Several tensors of one module are
+wrapped one inside the other: the last has the module's name, each before it one ``.base_layer`` more.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def expert_tensors(config: ModelConfig, family: Family, chosen: Callable[[str, l
             found.setdefault(link.external_name, {})[link.smp_name.removesuffix(".weight")] = link
             counts[link.external_name] = link.leading[0][1]
     names = [name for name, members in found.items() if chosen(name, list(members))]
-    if names and family.table.experts_transposed:
+    if names and not family.table.experts_in_peft:
         raise ConfigError(
             f"adapters of {family.architecture}'s experts are neither read nor written in peft's format; leave "
             "experts out of --lora-target-modules"

@@ -249,8 +249,10 @@ def _pod(job: Job, kind: str, private: bool) -> Object:
         mounts.append({"name": claims[wanted], "mountPath": _mount_path(claim)})
     check_mounts(mount["mountPath"] for mount in mounts)
     restart = cluster.get("restartPolicy") or "Never"
-    if kind == "Job" and restart not in ("Never",):
-        raise ConfigError(f"cluster.restartPolicy: {restart} goes with the kinds PyTorchJob and HyperPodPyTorchJob")
+    if kind != "PyTorchJob" and restart != "Never":
+        raise ConfigError(
+            f"cluster.restartPolicy: {restart} goes with the kind PyTorchJob; of a {kind} pods are new ones"
+        )
     return _set(
         restartPolicy="Never" if kind == "Job" else None,
         terminationGracePeriodSeconds=check_seconds("termination_seconds", cluster["termination_seconds"]),

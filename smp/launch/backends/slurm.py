@@ -39,6 +39,7 @@ def artifacts(job: Job) -> Artifacts:
     """The files of a job."""
     cluster, container = job.cluster, job.tree.get("container")
     docker = container is not None and not str(container).endswith(".sqsh")
+    _check_container(cluster, container is not None, docker)
     srun_args = _words(cluster, "srun_args")
     if container is not None and not docker:
         srun_args += [f"--container-image={container}", f"--container-mounts={','.join(_mounts(job))}"]
@@ -60,6 +61,15 @@ def artifacts(job: Job) -> Artifacts:
     stages = stage_artifacts(job, ".sbatch", lambda name: _head(job, name))
     inside = {"docker.sh": _docker(job)} if docker else {}
     return {**common_artifacts(job, RENDEZVOUS), "submit.sbatch": script, **inside, **stages, **facts}
+
+
+def _check_container(cluster: Mapping[str, Any], runs_one: bool, docker: bool) -> None:
+    """Raise ConfigError for settings of a container that there is not."""
+    if not runs_one and _words(cluster, "container_mounts"):
+        raise ConfigError("cluster.container_mounts: there is no container; give one, or leave it out")
+    section = cluster.get("slurm_docker_cfg")
+    if not docker and isinstance(section, Mapping) and any(section.values()):
+        raise ConfigError("cluster.slurm_docker_cfg: container is no image of docker's; leave it out")
 
 
 def _head(job: Job, stage: str) -> str:

@@ -73,8 +73,8 @@ def unread(settings: Mapping[str, Any]) -> str | None:
     name = str(settings.get("load") or "").lower()
     if not name.startswith(PREFIX):
         return None
-    if "gpt-oss" in name and "experts" in str(settings.get("lora_target_modules")):
-        return "adapters on GPT-OSS's experts"
+    if "llama-4" in name and "experts" in str(settings.get("lora_target_modules")):
+        return "adapters on Llama 4's experts"
     return next((why for pattern, why in _UNREAD.items() if re.search(pattern, name)), None)
 
 
