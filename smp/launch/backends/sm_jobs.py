@@ -108,8 +108,6 @@ def _request(job: Job, section: Mapping[str, Any]) -> dict[str, Any]:
     }
     channels = _channels(section)
     tensorboard = section.get("tensorboard_config") or {}
-    if tensorboard.get("container_logs_path") and not tensorboard.get("output_path"):
-        raise ConfigError("cluster.sm_jobs_config.tensorboard_config: container_logs_path goes with output_path")
     subnets, security_groups = section.get("subnets"), section.get("security_group_ids")
     if channels:
         request["InputDataConfig"] = channels
