@@ -117,6 +117,15 @@ def ours(words: list[str]) -> tuple[Any, str | None]:
     return tree, None
 
 
+def with_lists(node: Any) -> Any:
+    """An item of what is not there yet is that of a list here, as HyperPod's scripts mean it; of Hydra a key 0."""
+    if isinstance(node, dict):
+        return (
+            [with_lists(node["0"])] if node.keys() == {"0"} else {key: with_lists(item) for key, item in node.items()}
+        )
+    return [with_lists(item) for item in node] if isinstance(node, list) else node
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(PYTHON is None, reason="SMP_HYDRA_PYTHON names no Python with hydra-core")
@@ -134,7 +143,7 @@ def test_ten_thousand_random_lines_are_what_hydra_composes() -> None:
             answer = json.loads(server.stdout.readline())
             tree, error = ours(words)
             counts[f"{'tree' if error is None else 'error'}, hydra {'tree' if 'tree' in answer else 'error'}"] += 1
-            if error is None and answer.get("tree", tree) != tree:
+            if error is None and with_lists(answer.get("tree", tree)) != with_lists(tree):
                 apart.append((words, tree, answer["tree"]))
             elif error is not None and "tree" in answer:
                 counts[error.partition(": ")[2]] += 1
