@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from smp.training.finetune_settings import read_finetune_settings
+from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE
 from tests.training.flag_runs import proves

@@ -277,7 +277,7 @@ def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
 
 
 def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingConfig, *, tuning: bool) -> None:
-    """``tuning``: samples are read, whose files smp.config.finetune checks."""
+    """``tuning``: samples are read, whose files smp.config.rules.finetune checks."""
     sources = {
         "--data-path": data.data_path,
         "--data-args-path": data.data_args_path,
