@@ -4,13 +4,18 @@
     python tools/plan.py --model llama3-8b --gpus 8 --gpu a100 --tensor-model-parallel-size 2 --top 5 --output plan.png
     python tools/plan.py --model debug --vocab-size 512 --gpus 2 --gpu cpu --global-batch-size 8
     python tools/plan.py --model llama3-8b --gpus 8 --gpu h100 --mtbf-hours 60 --save-seconds 2 --recovery-seconds 300
+    python tools/plan.py --model llama3-70b --gpus 64 --gpu h100 --tokens 1e12 --gpu-hour-price 2.5
+    python tools/plan.py --model llama3-8b --gpus 64 --gpu h100 --scaling weak strong --csv curve.csv --curve curve.png
+    python tools/plan.py --model llama3-8b --gpus 8 --gpu h100 --what-if "--recompute-granularity full"
+    python tools/plan.py --gpus 1 --gpu cpu --measure this_machine.yaml
 
 Flags of pretrain_gpt.py are kept as given; the rest (tensor, pipeline and context parallelism, schedule,
 sharding, recompute, micro-batch size) is tried. Memory is --dry-run's estimate, time a roofline with stated shares of
 what data sheets promise: docs/planning.md has both, and how far off predictions of published runs are. --output draws
 where the time goes. Nothing is run, and no GPU is needed. --gpu cpu is this machine with --gpus processes: the
 operators and collectives of a step are timed first, about half a minute. --mtbf-hours, --save-seconds and
---recovery-seconds also give the best --save-interval and the goodput that failures leave (docs/watching.md).
+--recovery-seconds also give the best --save-interval and the goodput that failures leave (docs/watching.md); the rest,
+networks, costs, curves and device files, is in docs/planning.md.
 """
 
 from __future__ import annotations
@@ -18,51 +23,79 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from smp.checkpoint.folders.retention import best_interval
 from smp.config import Config, ConfigError, load_config
-from smp.config.command_line.cli import read_values
-from smp.config.command_line.command import CommandParser, run_tool
-from smp.config.command_line.entry_points import PRETRAIN
-from smp.models.arithmetic import training_flops_per_token
+from smp.config.cli import read_values
+from smp.config.command import CommandParser, run_tool
+from smp.config.entry_points import PRETRAIN
 from smp.models.presets import PRESETS
 from smp.planner.devices import DEVICES, GB, GIB, Device
-from smp.planner.goodput import predicted_shares
+from smp.planner.goodput import Reliability
+from smp.planner.outlook import Outlook, Saving
+from smp.planner.scaling import curve, write_csv
+from smp.planner.scaling import draw as draw_curves
 from smp.planner.search import FREE, Candidate, candidates, ranked
+from smp.planner.show import WORDS, draw, table, undecided
+from smp.planner.what_if import difference
 
+EVERYTHING = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "pipeline_schedule"),
+    *("expert_model_parallel_size", "recompute_granularity", "micro_batch_size", "sequence_parallel"),
+    *("hybrid_shard_degree", "data_parallel_sharding_strategy"),
+)
+"""What is tried unless it is decided: with --what-if all of it is."""
+ALWAYS = ("save", "rerun", "recovery")
+"""Shares of the time that are named even where they are none."""
 CPU = "cpu"
 """The kind of GPU that is none: this machine's processor."""
 
-WORDS = {
-    "products": "matrix products",
-    "attention": "attention",
-    "elementwise": "reading and writing memory",
-    "tensor": "tensor-parallel collectives",
-    "context": "context-parallel exchange",
-    "experts": "rows on their way to experts",
-    "data": "gathers of weights and reductions of gradients",
-    "bubble": "waiting in the pipeline",
-    "optimizer": "optimizer",
-    "host": "issuing operations",
-    "offload": "activations on their way to the host and back",
+KNOWN_BETTER = {
+    "gpus_per_node": "devices_per_node",
+    "node_bandwidth": "node_link",
+    "nvlink_domain": "domain",
+    "leaf_gpus": "leaf",
+    "oversubscription": "oversubscription",
+    "contention": "contention",
+    "watts": "watts",
 }
-"""Parts of a step as a user reads them."""
+"""Options and the fields of ``Device`` that they set."""
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
     """This tool's options, and the flags of training."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs (with --gpu cpu: of processes)")
-    parser.add_argument("--gpu", choices=[CPU, *sorted(DEVICES)], required=True, help="kind of GPU")
+    parser.add_argument(
+        "--gpu",
+        required=True,
+        metavar="KIND",
+        help=f"kind of GPU: {', '.join([CPU, *sorted(DEVICES)])}, or a file that --measure wrote",
+    )
     parser.add_argument("--gpus-per-node", type=int, help="GPUs per node (default: 8)")
     parser.add_argument("--node-bandwidth", type=float, help="GB/s that each GPU can send to other nodes")
+    network = parser.add_argument_group("the network")
+    network.add_argument("--nvlink-domain", type=int, help="GPUs that NVLink connects (default: by the kind of GPU)")
+    network.add_argument("--leaf-gpus", type=int, help="GPUs below one set of leaf switches (default: all)")
+    network.add_argument("--oversubscription", type=float, help="of the spine: all cards together, beside it")
+    network.add_argument("--contention", type=float, help="of the spine other jobs leave one part in so many")
     parser.add_argument("--mtbf-hours", type=float, help="mean time between failures of the whole job, in hours")
     parser.add_argument("--save-seconds", type=float, help="how long a save stops the training")
     parser.add_argument("--recovery-seconds", type=float, help="from a failure to the first step of the next start")
+    parser.add_argument("--spares", type=int, help="nodes that take the place of those that failed (default: enough)")
+    parser.add_argument("--repair-hours", type=float, help="mean time until a node that failed is back")
+    parser.add_argument("--step-spread-percent", type=float, help="standard deviation of one GPU's step time")
+    parser.add_argument("--tokens", type=float, help="tokens to train on in all, as 15e12: days, GPU hours, energy")
+    parser.add_argument("--gpu-hour-price", type=float, help="with --tokens: price of a GPU hour")
+    parser.add_argument("--watts", type=float, help="with --tokens: what a GPU and its share of the rest take")
+    parser.add_argument("--what-if", metavar="FLAGS", help="flags that change the first layout: what changes, and why")
+    parser.add_argument("--scaling", nargs="+", choices=["weak", "strong"], help="scaling curves up to --gpus")
+    parser.add_argument("--csv", help="with --scaling: file for its points (default: printed)")
+    parser.add_argument("--curve", help="with --scaling: file for a picture of it (png, svg, pdf)")
+    parser.add_argument("--measure", metavar="FILE", help="measure one device of this machine, write FILE, and stop")
     parser.add_argument("--top", type=int, default=10, help="number of layouts to show")
     parser.add_argument("--output", help="file for a picture of where the time goes (png, svg, pdf)")
     return parser.parse_known_args(argv)
@@ -70,12 +103,21 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
 
 def device_of(given: Any) -> Device:
     """The kind of GPU, with what the user knows better."""
-    device = DEVICES[given.gpu]
-    if given.gpus_per_node is not None:
-        device = replace(device, devices_per_node=given.gpus_per_node)
-    if given.node_bandwidth is not None:
-        device = replace(device, node_link=given.node_bandwidth * GB)
-    return device
+    if given.gpu in DEVICES:
+        device = DEVICES[given.gpu]
+    elif Path(given.gpu).is_file():
+        from smp.planner.measure import read_device
+
+        device = read_device(Path(given.gpu))
+    else:
+        known = ", ".join([CPU, *sorted(DEVICES)])
+        raise ConfigError(f"--gpu {given.gpu} is none of {known}, and no file that --measure wrote")
+    known = {name: getattr(given, flag) for flag, name in KNOWN_BETTER.items() if getattr(given, flag) is not None}
+    if "node_link" in known:
+        known["node_link"] *= GB
+    if given.gpus_per_node is not None and given.nvlink_domain is None:
+        known["domain"] = 0
+    return replace(device, **known)
 
 
 def asked_for(flags: Sequence[str], gpus: int) -> Config:
@@ -91,56 +133,6 @@ def asked_for(flags: Sequence[str], gpus: int) -> Config:
     return config
 
 
-def mfu(found: Candidate, device: Device) -> float:
-    """Share of the device's peak that model FLOPs take."""
-    model, length = found.config.model, found.config.data.seq_length
-    assert model.vocab_size is not None and length is not None
-    return found.tokens_per_second() * training_flops_per_token(model, length, model.vocab_size) / device.peak
-
-
-def what_binds(found: Candidate) -> str:
-    """The two largest parts beside matrix products."""
-    assert found.time is not None
-    parts = Counter(vars(found.time))
-    del parts["products"]
-    shares = ((WORDS[name], 100 * seconds / found.time.total) for name, seconds in parts.most_common(2))
-    return ", ".join(f"{name} {share:.0f} %" for name, share in shares if share >= 1)
-
-
-def table(best: Sequence[Candidate], device: Device) -> str:
-    """Fastest first."""
-    lines = [f"{'step':>9}{'tokens/s/GPU':>14}{'MFU':>8}{'memory':>11}  flags"]
-    for found in best:
-        assert found.time is not None
-        lines.append(
-            f"{found.time.total:7.3f} s{found.tokens_per_second():14,.0f}{100 * mfu(found, device):6.1f} %"
-            f"{found.memory.total / GIB:7.1f} GiB  {found.flags or '(as given)'}"
-        )
-        lines.append(f"{'':44}beside matrix products: {what_binds(found)}")
-    return "\n".join(lines)
-
-
-def draw(best: Sequence[Candidate], path: str) -> None:
-    """Bars of where the time of each step goes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 0.5 * len(best) + 1.6), layout="constrained")
-    axes = figure.subplots()
-    left = [0.0] * len(best)
-    for name, words in WORDS.items():
-        seconds = [getattr(found.time, name) for found in best]
-        if max(seconds) > 0.005 * max(found.time.total for found in best if found.time):
-            axes.barh(range(len(best)), seconds, left=left, label=words)
-        left = [a + b for a, b in zip(left, seconds, strict=True)]
-    axes.set_yticks(
-        range(len(best)), [found.flags.replace(" --", "\n--", 1) or "(as given)" for found in best], fontsize=6
-    )
-    axes.invert_yaxis()
-    axes.set_xlabel("predicted time of a step (seconds)")
-    figure.legend(loc="outside upper center", ncols=4, fontsize=8)
-    figure.savefig(path, dpi=150)
-
-
 def _check_failures(given: Any) -> None:
     """Raise ConfigError unless all that goodput is a function of is given, or nothing."""
     flags = {"--mtbf-hours": given.mtbf_hours, "--save-seconds": given.save_seconds}
@@ -153,35 +145,80 @@ def _check_failures(given: Any) -> None:
             raise ConfigError(f"{flag} {value} has to be a number of at least 0")
     if given.mtbf_hours == 0:
         raise ConfigError("--mtbf-hours 0 has to be above 0")
+    _check_more_of_failures(given)
 
 
-def failures_in_words(given: Any, step: float) -> str:
-    """How often to save, and the goodput with that; ``step`` is how long one takes, in seconds."""
-    mtbf, save, recovery = 3600 * given.mtbf_hours, given.save_seconds, given.recovery_seconds
-    steps = max(1, round(best_interval(save, mtbf) / step))
-    shares = predicted_shares(steps * step, save, recovery, mtbf)
-    rest = ", ".join(f"{name} {100 * getattr(shares, name):.1f} %" for name in ("save", "rerun", "recovery"))
+def _check_more_of_failures(given: Any) -> None:
+    """What says more of failures needs them, and is a number that makes sense."""
+    flags = {"--spares": given.spares, "--repair-hours": given.repair_hours}
+    flags["--step-spread-percent"] = given.step_spread_percent
+    for flag, value in flags.items():
+        if value is not None and given.mtbf_hours is None:
+            raise ConfigError(f"{flag} needs --mtbf-hours, --save-seconds and --recovery-seconds")
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{flag} {value} has to be a number of at least 0")
+    if (given.spares is None) != (given.repair_hours is None):
+        raise ConfigError("--spares and --repair-hours say together how long a run waits for nodes: give both")
+
+
+def reliability(given: Any) -> Reliability:
+    """What the user says of failures."""
+    return Reliability(
+        3600 * given.mtbf_hours,
+        given.save_seconds,
+        given.recovery_seconds,
+        given.spares or 0,
+        3600 * (given.repair_hours or 0.0),
+        (given.step_spread_percent or 0.0) / 100,
+    )
+
+
+def failures_in_words(given: Any, saving: Saving) -> str:
+    """How often to save, and the goodput with that."""
+    shares = vars(saving.shares)
+    named = (name for name, share in shares.items() if name in ALWAYS or (share and name != "productive"))
+    lost = ", ".join(f"{name} {100 * shares[name]:.1f} %" for name in named)
     return (
-        f"With a failure every {given.mtbf_hours:g} h: --save-interval {steps} (every {steps * step:,.0f} s of steps), "
-        f"goodput {100 * shares.productive:.1f} %, predicted ({rest})"
+        f"With a failure every {given.mtbf_hours:g} h: --save-interval {saving.steps} (every {saving.seconds:,.0f} s "
+        f"of steps), goodput {100 * saving.shares.productive:.1f} %, predicted ({lost})"
     )
 
 
 def _check(given: Any) -> None:
     _check_failures(given)
-    for flag, value in (("gpus", given.gpus), ("top", given.top), ("gpus-per-node", given.gpus_per_node)):
+    for name in ("gpus", "top", "gpus_per_node", "nvlink_domain", "leaf_gpus"):
+        value = getattr(given, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{flag} {value} has to be at least 1")
-    if given.node_bandwidth is not None and given.node_bandwidth <= 0:
-        raise ConfigError(f"--node-bandwidth {given.node_bandwidth} has to be above 0")
+            raise ConfigError(f"--{name.replace('_', '-')} {value} has to be at least 1")
+    for name in ("node_bandwidth", "tokens", "gpu_hour_price", "watts"):
+        value = getattr(given, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} has to be above 0")
+    for name in ("oversubscription", "contention"):
+        value = getattr(given, name)
+        if value is not None and not 1 <= value < math.inf:
+            raise ConfigError(f"--{name} {value} has to be at least 1")
+    _check_idle(given)
     if given.gpu == CPU:
-        for flag, value in (("gpus-per-node", given.gpus_per_node), ("node-bandwidth", given.node_bandwidth)):
-            if value is not None:
-                raise ConfigError(f"--{flag} has no effect with --gpu cpu, which is this machine")
         return
-    each = device_of(given).devices_per_node
+    device = device_of(given)
+    each = device.devices_per_node
     if given.gpus > each and given.gpus % each:
         raise ConfigError(f"--gpus {given.gpus} is no number of whole nodes of {each}; see --gpus-per-node")
+
+
+def _check_idle(given: Any) -> None:
+    """Raise ConfigError for an option without another one that it needs."""
+    for option, needed in (("gpu_hour_price", "tokens"), ("watts", "tokens"), ("csv", "scaling"), ("curve", "scaling")):
+        if getattr(given, option) is not None and getattr(given, needed) is None:
+            raise ConfigError(f"--{option.replace('_', '-')} has no effect without --{needed}")
+    for option, spine in (("oversubscription", "leaf_gpus"), ("contention", "leaf_gpus")):
+        if getattr(given, option) is not None and getattr(given, spine) is None:
+            raise ConfigError(f"--{option} is of the spine between leaves: give --leaf-gpus, too")
+    if given.gpu == CPU:
+        for name in (*KNOWN_BETTER, "scaling", "what_if"):
+            if getattr(given, name) is not None and name != "watts":
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --gpu cpu, which is this machine")
 
 
 def _check_fp8(asked: Config, gpu: str, device: Device) -> None:
@@ -245,22 +282,107 @@ def command(given: Any, flags: Sequence[str], best: Candidate, device: Device) -
     return " ".join([start, shlex.join(flags), *batch, best.flags]).rstrip()
 
 
+def outlook(given: Any, best: Candidate, device: Device, goodput: float) -> str:
+    """What all tokens take."""
+    watts = given.watts or (None if given.gpu == CPU else device.watts)
+    per_second = best.tokens_per_second() * given.gpus
+    found = Outlook.of(given.tokens, per_second, given.gpus, goodput, price=given.gpu_hour_price, watts=watts)
+    return f"{given.tokens:g} tokens with the first layout: {found}"
+
+
+def what_if(given: Any, flags: Sequence[str], best: Candidate) -> str:
+    """The first layout with other flags, of training or of this tool."""
+    changed, more = read_arguments(["--gpus", str(given.gpus), "--gpu", given.gpu, *shlex.split(given.what_if)])
+    for name, value in vars(given).items():
+        if name not in ("what_if", "gpus", "gpu") and getattr(changed, name) is None:
+            setattr(changed, name, value)
+    _check(changed)
+    start = [*flags, *shlex.split(best.flags), "--global-batch-size", str(best.config.data.global_batch_size)]
+    asked = asked_for([*start, *more], changed.gpus)
+    why = list[ConfigError]()
+    decided = {*read_values([*start, *more], PRETRAIN, ""), *EVERYTHING}
+    found = list(candidates(asked, changed.gpus, device_of(changed), decided, why))
+    if not found:
+        return f"With {given.what_if}: {why[0]}"
+    return "\n".join([f"With {given.what_if}:", *difference(best, found[0], WORDS)])
+
+
+def scale(given: Any, flags: Sequence[str]) -> None:
+    """Write the curves."""
+    asked, device = asked_for(flags, given.gpus), device_of(given)
+    decided = set(read_values(flags, PRETRAIN, ""))
+    curves = [curve(kind, asked, given.gpus, device, decided, _tell) for kind in dict.fromkeys(given.scaling)]
+    if given.csv:
+        with open(given.csv, "w", encoding="utf-8", newline="") as file:
+            write_csv(curves, file)
+    else:
+        write_csv(curves, sys.stdout)
+    if given.curve:
+        draw_curves(curves, Path(given.curve))
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def measure_device(given: Any) -> None:
+    """Write what one device of this machine does."""
+    import torch
+
+    from smp.planner.measure import measured, write_device
+
+    on_cpu = given.gpu == CPU
+    if not on_cpu and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--measure: this machine has no GPU to measure as {given.gpu}; --gpu cpu measures its processor"
+        )
+    base = Device(1.0, 1.0, 1.0, 1.0, 1.0) if on_cpu else device_of(given)
+    found = measured(base, torch.device("cpu" if on_cpu else "cuda"))
+    write_device(found, Path(given.measure))
+    rate = found.peak * found.product_share / (2 if on_cpu else 1) / 1e12
+    print(
+        f"{given.measure}: products {rate:.3g} TFLOP/s ± {100 * found.errors.product:.0f} %, attention "
+        f"{100 * found.attention_share / found.product_share:.0f} % of that ± {100 * found.errors.attention:.0f} %, "
+        f"memory {found.bandwidth * found.memory_share / GB:.3g} GB/s ± {100 * found.errors.memory:.0f} %; "
+        f"use it as --gpu {given.measure}"
+    )
+
+
 def plan(argv: Sequence[str] | None) -> None:
     """Print the table, and the first line as a command."""
     given, flags = read_arguments(argv)
     _check(given)
-    if given.gpu != CPU and "bf16" not in read_values(flags, PRETRAIN, ""):
+    if given.measure:
+        return measure_device(given)
+    if given.gpu != CPU and device_of(given).family != "cpu" and "bf16" not in read_values(flags, PRETRAIN, ""):
         flags = [*flags, "--bf16"]
+    if given.scaling:
+        return scale(given, flags)
     fitting, tried, device = predicted(given, flags)
     best = fitting[: given.top]
     how = "predicted from times of what they call" if given.gpu == CPU else "predicted, not measured"
     print(f"{len(fitting)} of {tried} layouts fit; {how}:\n{table(best, device)}")
+    if line := undecided(best, device):
+        print(line)
     print(f"\nCommand of the first layout; add data and --train-iters:\n{command(given, flags, best[0], device)}")
-    if given.mtbf_hours is not None:
-        assert best[0].time is not None
-        print(f"\n{failures_in_words(given, best[0].time.total)}")
+    _more(given, flags, best[0], device)
     if given.output:
         draw(best, given.output)
+    return None
+
+
+def _more(given: Any, flags: Sequence[str], best: Candidate, device: Device) -> None:
+    """Failures, what a run costs, and what a change does."""
+    assert best.time is not None
+    goodput = 1.0
+    if given.mtbf_hours is not None:
+        saving = Saving.best(reliability(given), best.time.total, given.gpus)
+        goodput = saving.shares.productive
+        print(f"\n{failures_in_words(given, saving)}")
+    if given.tokens is not None:
+        print(f"\n{outlook(given, best, device, goodput)}")
+    if given.what_if:
+        print(f"\n{what_if(given, flags, best)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,6 @@ from smp.layers.context_parallel import picture as context_picture
 from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
 from smp.parallel.network import picture as network_picture
-from smp.planner.published import table as published_table
 
 BEGIN = "<!-- table: written by python tools/write_docs.py -->"
 END = "<!-- end of table -->"
@@ -108,7 +107,6 @@ def tables() -> dict[Path, str]:
         Path("docs/configuration.md"): settings_tables(),
         Path("docs/finetuning.md"): settings_tables(FINETUNE),
         Path("docs/models.md"): presets_table(),
-        Path("docs/planning.md"): "\n".join(published_table()),
         Path("docs/differences-from-megatron.md"): megatron_table(),
         Path("docs/collectives.md"): network_picture.pictures(),
         Path("docs/context-parallelism.md"): context_picture.pictures(),

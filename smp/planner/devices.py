@@ -9,8 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smp.parallel.network.fabric import Fabric
+
 GB = 1e9
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ShareErrors:
+    """Relative standard deviations of what a device is taken to do. The defaults are assumptions, for devices that
+    nobody measured: how far shares of published runs lie from those here (docs/planning-errors.md)."""
+
+    product: float = 0.12
+    attention: float = 0.25
+    memory: float = 0.25
+    link: float = 0.25
+    host: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -23,7 +37,13 @@ class Device:
         bandwidth: bytes/s of its memory.
         local_link: bytes/s that a device can send to the others of its node.
         node_link: bytes/s that a device can send to other nodes.
-        devices_per_node: devices that ``local_link`` connects.
+        devices_per_node: devices of a host.
+        domain: devices that ``local_link`` connects; 0: those of a host.
+        leaf: devices below one leaf of the network, on all rails; 0: all.
+        oversubscription: of the spine between leaves.
+        contention: of the spine, by other jobs: they leave 1 / contention of it.
+        watts: that a device may take, by its data sheet.
+        errors: of its shares.
         tiles: output tiles of a matrix product that run at once: its multiprocessors.
         product_share: of ``peak``, by a large product.
         attention_share: of ``peak``, by FlashAttention, forward; the backward pass reaches 0.85 of that.
@@ -34,6 +54,8 @@ class Device:
         fp8_peak: FLOP/s of dense products of 8-bit numbers; 0: it has none.
         fp8_share: of ``fp8_peak``, by a large product.
         host_link: bytes/s between the device and the host's memory, each way.
+        exposed: share of what tensor and expert parallelism exchange that something waits for; smp waits for all.
+        family: generation, by which published runs are compared.
     """
 
     peak: float
@@ -52,23 +74,88 @@ class Device:
     fp8_peak: float = 0.0
     fp8_share: float = 0.62
     host_link: float = 55e9
+    exposed: float = 1.0
+    family: str = "hopper"
+    domain: int = 0
+    leaf: int = 0
+    oversubscription: float = 1.0
+    contention: float = 1.0
+    watts: float = 700.0
+    errors: ShareErrors = ShareErrors()
+
+    @property
+    def connected(self) -> int:
+        """Devices that ``local_link`` connects."""
+        return self.domain or self.devices_per_node
+
+    @property
+    def fabric(self) -> Fabric:
+        """What its links carry of collectives of large tensors."""
+        local, card = self.local_link * self.link_share, self.node_link * self.link_share
+        return Fabric(self.connected, local, card, self.latency, self.leaf, self.oversubscription, self.contention)
+
+
+def _blackwell(
+    peak: float, memory: float, domain: int, watts: float, node_link: float = 50e9, product_share: float = 0.68
+) -> Device:
+    """A host of GB200 and GB300 has four devices, and NVLink connects a rack of 72. The 300s have the peak of the
+    200s and more power: mixtures train 1.15 times as fast on GB300 as on GB200 (median of three published runs)."""
+    shares = {"product_share": product_share, "attention_share": 0.35 * product_share / 0.68}
+    shares["fp8_share"] = 0.62 * product_share / 0.68
+    more = {"fp8_peak": 2 * peak, "watts": watts}
+    host = 8 if domain == 8 else 4
+    return Device(
+        peak, memory, 8000e9, 900e9, node_link, host, tiles=148, domain=domain, family="blackwell", **shares, **more
+    )
 
 
 DEVICES = {
     # a100: FlashAttention 2 was written for it and reaches a larger share than on Hopper
     "a100-40gb": Device(
-        312e12, 39.4 * GIB, 1555e9, 300e9, 25e9, tiles=108, product_share=0.82, attention_share=0.6, host_link=25e9
+        312e12,
+        39.4 * GIB,
+        1555e9,
+        300e9,
+        25e9,
+        tiles=108,
+        product_share=0.82,
+        attention_share=0.6,
+        host_link=25e9,
+        family="ampere",
+        watts=400.0,
     ),
     "a100": Device(
-        312e12, 79.1 * GIB, 2039e9, 300e9, 25e9, tiles=108, product_share=0.82, attention_share=0.6, host_link=25e9
+        312e12,
+        79.1 * GIB,
+        2039e9,
+        300e9,
+        25e9,
+        tiles=108,
+        product_share=0.82,
+        attention_share=0.6,
+        host_link=25e9,
+        family="ampere",
+        watts=400.0,
     ),
     "h100": Device(989e12, 79.1 * GIB, 3350e9, 450e9, 50e9, fp8_peak=1979e12),
     "h200": Device(989e12, 139.8 * GIB, 4800e9, 450e9, 50e9, fp8_peak=1979e12),
-    "b200": Device(
-        2250e12, 178.3 * GIB, 8000e9, 900e9, 50e9, tiles=148, product_share=0.68, attention_share=0.35, fp8_peak=4500e12
-    ),
+    "h100-500w": Device(989e12, 94.0 * GIB, 2400e9, 450e9, 50e9, fp8_peak=1979e12, watts=500.0),
+    "b200": _blackwell(2250e12, 178.3 * GIB, 8, 1000.0),
+    "b300": _blackwell(2250e12, 267.7 * GIB, 8, 1100.0, node_link=100e9, product_share=0.78),
+    "gb200": _blackwell(2500e12, 184.0 * GIB, 72, 1200.0),
+    "gb300": _blackwell(2500e12, 276.0 * GIB, 72, 1400.0, node_link=100e9, product_share=0.78),
     "l40s": Device(
-        362e12, 44.4 * GIB, 864e9, 32e9, 12.5e9, tiles=142, product_share=0.65, fp8_peak=733e12, host_link=25e9
+        362e12,
+        44.4 * GIB,
+        864e9,
+        32e9,
+        12.5e9,
+        tiles=142,
+        product_share=0.65,
+        fp8_peak=733e12,
+        host_link=25e9,
+        family="ampere",
+        watts=400.0,
     ),
 }
 """By the name that --gpu takes."""

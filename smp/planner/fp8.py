@@ -10,6 +10,11 @@ from smp.config import Layout, ParallelConfig
 from smp.models.inventory import Parameter
 
 
+def in_fp8(parameter: Parameter) -> bool:
+    """Whether its products are: linear layers' and experts', not routers'."""
+    return parameter.linear or parameter.chosen is not None
+
+
 @dataclass(frozen=True)
 class Fp8Costs:
     """Of one recipe.
@@ -44,9 +49,9 @@ class Fp8Costs:
         round_, turn = 2 + 1 + self.amax, 2
         ahead = back = 0.0
         inputs: dict[tuple[str, int | None, int], float] = {}
-        for p in (p for p in block if p.linear):
+        for p in filter(in_fp8, block):
             *_, rows, inner = p.local_shape(layout)
-            # Query, key and value share their input, as do gate and up.
+            # Query, key and value share their input, as do gate and up. (Experts' matrices are one parameter.)
             inputs[p.module.rpartition(".")[0], p.shard_dim, inner] = tokens(p) * inner
             weight = math.prod(p.local_shape(layout))
             ahead += weight * round_

@@ -1,4 +1,4 @@
-"""Goodput of a run that fails at random: from the mean time between failures, the cost of a save and of a recovery.
+"""Goodput of a run that fails at random, waits for its slowest process, and takes spare nodes for those that failed.
 
 Failures come as a Poisson process with mean M between two. After tau seconds of steps a save stops the run for C
 seconds; after a failure it recovers in R seconds and goes on from its last save. Failures strike during saves and
@@ -8,26 +8,73 @@ recoveries, too. A segment of tau + C seconds then takes, on average,
 
 seconds (Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006). It fails
 n = e^((tau + C)/M) - 1 times; each time a recovery takes M (e^(R/M) - 1), and what is lost in all is n M - tau - C.
+
+A node that failed is repaired in a mean time T, and with s spares the run waits when s + 1 are away. While it waits
+nothing fails, so nodes away are the calls of a telephone exchange with s + 1 lines: the share of time that it waits is
+Erlang's B of s + 1 and T / M, whatever the distribution of repair times. The rest of the time is as above.
+
+A step ends with its slowest process. With n processes whose times have standard deviation d (of a mean of 1), the mean
+step takes 1 + d E(n), E(n) being the mean of the largest of n standard normal numbers: 4.3 of 100,000.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 _TOO_MANY = 700.0
 """Failures that are expected in a segment; e to a power above 709 is no float."""
+Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of all time; they add up to 1."""
+    """Of all time; they add up to 1.
+
+    Attributes:
+        waiting: for the slowest process.
+        repair: for a node, when no spare is left.
+    """
 
     productive: float
     save: float
     rerun: float
     recovery: float
+    waiting: float = 0.0
+    repair: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """What a run's machines are like; times in seconds.
+
+    Attributes:
+        mtbf: mean time between failures of the whole run.
+        save: how long a save stops the run.
+        recovery: from a failure to the first step of the next start.
+        spares: nodes that take the place of those that failed.
+        repair: mean time until a node that failed is back; 0: at once.
+        spread: standard deviation of a process's step time, as a share of it.
+    """
+
+    mtbf: float
+    save: float
+    recovery: float
+    spares: int = 0
+    repair: float = 0.0
+    spread: float = 0.0
+
+    def shares(self, interval: float, processes: int = 1) -> Shares:
+        """Where the time goes with ``interval`` seconds of steps between saves, the wait for the slowest included."""
+        running = predicted_shares(interval, self.save, self.recovery, self.mtbf)
+        stopped = erlang_b(self.spares + 1, self.repair / self.mtbf)
+        parts = {name: value * (1 - stopped) for name, value in vars(running).items()}
+        working = parts["productive"] / slowest(processes, self.spread)
+        parts |= {"productive": working, "waiting": parts["productive"] - working, "repair": stopped}
+        return replace(running, **parts)
 
 
 def predicted_shares(interval: float, save: float, recovery: float, mtbf: float) -> Shares:
@@ -40,16 +87,26 @@ def predicted_shares(interval: float, save: float, recovery: float, mtbf: float)
     return Shares(productive, saving, stepping - productive - saving, -math.expm1(-recovery / mtbf))
 
 
-def simulated_share(
-    interval: float, save: float, recovery: float, mtbf: float, segments: int, draw: random.Random
-) -> float:
-    """Productive share of a run of so many segments between saves, with drawn failures."""
-    passed = 0.0
-    for _ in range(segments):
-        while (failure := draw.expovariate(1 / mtbf)) < interval + save:
-            passed += failure
-            while (failure := draw.expovariate(1 / mtbf)) < recovery:
-                passed += failure
-            passed += recovery
-        passed += interval + save
-    return segments * interval / passed
+def erlang_b(lines: int, load: float) -> float:
+    """Share of time that all ``lines`` are busy, with ``load`` calls at once if there were lines for all."""
+    blocked = 1.0
+    for line in range(1, lines + 1):
+        blocked = load * blocked / (line + load * blocked)
+    return blocked
+
+
+def slowest(processes: int, spread: float) -> float:
+    """Mean time of the slowest of so many processes, whose times have mean 1 and this standard deviation."""
+    return 1 + spread * largest_of(processes) if spread else 1.0
+
+
+def largest_of(count: int) -> float:
+    """Mean of the largest of so many standard normal numbers: the integral of what it is above, less what below."""
+    points = np.linspace(0, 9, 1801)
+    above, below = 1 - _normal(points) ** count, _normal(-points) ** count
+    return float(np.trapezoid(above - below, points))
+
+
+def _normal(points: Numbers) -> Numbers:
+    """Share of standard normal numbers below each point."""
+    return np.array([0.5 * math.erfc(-point / math.sqrt(2)) for point in points])

@@ -112,7 +112,7 @@ def _configs(asked: Config, world_size: int, device: Device, decided: Collection
     """Combinations, unresolved; what cannot work among them is found out later."""
     parallel, given = asked.parallel, _Given(decided)
     # Tensor parallelism stays within a node: every collective of it is waited for.
-    within_node = [n for n in _divisors(world_size) if device.devices_per_node % n == 0]
+    within_node = [n for n in _divisors(world_size) if device.connected % n == 0]
     tensor = given("tensor_model_parallel_size", parallel.tensor_model_parallel_size, within_node)
     stages = [n for n in _divisors(world_size) if n <= min(asked.model.num_layers, LONGEST_PIPELINE)]
     pipeline = given("pipeline_model_parallel_size", parallel.pipeline_model_parallel_size, stages)
@@ -157,7 +157,7 @@ def _sharding(
 ) -> Iterator[ParallelConfig]:
     """Over all data-parallel ranks or those of a node; gathered for each micro-batch, or once per step."""
     # Ranks of a node beside those that tensor and context parallelism take.
-    inside = device.devices_per_node // stride
+    inside = device.connected // stride
     degrees = [0, *([inside] if 1 < inside < data_ranks else [])]
     for degree in given("hybrid_shard_degree", parallel.hybrid_shard_degree, degrees):
         strategies = ["optim_grads_params", *(["optim_grads", "optim"] if data_ranks > 1 else [])]

@@ -30,7 +30,7 @@ from smp.models.part import ModelPart, whole
 from smp.pipeline.plan import Plan
 from smp.pipeline.simulate import StageCosts, simulate
 from smp.planner.devices import Device
-from smp.planner.fp8 import Fp8Costs
+from smp.planner.fp8 import Fp8Costs, in_fp8
 from smp.planner.seconds import Pass, StepTime
 from smp.planner.update import update_seconds
 from smp.training.cost.memory import kept_by_blocks
@@ -122,7 +122,7 @@ class StepModel:
         ahead = back = 0.0
         for p in block:
             plain = self._product(p)
-            eight = self._product(p, in_8_bits=True) if fp8 and p.linear else plain
+            eight = self._product(p, in_8_bits=True) if fp8 and in_fp8(p) else plain
             ahead += eight
             back += eight + (eight if self.fp8 is None or self.fp8.all_products else plain)
         return ahead, back
@@ -206,13 +206,13 @@ class StepModel:
         gathers move ``in_8_bits`` bytes of a number; 0: as many as the others."""
         bytes_ = self.tokens * self.config.model.hidden_size * self.width
         gathered = bytes_ * in_8_bits / self.width if in_8_bits and self.config.parallel.sequence_parallel else bytes_
-        return 2 * self._collective(bytes_, "tp") + 2 * self._collective(gathered, "tp")
+        return self.device.exposed * (2 * self._collective(bytes_, "tp") + 2 * self._collective(gathered, "tp"))
 
     def _expert_exchange(self) -> float:
         """Seconds of both all-to-alls of a pass, which nothing hides."""
         model, ep = self.config.model, self.layout.ep
         rows = self._tokens_to_experts() * model.moe_router_topk * model.hidden_size * self.width
-        return 2 * self._collective(rows, "ep") if ep > 1 else 0.0
+        return self.device.exposed * 2 * self.device.fabric.all_to_all(rows, ep, self._stride("ep"))
 
     def _tokens_to_experts(self) -> float:
         """Of this rank: those of the ranks that share every matrix of an expert."""
@@ -233,31 +233,24 @@ class StepModel:
 
     def _collective(self, whole_bytes: float, dim: str) -> float:
         """Seconds of an all-gather or a reduce-scatter of a tensor over one dimension of the mesh."""
-        size = getattr(self.layout, dim)
-        if size == 1:
-            return 0.0
-        return whole_bytes * (size - 1) / size / self._link(dim) + self.device.latency * (size - 1)
+        return self.device.fabric.ring(whole_bytes, getattr(self.layout, dim), self._stride(dim))
 
-    def _link(self, dim: str) -> float:
-        """Bytes/s of a ring over a dimension: several ranks on a node share the way to the next one's links."""
-        # the first varies fastest; ranks of ep are neighbours in what data and context parallelism share
+    def _stride(self, dim: str) -> int:
+        """How far apart ranks of a dimension are; the first varies fastest. Ranks of ep are neighbours in what data and
+        context parallelism share."""
         order = ["expert_tp", "ep"] if dim == "ep" else ["tp", "cp", "dp_shard", "dp_replicate", "pp"]
-        stride = math.prod(getattr(self.layout, name) for name in order[: order.index(dim)])
-        size, per_node = getattr(self.layout, dim), self.device.devices_per_node
-        # Ranks of this dimension that lie on one node.
-        beside = max(1, per_node // stride)
-        # Across nodes a ring has the links of all its ranks on a node for its way out.
-        link = self.device.local_link if size <= beside else self.device.node_link * min(size, beside)
-        return min(link, self.device.local_link) * self.device.link_share
+        return math.prod(getattr(self.layout, name) for name in order[: order.index(dim)])
 
     def _sharded(self, parameters: Sequence[Parameter], width: int) -> float:
         """Seconds of gathering weights, or reducing gradients, over FSDP's ranks; those of experts over fewer."""
-        over, seconds = "cp" if self.layout.dp_shard == 1 else "dp_shard", 0.0
+        seconds = 0.0
         for experts in (False, True):
-            ranks = self._sharing(experts=experts)
+            ranks, stride = self._sharing(experts=experts), self.layout.tp
+            if experts:
+                stride = self.layout.expert_tp * self.layout.ep
             elements = self._elements([p for p in parameters if (p.chosen is not None) == experts])
-            if ranks > 1 and elements:
-                seconds += elements * width * (ranks - 1) / ranks / self._link(over) + self.device.latency * (ranks - 1)
+            if elements:
+                seconds += self.device.fabric.ring(elements * width, ranks, stride)
         return seconds
 
     def _sharing(self, *, experts: bool) -> int:
@@ -349,7 +342,7 @@ class StepModel:
         """Seconds of one message between stages."""
         split = self._slices()
         size = self.tokens * self.config.model.hidden_size * self.width / split
-        return size / (self._link("pp") if self.layout.pp > 1 else math.inf) + self.device.latency
+        return self.device.fabric.message(size, self.layout.pp, self._stride("pp"))
 
     def _step(self, work: Pass, data: float, bubble: float, parameters: Sequence[Parameter]) -> StepTime:
         update = update_seconds(self.config, self.layout, self.device, [(p, self._owned(p)) for p in parameters])

@@ -35,7 +35,7 @@ def update_seconds(config: Config, layout: Layout, device: Device, owned: Iterab
             seconds += flops / (device.peak / 2 * device.product_share)
             ranks = layout.tp * layout.cp * layout.dp_shard
             if ranks > 1:
-                link = device.local_link if ranks <= device.devices_per_node else device.node_link
+                link = device.local_link if ranks <= device.connected else device.node_link
                 seconds += 2 * 4 * elements / (link * device.link_share)
     return seconds
 

@@ -6,7 +6,6 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +18,7 @@ from smp.pipeline.plan import plan_pipeline
 from smp.planner import measured
 from smp.planner.devices import DEVICES, Device
 from smp.planner.machine import MachineTimes, timed_calls
+from smp.planner.outlook import Saving
 from smp.planner.record import Calls
 from smp.planner.search import candidates, ranked
 from smp.planner.seconds import StepTime
@@ -28,7 +28,8 @@ from smp.training.cost.memory import kept_by_blocks, largest_memory
 from smp.training.cost.offload import HOST_ADAM
 from smp.training.cost.weight_memory import trained_by_muon
 from smp.training.settings import read_settings
-from tools.plan import _check_failures, asked_for, failures_in_words, main
+from smp.training.weight_memory import trained_by_muon
+from tools.plan import _check_failures, asked_for, failures_in_words, main, read_arguments, reliability
 
 EIGHT = "--gpus 8 --gpu h100 --model llama3-8b --seq-length 8192 --global-batch-size 32"
 IDEAL = Device(
@@ -180,7 +181,10 @@ def test_a_decision_for_the_default_stays(flags: str, capsys: pytest.CaptureFixt
             "8 processes are not divisible by --tensor-model-parallel-size 3",
         ),
         ("--gpus 2 --gpu cpu --node-bandwidth 3", "--node-bandwidth has no effect with --gpu cpu"),
-        ("--gpus 8 --gpu a100 --fp8-format hybrid", "a100 has no FP8 products; b200, h100, h200, l40s have"),
+        (
+            "--gpus 8 --gpu a100 --fp8-format hybrid",
+            "a100 has no FP8 products; b200, b300, gb200, gb300, h100, h100-500w, h200, l40s have",
+        ),
         ("--gpus 8 --gpu h100 --fp8-format hybrid --fp8-emulate", "--fp8-emulate: its time is not predicted"),
     ],
 )
@@ -399,8 +403,8 @@ def test_goodput_and_how_often_to_save(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_goodput_of_saves_that_cost_nothing_and_of_failures_in_every_step() -> None:
-    given = SimpleNamespace(mtbf_hours=60.0, save_seconds=0.0, recovery_seconds=300.0)
-    _check_failures(given)
-    assert "--save-interval 1 (every 10 s of steps), goodput 99." in failures_in_words(given, 10.0)
-    given = SimpleNamespace(mtbf_hours=1e-6, save_seconds=0.0, recovery_seconds=300.0)
-    assert "goodput 0.0 %" in failures_in_words(given, 10.0)
+    base = ["--gpus", "1", "--gpu", "h100", "--save-seconds", "0", "--recovery-seconds", "300", "--mtbf-hours"]
+    for hours, words in (("60", "--save-interval 1 (every 10 s of steps), goodput 99."), ("1e-6", "goodput 0.0 %")):
+        given, _ = read_arguments([*base, hours])
+        _check_failures(given)
+        assert words in failures_in_words(given, Saving.best(reliability(given), 10.0, 1))

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from smp.parallel.network.fabric import ring
 from smp.parallel.network.schedule import Kind, Route, even_sizes
 from smp.parallel.network.schedules import schedule_of
 from smp.parallel.network.simulate import simulate
@@ -73,7 +74,7 @@ def flat_ring(kind: Kind, topology: Topology, links: Links, size: int, *, gloo: 
     inside = any(len(node) > 1 for node in nodes)
     rate = min([links.between.rate / max(1, topology.crossings)] * (len(nodes) > 1) + [links.inside.rate] * inside)
     hops = (ranks - len(nodes)) * links.inside.latency + (len(nodes) - 1) * links.between.latency
-    once = hops + 2 * (ranks - 1) * links.call + (ranks - 1) / ranks * size / rate
+    once = ring(ranks, size, rate, hops + 2 * (ranks - 1) * links.call)
     twice = kind == "all-reduce" or (kind == "reduce-scatter" and gloo)
     return once * (2 if twice else 1)
 

@@ -1,0 +1,81 @@
+"""What links of a cluster carry, by numbers alone, for clusters whose nodes are alike. Imports no torch.
+
+    domain   GPUs that NVLink connects: a node of 8, a rack of 72
+    rails    each GPU has a network card; the i-th cards of all domains are on rail i
+    leaf     GPUs below one set of leaf switches, all rails together
+    spine    between leaves, ``oversubscription`` times too narrow for all cards at once
+
+A ring over ranks that are ``stride`` apart has ``lanes`` of its ranks in a domain, and so many cards for its way out.
+Rings of other ranks leave the same leaf: one way out for each ``stride`` GPUs below it. What crosses the spine
+shares it with other jobs, which take all but 1 / ``contention`` of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def ring(ranks: int, size: float, rate: float, latencies: float) -> float:
+    """Seconds of an all-gather or a reduce-scatter round a ring, whose links each carry all pieces but one.
+
+    Args:
+        size: bytes of the whole buffer.
+        rate: bytes/s of the slowest link.
+        latencies: seconds of all steps' messages without bytes.
+    """
+    return latencies + (ranks - 1) / ranks * size / rate
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """A cluster's links.
+
+    Attributes:
+        domain: GPUs that ``local`` connects.
+        local, card: bytes/s of a GPU to others of its domain, and of its network card.
+        latency: seconds of a message, and of each step of a ring.
+        leaf: GPUs below a leaf, on all rails; 0: all of the cluster.
+        oversubscription, contention: of what crosses the spine.
+    """
+
+    domain: int
+    local: float
+    card: float
+    latency: float
+    leaf: int = 0
+    oversubscription: float = 1.0
+    contention: float = 1.0
+
+    def rate(self, ranks: int, stride: int) -> float:
+        """Bytes/s of the slowest link of a ring."""
+        lanes = max(1, self.domain // stride)
+        if ranks <= lanes:
+            return self.local
+        # Across domains a ring has the cards of all its ranks in one for its way out.
+        rate = min(self.local, self.card * lanes)
+        below = max(1, self.leaf // stride) if self.leaf else ranks
+        if ranks > below:
+            rate = min(rate, self.card * below / (self.oversubscription * self.contention))
+        return rate
+
+    def ring(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds of an all-gather or a reduce-scatter of ``size`` bytes in all."""
+        return ring(ranks, size, self.rate(ranks, stride), self.latency * (ranks - 1)) if ranks > 1 else 0.0
+
+    def all_to_all(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds in which every rank sends ``size`` bytes in equal parts to all, itself included."""
+        if ranks == 1:
+            return 0.0
+        lanes = min(ranks, max(1, self.domain // stride))
+        below = min(ranks, max(1, self.leaf // stride)) if self.leaf else ranks
+        narrow = self.oversubscription * self.contention
+        times = (
+            (lanes - 1) / ranks * size / self.local,
+            (ranks - lanes) / ranks * size / self.card,
+            (ranks - below) / ranks * size * narrow / self.card,
+        )
+        return max(times) + self.latency * (ranks - 1)
+
+    def message(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds between neighbours of a pipeline."""
+        return self.latency + size / self.rate(ranks, stride)

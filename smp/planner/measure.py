@@ -1,0 +1,152 @@
+"""Measures what one device of this machine does, and writes it with error bars: a file that tools/plan.py --gpu takes.
+
+Products, attention and element-wise passes of the sizes that training has, each many times. A share is the median over
+sizes; its error bar is how far sizes lie apart (a planner that knows one share for all sizes is off by that), or the
+spread of repetitions where that is larger. Links cannot be measured with one device: they stay as the data sheet has
+them, with the error of an assumption.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+
+from smp.config import ConfigError
+from smp.planner.devices import Device, ShareErrors
+
+GPU_SIZES = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (16384, 8192, 8192))
+CPU_SIZES = ((512, 512, 512), (1024, 768, 512), (512, 512, 1536))
+"""Rows, columns and inner size of products."""
+REPEATS = 15
+LEAST_ERROR = 0.01
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Of something: per second, and the relative error of that as a number for all sizes."""
+
+    value: float
+    error: float
+
+    @staticmethod
+    def of(sizes: Sequence[Sequence[float]]) -> Rate:
+        """From repetitions of each size."""
+        middle = [statistics.median(times) for times in sizes]
+        value = statistics.median(middle)
+        apart = statistics.pstdev(middle) / value
+        shaky = max(
+            statistics.pstdev(times) / (m * math.sqrt(len(times))) for times, m in zip(sizes, middle, strict=True)
+        )
+        return Rate(value, max(apart, shaky, LEAST_ERROR))
+
+
+def measured(base: Device, where: torch.device) -> Device:
+    """``base`` with shares and their errors as this device has them."""
+    on_gpu = where.type == "cuda"
+    dtype, sizes = (torch.bfloat16, GPU_SIZES) if on_gpu else (torch.float32, CPU_SIZES)
+    products = Rate.of([_product(where, dtype, *size) for size in sizes])
+    attention = Rate.of([_attention(where, dtype, length) for length in ((4096, 8192) if on_gpu else (256, 512))])
+    memory = Rate.of(
+        [_elementwise(where, dtype, count) for count in ((1 << 26, 1 << 28) if on_gpu else (1 << 22, 1 << 23))]
+    )
+    launch = Rate.of([_launch(where)])
+    errors = replace(
+        base.errors, product=products.error, attention=attention.error, memory=memory.error, host=launch.error
+    )
+    if not on_gpu:
+        # Without a data sheet the rates are the peaks; links are copies by the same cores.
+        link, size = memory.value / 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Device(
+            2 * products.value,  # halved again for fp32, which is what was measured
+            float(size), memory.value, link, link, devices_per_node=1, tiles=1, product_share=1.0,
+            attention_share=attention.value / products.value, memory_share=1.0, link_share=1.0,
+            launch=1 / launch.value, family="cpu", errors=errors,
+        )  # fmt: skip
+    return replace(
+        base,
+        product_share=products.value / base.peak,
+        attention_share=attention.value / base.peak,
+        memory_share=memory.value / base.bandwidth,
+        launch=1 / launch.value,
+        errors=errors,
+    )
+
+
+def _rates(work: float, run: Callable[[], object], where: torch.device) -> list[float]:
+    """Work per second of each repetition."""
+    wait = torch.cuda.synchronize if where.type == "cuda" else lambda: None
+    for _ in range(3):
+        run()
+    found = []
+    for _ in range(REPEATS):
+        wait()
+        began = time.perf_counter()
+        run()
+        wait()
+        found.append(work / (time.perf_counter() - began))
+    return found
+
+
+def _product(where: torch.device, dtype: torch.dtype, rows: int, columns: int, inner: int) -> list[float]:
+    a = torch.randn(rows, inner, device=where, dtype=dtype)
+    b = torch.randn(inner, columns, device=where, dtype=dtype)
+    return _rates(2 * rows * columns * inner, lambda: a @ b, where)
+
+
+def _attention(where: torch.device, dtype: torch.dtype, length: int) -> list[float]:
+    """Causal, of which half is computed."""
+    heads, width = (32, 128) if where.type == "cuda" else (4, 64)
+    q, k, v = (torch.randn(1, heads, length, width, device=where, dtype=dtype) for _ in range(3))
+    work = 2 * heads * length * length * width
+    return _rates(work, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), where)
+
+
+def _elementwise(where: torch.device, dtype: torch.dtype, count: int) -> list[float]:
+    """A sum of two: three numbers pass for each result."""
+    a, b = (torch.randn(count, device=where, dtype=dtype) for _ in range(2))
+    return _rates(3 * count * a.itemsize, lambda: torch.add(a, b, out=a), where)
+
+
+def _launch(where: torch.device) -> list[float]:
+    """Operations on next to nothing, a thousand in a row."""
+    a = torch.zeros(8, device=where)
+
+    def many() -> None:
+        for _ in range(1000):
+            a.add_(1)
+
+    return _rates(1000, many, where)
+
+
+def write_device(device: Device, path: Path) -> None:
+    """Every field, and the errors."""
+    text = yaml.safe_dump(asdict(device), sort_keys=False)
+    path.write_text(f"# Written by tools/plan.py --measure: what one device does; errors are relative.\n{text}")
+
+
+def read_device(path: Path) -> Device:
+    """What :func:`write_device` wrote.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        said: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        errors = ShareErrors(**said.pop("errors"))
+        device = Device(**said, errors=errors)
+        numbers = [getattr(device, f.name) for f in fields(device) if f.name not in ("errors", "family")]
+        if not all(isinstance(n, int | float) and n >= 0 for n in [*numbers, *vars(errors).values()]):
+            raise ValueError("every value is a number of at least 0")
+    except (OSError, TypeError, ValueError, AttributeError, KeyError, yaml.YAMLError) as error:
+        raise ConfigError(f"--gpu {path} is no file that --measure wrote: {error}") from None
+    return device

@@ -1,0 +1,93 @@
+"""Scaling curves: the best layout on fewer and on more devices, with one batch (strong) or one that grows (weak)."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TextIO
+
+from smp.config import Config
+from smp.planner.devices import Device
+from smp.planner.search import Candidate, candidates, ranked
+
+Kind = Literal["weak", "strong"]
+HEADER = ("scaling", "gpus", "global_batch_size", "step_seconds", "tokens_per_second_per_gpu", "efficiency", "flags")
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best layout on so many devices; None: none fits or works."""
+
+    kind: Kind
+    gpus: int
+    best: Candidate | None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and device."""
+        return self.best.tokens_per_second() if self.best else 0.0
+
+
+def sizes(gpus: int, each: int) -> list[int]:
+    """A node, then four times as many until ``gpus``, which is the last."""
+    found, size = list[int](), min(each, gpus)
+    while size < gpus:
+        found.append(size)
+        size *= 4
+    return [*found, gpus]
+
+
+def curve(
+    kind: Kind, asked: Config, gpus: int, device: Device, decided: Collection[str], tell: Callable[[str], None]
+) -> list[Point]:
+    """Points from a node to ``gpus`` devices; ``asked`` says the batch of the last."""
+    batch, points = asked.data.global_batch_size, list[Point]()
+    assert batch is not None, "a size is given or chosen"
+    for size in sizes(gpus, device.devices_per_node):
+        tell(f"{kind} scaling: {size:,} devices")
+        share = max(1, batch * size // gpus) if kind == "weak" else batch
+        config = replace(asked, data=replace(asked.data, global_batch_size=share))
+        best = ranked(list(candidates(config, size, device, decided)))
+        points.append(Point(kind, size, best[0] if best else None))
+    return points
+
+
+def efficiency(points: Sequence[Point], point: Point) -> float:
+    """Tokens per second and device beside those of the smallest size that works."""
+    first = next((one for one in points if one.best), None)
+    return point.rate / first.rate if first else 0.0
+
+
+def write_csv(curves: Sequence[Sequence[Point]], file: TextIO) -> None:
+    """A line for each point; where no layout works its numbers are empty."""
+    lines = csv.writer(file, lineterminator="\n")
+    lines.writerow(HEADER)
+    for points in curves:
+        for point in points:
+            numbers: list[object] = ["", "", "", "", "no layout"]
+            if (best := point.best) is not None:
+                assert best.time is not None
+                numbers = [best.config.data.global_batch_size, f"{best.time.total:.6g}", f"{point.rate:.6g}"]
+                numbers += [f"{efficiency(points, point):.4f}", best.flags]
+            lines.writerow([point.kind, point.gpus, *numbers])
+
+
+def draw(curves: Sequence[Sequence[Point]], path: Path) -> None:
+    """Tokens per second of all devices, beside what they would be if each device did what one does on the least."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for points in curves:
+        shown = [point for point in points if point.best]
+        if not shown:
+            continue
+        gpus = [point.gpus for point in shown]
+        axes.loglog(gpus, [point.gpus * point.rate for point in shown], marker="o", label=f"{shown[0].kind} scaling")
+        axes.loglog(gpus, [n * shown[0].rate for n in gpus], linestyle=":", color="gray")
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("tokens per second, predicted")
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,88 @@
+"""Layouts as a user reads them: a table, and a picture of where the time goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from smp.models.arithmetic import training_flops_per_token
+from smp.planner.devices import GIB, Device
+from smp.planner.search import Candidate
+from smp.planner.uncertainty import as_good_as_the_first, relative_error
+
+WORDS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "elementwise": "reading and writing memory",
+    "tensor": "tensor-parallel collectives",
+    "context": "context-parallel exchange",
+    "experts": "rows on their way to experts",
+    "data": "gathers of weights and reductions of gradients",
+    "bubble": "waiting in the pipeline",
+    "optimizer": "optimizer",
+    "host": "issuing operations",
+    "offload": "activations on their way to the host and back",
+}
+"""Parts of a step as a user reads them."""
+
+
+def mfu(found: Candidate, device: Device) -> float:
+    """Share of the device's peak that model FLOPs take."""
+    model, length = found.config.model, found.config.data.seq_length
+    assert model.vocab_size is not None and length is not None
+    return found.tokens_per_second() * training_flops_per_token(model, length, model.vocab_size) / device.peak
+
+
+def what_binds(found: Candidate) -> str:
+    """The two largest parts beside matrix products."""
+    assert found.time is not None
+    parts = Counter(vars(found.time))
+    del parts["products"]
+    shares = ((WORDS[name], 100 * seconds / found.time.total) for name, seconds in parts.most_common(2))
+    return ", ".join(f"{name} {share:.0f} %" for name, share in shares if share >= 1)
+
+
+def table(best: Sequence[Candidate], device: Device) -> str:
+    """Fastest first, with half of the interval that holds a step's time in nine of ten cases."""
+    lines = [f"{'step':>9}{'':8}{'tokens/s/GPU':>14}{'MFU':>8}{'memory':>11}  flags"]
+    for found in best:
+        assert found.time is not None
+        lines.append(
+            f"{found.time.total:7.3f} s ±{100 * relative_error(found.time, device.errors):3.0f} %"
+            f"{found.tokens_per_second():15,.0f}{100 * mfu(found, device):6.1f} %"
+            f"{found.memory.total / GIB:7.1f} GiB  {found.flags or '(as given)'}"
+        )
+        lines.append(f"{'':53}beside matrix products: {what_binds(found)}")
+    return "\n".join(lines)
+
+
+def draw(best: Sequence[Candidate], path: str) -> None:
+    """Bars of where the time of each step goes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 0.5 * len(best) + 1.6), layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(best)
+    for name, words in WORDS.items():
+        seconds = [getattr(found.time, name) for found in best]
+        if max(seconds) > 0.005 * max(found.time.total for found in best if found.time):
+            axes.barh(range(len(best)), seconds, left=left, label=words)
+        left = [a + b for a, b in zip(left, seconds, strict=True)]
+    axes.set_yticks(
+        range(len(best)), [found.flags.replace(" --", "\n--", 1) or "(as given)" for found in best], fontsize=6
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("predicted time of a step (seconds)")
+    figure.legend(loc="outside upper center", ncols=4, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def undecided(best: Sequence[Candidate], device: Device) -> str:
+    """A line that says whether the first of some layouts is the first; empty for a single one."""
+    alike = as_good_as_the_first(best, device.errors)
+    if len(best) < 2:
+        return ""
+    if alike == 1:
+        return "The first layout is surer than nine in ten to be the fastest of these."
+    said = f"{alike} of these {len(best)}, the first counted, cannot be told apart"
+    return f"{said}: they differ by less than the prediction's error."

@@ -1,0 +1,62 @@
+"""How sure a predicted step time is, and whether two layouts can be told apart.
+
+A share of a device that is off by a relative error moves the parts that are divided by it, in all layouts alike: the
+difference of two layouts feels only what one has more of than the other. What is left of the formula's error when its
+shares fit, ``MODEL``, is each layout's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from smp.planner.devices import ShareErrors
+from smp.planner.search import Candidate
+from smp.planner.seconds import StepTime
+
+MODEL = 0.06
+"""Relative standard deviation of the formula with fitted shares: two thirds of the published runs that were used to fit
+them are within it (docs/planning-errors.md)."""
+SURE = 1.645
+"""Standard deviations on either side that hold 90 %."""
+DIVIDED_BY = {
+    "products": "product",
+    "attention": "attention",
+    "elementwise": "memory",
+    "optimizer": "memory",
+    "tensor": "link",
+    "context": "link",
+    "experts": "link",
+    "data": "link",
+    "offload": "link",
+    "host": "host",
+}
+"""The share that a part's seconds are divided by. A bubble is as long as what is waited for."""
+
+
+def weights(time: StepTime) -> Mapping[str, float]:
+    """Of a step, what falls to each share: how much longer it gets, relatively, when the share is lower."""
+    found = dict.fromkeys(vars(ShareErrors()), 0.0)
+    for part, share in DIVIDED_BY.items():
+        found[share] += getattr(time, part)
+    working = sum(found.values()) or 1.0
+    return {share: seconds / working for share, seconds in found.items()}
+
+
+def relative_error(time: StepTime, errors: ShareErrors) -> float:
+    """Half of the interval that holds the step's time in nine of ten cases, as a share of it."""
+    variance = sum((weight * getattr(errors, share)) ** 2 for share, weight in weights(time).items())
+    return SURE * math.sqrt(MODEL**2 + variance)
+
+
+def told_apart(one: StepTime, other: StepTime, errors: ShareErrors) -> bool:
+    """Whether the order of two layouts on a device is surer than nine in ten."""
+    a, b = weights(one), weights(other)
+    shared = sum(((a[share] - b[share]) * getattr(errors, share)) ** 2 for share in a)
+    return abs(math.log(one.total / other.total)) > SURE * math.sqrt(shared + 2 * MODEL**2)
+
+
+def as_good_as_the_first(best: Sequence[Candidate], errors: ShareErrors) -> int:
+    """How many of the layouts, fastest first, cannot be told from the first; that itself counts."""
+    times = [found.time for found in best if found.time is not None]
+    return sum(not told_apart(times[0], time, errors) for time in times)
