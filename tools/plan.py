@@ -29,16 +29,16 @@ from pathlib import Path
 from typing import Any
 
 from smp.config import Config, ConfigError, load_config
-from smp.config.cli import read_values
-from smp.config.command import CommandParser, run_tool
-from smp.config.entry_points import PRETRAIN
+from smp.config.command_line.cli import read_values
+from smp.config.command_line.command import CommandParser, run_tool
+from smp.config.command_line.entry_points import PRETRAIN
 from smp.models.presets import PRESETS
 from smp.planner.devices import DEVICES, GB, GIB, Device
 from smp.planner.goodput import Reliability
 from smp.planner.outlook import Outlook, Saving
 from smp.planner.scaling import curve, write_csv
 from smp.planner.scaling import draw as draw_curves
-from smp.planner.search import FREE, Candidate, candidates, ranked
+from smp.planner.search import FREE, FREE_IN_PIPELINE, Candidate, candidates, ranked
 from smp.planner.show import WORDS, draw, table, undecided
 from smp.planner.what_if import difference
 
@@ -110,9 +110,11 @@ def device_of(given: Any) -> Device:
 
         device = read_device(Path(given.gpu))
     else:
-        known = ", ".join([CPU, *sorted(DEVICES)])
-        raise ConfigError(f"--gpu {given.gpu} is none of {known}, and no file that --measure wrote")
-    known = {name: getattr(given, flag) for flag, name in KNOWN_BETTER.items() if getattr(given, flag) is not None}
+        kinds = ", ".join([CPU, *sorted(DEVICES)])
+        raise ConfigError(f"--gpu {given.gpu} is none of {kinds}, and no file that --measure wrote")
+    known: dict[str, Any] = {
+        name: getattr(given, flag) for flag, name in KNOWN_BETTER.items() if getattr(given, flag) is not None
+    }
     if "node_link" in known:
         known["node_link"] *= GB
     if given.gpus_per_node is not None and given.nvlink_domain is None:
@@ -258,7 +260,8 @@ def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, D
         more = "; try --optimizer-cpu-offload, which is only taken when given" if helps else ""
         raise ConfigError(
             f"none of {len(found)} layouts fits into {(1 - FREE) * device.memory / GIB:.1f} GiB of {given.gpus} GPUs "
-            f"({100 * FREE:.0f} % of their memory stays free); the least needs {least.memory.total / GIB:.1f} GiB: "
+            f"({100 * FREE:.0f} % of their memory stays free, with a pipeline {100 * FREE_IN_PIPELINE:.0f} %); "
+            f"the least needs {least.memory.total / GIB:.1f} GiB: "
             f"{least.flags or '(as given)'}{more}"
         )
     if on_cpu:
@@ -353,11 +356,13 @@ def plan(argv: Sequence[str] | None) -> None:
     given, flags = read_arguments(argv)
     _check(given)
     if given.measure:
-        return measure_device(given)
+        measure_device(given)
+        return
     if given.gpu != CPU and device_of(given).family != "cpu" and "bf16" not in read_values(flags, PRETRAIN, ""):
         flags = [*flags, "--bf16"]
     if given.scaling:
-        return scale(given, flags)
+        scale(given, flags)
+        return
     fitting, tried, device = predicted(given, flags)
     best = fitting[: given.top]
     how = "predicted from times of what they call" if given.gpu == CPU else "predicted, not measured"
@@ -368,7 +373,6 @@ def plan(argv: Sequence[str] | None) -> None:
     _more(given, flags, best[0], device)
     if given.output:
         draw(best, given.output)
-    return None
 
 
 def _more(given: Any, flags: Sequence[str], best: Candidate, device: Device) -> None:

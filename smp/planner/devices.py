@@ -100,12 +100,22 @@ def _blackwell(
 ) -> Device:
     """A host of GB200 and GB300 has four devices, and NVLink connects a rack of 72. The 300s have the peak of the
     200s and more power: mixtures train 1.15 times as fast on GB300 as on GB200 (median of three published runs)."""
-    shares = {"product_share": product_share, "attention_share": 0.35 * product_share / 0.68}
-    shares["fp8_share"] = 0.62 * product_share / 0.68
-    more = {"fp8_peak": 2 * peak, "watts": watts}
-    host = 8 if domain == 8 else 4
+    more = product_share / 0.68
     return Device(
-        peak, memory, 8000e9, 900e9, node_link, host, tiles=148, domain=domain, family="blackwell", **shares, **more
+        peak,
+        memory,
+        8000e9,
+        900e9,
+        node_link,
+        8 if domain == 8 else 4,
+        tiles=148,
+        product_share=product_share,
+        attention_share=0.35 * more,
+        fp8_peak=2 * peak,
+        fp8_share=0.62 * more,
+        domain=domain,
+        family="blackwell",
+        watts=watts,
     )
 
 

@@ -84,7 +84,11 @@ def measured(base: Device, where: torch.device) -> Device:
 
 def _rates(work: float, run: Callable[[], object], where: torch.device) -> list[float]:
     """Work per second of each repetition."""
-    wait = torch.cuda.synchronize if where.type == "cuda" else lambda: None
+
+    def wait() -> None:
+        if where.type == "cuda":
+            torch.cuda.synchronize()
+
     for _ in range(3):
         run()
     found = []

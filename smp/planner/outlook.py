@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from smp.checkpoint.retention import best_interval
+from smp.checkpoint.folders.retention import best_interval
 from smp.planner.goodput import Reliability, Shares, slowest
 
 DAY = 86400.0

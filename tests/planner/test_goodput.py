@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp.checkpoint.retention import best_interval
+from smp.checkpoint.folders.retention import best_interval
 from smp.planner.goodput import Reliability, erlang_b, largest_of, predicted_shares
 from tests.planner.goodput_runs import drawn_share
 

@@ -41,7 +41,7 @@ def test_what_a_run_takes_and_what_a_change_does(capsys: pytest.CaptureFixture[s
     days, hours, price, energy = (float(words[i]) for i in (6, 8, 14, 15))
     assert hours == pytest.approx(days * 24 * 8, rel=0.01) and price == pytest.approx(2.5 * hours, rel=0.01)
     assert energy == pytest.approx(hours * 1000 / 1e6, abs=0.06)
-    assert "waiting 1.4 %" in out and "repair 0.4 %" in out
+    assert "waiting 1.4 %" in out and "repair 0.5 %" in out
     assert "With --recompute-granularity full:" in out and "matrix products: +" in out and "memory " in out
     assert "±" in out and "cannot be told apart" in out
 

@@ -51,7 +51,7 @@ class Factors:
 
     def of(self, device: Device) -> Device:
         """The device as this trainer drives it."""
-        shares = {f.name: getattr(device, f.name) * getattr(self, f.name) for f in fields(self)[:5]}
+        shares: dict[str, Any] = {f.name: getattr(device, f.name) * getattr(self, f.name) for f in fields(self)[:5]}
         return replace(device, **shares, exposed=self.exposed, launch=device.launch * self.host)
 
 
