@@ -45,7 +45,6 @@ smp, noise of 1e-7 of each weight changes their gradients by 1e-5 to 2e-5 and th
 | `not listed` | context parallelism takes the families that it was compared for |
 | `refused` | by the line below the table |
 | `3e-07*` | at TP 2 and SP: in two processes, with two steps of training |
-| `3e-07†` | measured when less of this type was cut: before layers and experts that no plan names were, too |
 | `equal‡` | *load* measured in one process; *delayed init* with six seeds, too few to see decays of four heads |
 | empty | not measured since layers that no plan names are cut |
 

@@ -45,6 +45,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _MAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1}
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 16},  # as it is, one table has 96 million numbers
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
