@@ -286,7 +286,7 @@ def work(argv: Sequence[str] | None) -> None:
 
     processes, flags = layout(torch.cuda.device_count())
     folder = Path(_relative(args.folder))
-    if args.experts:  # without tensor parallelism: experts are spread over the processes
+    if args.experts:  # without tensor parallelism: experts are split over the processes
         compare_experts(folder, processes, [*(flag for flag in flags if flag == "--bf16"), *extra])
         return
     if args.rl:

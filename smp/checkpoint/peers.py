@@ -65,7 +65,7 @@ class Place:
 
 
 def own_folder(base: Path) -> Path:
-    """The folder of copies of whoever started this process; those of launchers that are gone are removed."""
+    """The folder of copies of the launcher that started this process; those of launchers that are gone are removed."""
     # Containers may share the memory and not the table of processes: who is gone is known within one table only.
     try:
         table = re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
@@ -350,7 +350,7 @@ class PeerCopies:
         assert save is not None
         with ThreadPoolExecutor(1 + len(self._from)) as pool:
             folder, to = save.folder.local, self._to[rank()]
-            with suppress(OSError):  # whoever writes there says it
+            with suppress(OSError):  # the process that writes there says it
                 folder.mkdir(exist_ok=True)
             receiving = [pool.submit(_receive, folder / _file_of(r), r, self._group) for r in self._from]
             try:

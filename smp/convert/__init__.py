@@ -4,5 +4,8 @@ The way of a tensor: a *store* knows the tensors of some files under their own n
 are which of this project's; *weights* put the two together and answer for any box of any tensor. Loading a sharded
 model and writing a checkpoint of any format ask weights. ``smp_name`` and ``external_name`` are a tensor's two names.
 
+Read ``convert`` first (one checkpoint into another), then ``weights``. :mod:`smp.convert.huggingface` and
+:mod:`smp.convert.megatron` have the tables, :mod:`smp.convert.peft` adapters, ``load`` fills a sharded model.
+
 What belongs to configurations imports no torch, so that a command line is checked before torch is there.
 """

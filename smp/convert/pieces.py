@@ -104,7 +104,7 @@ class Room:
                 self._changed.notify_all()
 
     def _take(self, size: int) -> torch.Tensor | None:
-        """The smallest kept block that is large enough. Others are let go of where they would be too much."""
+        """The smallest kept block that is large enough. Others are freed where they would be too much."""
         fitting = [block for block in self._kept if size <= block.numel() <= max(size, self._limit - self._used)]
         found = min(fitting, key=torch.Tensor.numel, default=None)
         self._kept = [block for block in self._kept if block is not found]

@@ -163,7 +163,7 @@ class BlendedDataset:
         """Go on after ``consumed`` samples that were read as ``manifest`` says; returns what to tell the user.
 
         The same blend goes on as if nothing had happened. With another, a phase begins: sources that were there before
-        continue behind their last sample, new ones begin at their first.
+        continue after their last sample, new ones begin at their first.
         """
         if manifest is None or consumed == 0:  # a run that did not write one read this blend from its start
             return []
@@ -178,7 +178,7 @@ class BlendedDataset:
         kept = [phase for phase in manifest if phase["start"] < consumed]
         self.manifest = [*kept, self._phase(consumed, given)]
         before = {s["key"] for s in last["sources"]}
-        lines = [f"note: the blend changes at sample {consumed}; what was read before goes on behind its last sample"]
+        lines = [f"note: the blend changes at sample {consumed}; what was read before goes on after its last sample"]
         for source in self.sources:
             if source.key not in before and source.key not in given:
                 lines.append(f"note: {source.name} was not read before in this form: it begins at its first sample")

@@ -1,10 +1,11 @@
 """Cross-entropy over one rank's columns of the logits.
 
 With local logits z (n, v), the softmax over the whole vocabulary needs from each rank three floats per token: the
-largest logit m, l = log sum exp (z - m), and the target's logit. From those of all ranks follow M, the largest m, L =
-log sum exp (m - M + l), the loss L - (z[target] - M), and its gradient exp((z - M) - L) minus one at the target. M and
-L stay apart: their sum is as large as the logits are, and its rounding would be an error of every probability when all
-logits of a token are far from zero.
+largest logit m, l = log sum exp (z - m), and the target's logit. From those of all ranks follow, as blocks are merged
+in online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867), M, the largest m, L = log sum exp (m - M + l), the loss
+L - (z[target] - M), and its gradient exp((z - M) - L) minus one at the target. M and L stay apart: their sum is as
+large as the logits are, and its rounding would be an error of every probability when all logits of a token are far from
+zero.
 
 Bytes per local logit in bf16: 2 to read for m and l, 2 to read and 2 to write for the gradient, which takes the logits'
 place. The sums are fp32 whatever the logits' dtype. (Megatron's and Liger's vocabulary-parallel versions keep an fp32

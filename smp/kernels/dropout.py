@@ -38,7 +38,8 @@ def keyed_bits(key: torch.Tensor, rows: torch.Tensor, columns: int, first_column
 
 def keyed_bits_at(key: torch.Tensor | int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """The same of numbered ``columns``, int64 (n or 1, count)."""
-    # Both halves of the number take part: a long run has more than 2^32 tokens.
+    # Both halves of the number take part: a long run has more than 2^32 tokens, and would repeat its masks. Between the
+    # halves is a round of mixing, or tokens whose halves have the same XOR would share a mask.
     hashed = _mix((rows & _MASK) ^ key)
     hashed = _mix(hashed ^ ((rows >> 32) & _MASK) ^ 0x5BF03635)
     return _mix(hashed[:, None] ^ _mix(columns + 0x9E3779B9))  # (n, count)
@@ -56,7 +57,9 @@ def keyed_keep_mask(
         p: probability of False, in [0, 1).
         first_channel: of the columns that this rank holds.
     """
-    bound = int(p * 2**32)  # no float decides, which a device might round in another way
+    # Bits are compared as integers: no float decides, which a device might round in another way, and one element that
+    # is dropped in one layout and kept in another is a difference that training amplifies.
+    bound = int(p * 2**32)
     rows = max(1, DROPOUT_BITS // max(1, channels))
     if torch.compiler.is_compiling() or len(tokens) <= rows:  # a compiler makes no bits that lie in memory
         return keyed_bits(key, tokens, channels, first_channel) >= bound

@@ -1,4 +1,4 @@
-"""How the tokens of sequences are spread over context-parallel ranks: index arithmetic on the host, no communication.
+"""How the tokens of sequences are split over context-parallel ranks: index arithmetic on the host, no communication.
 
 With causal attention a token costs as much as there are tokens before it, so ranks that hold consecutive slices would
 wait for the last one. The rank with chunk r of 2 x cp chunks has chunk 2 x cp - 1 - r as well: a cheap one and a costly

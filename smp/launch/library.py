@@ -28,7 +28,7 @@ def collection() -> Path:
 
 
 def folders() -> list[Path]:
-    """Collections that are searched, the caller's own before ours."""
+    """Collections that are searched, the caller's own before this project's."""
     own = Path.cwd() / "recipes_collection"
     return [own, collection()] if own.is_dir() and own != collection() else [collection()]
 

@@ -84,7 +84,7 @@ def _of_rope_layers(model: ModelConfig) -> str:
 
 
 def _norms(model: ModelConfig) -> str:
-    where = {"pre": "", "post": " behind attention and MLP", "sandwich": " before and behind attention and MLP"}
+    where = {"pre": "", "post": " after attention and MLP", "sandwich": " before and after attention and MLP"}
     shared = " for both" if model.parallel_residual_shared_norm else ""
     counted = " counted from 1" if model.apply_layernorm_1p else ""
     return f"{model.normalization}{counted}{where[model.norm_placement]}{shared}"

@@ -24,7 +24,7 @@ def further_loss(
     matrices: tuple[torch.Tensor | None, torch.Tensor | None],
     balance: list[torch.Tensor],
 ) -> torch.Tensor:
-    """The mean loss of the layers that predict further tokens, as it is added to the model's.
+    """The mean loss of the layers of multi-token prediction, as it is added to the model's.
 
     Args:
         model: with these layers.

@@ -42,7 +42,7 @@ def build_optimizer(
         model: any module, after ``parallelize`` or ``shard``.
         config: of the optimizer.
         fsdp: the mesh that it has to be sharded over, ``ParallelContext.fsdp``; None, or one rank: it need not be.
-        expert_fsdp: that of experts which are spread over ranks, ``ParallelContext.expert_fsdp``.
+        expert_fsdp: that of experts which are split over ranks, ``ParallelContext.expert_fsdp``.
         copier: of --optimizer-cpu-offload; by default made for the parameters' device.
         seed: of stochastic rounding, where moments are in bf16 or fp8.
 
@@ -166,7 +166,7 @@ def _on_local_shards(kind: Any) -> Any:
     Right where an update looks at one element at a time. Between steps parameters and state are DTensors, as every
     other part of the program expects.
     """
-    # torch wraps the step of a class whose instances it makes to run hooks: ours runs them, once
+    # torch wraps the step of a class whose instances it makes to run hooks: this one runs them, once
     step_on_shards = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step
 
     class OnLocalShards(kind):  # type: ignore[misc]
@@ -257,7 +257,7 @@ def clip_gradients(
     Args:
         parameters: of this rank's part of the model; none if it has none. All ranks of ``group`` call this.
         max_norm: upper bound.
-        group: the ranks that the model is spread over; by default all.
+        group: the ranks that the model is split over; by default all.
         copies: for parameters that ranks outside of their mesh also hold (a tied matrix at both ends of a pipeline):
             how many ranks for each.
         device: where the sum is made; by default that of the parameters.

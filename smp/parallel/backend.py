@@ -17,10 +17,10 @@ lacks what is not overridden, so this is one that registers them. Methods have t
 Before any data is sent ranks compare what they call, in messages of fixed size (:mod:`smp.parallel.network.same_call`):
 where sizes, dtypes, operations or the order of calls differ, all of them raise an error that names two of the calls.
 
-What is not ours goes through a second, plain ``ProcessGroup`` with the same backends, not through ``super()``: torch
-calls the methods that a subclass in Python inherits with the interpreter lock held. There gloo waits for its queue's
-mutex, which its thread holds while it drops the tensors of the call before, for which it needs the interpreter lock:
-a deadlock about once in thousands of calls, without a timeout.
+What this backend does not run goes through a second, plain ``ProcessGroup`` with the same backends, not through
+``super()``: torch calls the methods that a subclass in Python inherits with the interpreter lock held. There gloo waits
+for its queue's mutex, which its thread holds while it drops the tensors of the call before, for which it needs the
+interpreter lock: a deadlock about once in thousands of calls, without a timeout.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._gloo = _gloo(options)
         self._nccl = _nccl(options) if torch.cuda.is_available() and dist.is_nccl_available() else None
         kind = dist.ProcessGroup.BackendType
-        # See above: calls that are not ours go through it and not through ``super()``.
+        # See above: calls that it does not run go through it and not through ``super()``.
         self._plain_group = _ProcessGroup(rank, size)
         for group in (self, self._plain_group):
             group._set_default_backend(kind.GLOO)

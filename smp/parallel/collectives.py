@@ -4,6 +4,10 @@ The backward pass of ``gather_tokens`` sums, because each rank does different wo
 matrix). That of ``split_tokens`` only gathers: what is split was the same on all ranks. That of ``gather_features``
 only cuts: what follows is the same computation on all ranks.
 
+``copy_to_group`` and ``reduce_from_group`` are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, part 3);
+``gather_tokens`` and ``reduce_scatter_tokens`` are what sequence parallelism puts in their place (Korthikanti et al.
+2022, arXiv 2205.05198, part 4.2.2): the same bytes, and norms and dropout work on a share of the tokens.
+
 All are built on torch's functional collectives, which trace under ``torch.compile(fullgraph=True)``. The ``start_*``
 functions return at once and ``wait`` finishes them: layers put a matrix product in between.
 """
@@ -172,6 +176,8 @@ def _own_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _all_gather_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
+    # A gather puts the ranks' parts one after the other in memory, so along a new dimension in front: flattened as they
+    # come they would be rows of all ranks, not columns.
     parts = _all_gather(x.unsqueeze(0), group)  # (size, ..., width)
     return parts.movedim(0, -2).flatten(-2)  # (..., size x width), in memory as it is read
 
@@ -190,7 +196,8 @@ def _all_reduce_fp32(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _identity(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return x.view_as(x)  # an autograd.Function must not return its input itself
+    # An autograd.Function must not return its input itself: autograd would take the input's history for the output's.
+    return x.view_as(x)
 
 
 _Collective = Callable[[torch.Tensor, Group], torch.Tensor]

@@ -54,7 +54,7 @@ class Links:
                 use_local_synchronization=True,
             )
             self._progress()
-        # On the device: it is NCCL's communicator that has to be there.
+        # On the device: it is NCCL's communicator that has to be there. CPU tensors would connect gloo alone.
         self._connect(ordered, torch.zeros(1, device=mesh.device_type))
 
     def _connect(self, channels: Sequence[Channel], element: torch.Tensor) -> None:

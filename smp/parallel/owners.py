@@ -27,7 +27,7 @@ Parts = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Shared:
-    """A tensor of ``shape`` that ``cuts`` spread over a mesh, in the order in which they were made."""
+    """A tensor of ``shape`` that ``cuts`` split over a mesh, in the order in which they were made."""
 
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...]

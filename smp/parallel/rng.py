@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 def stable_hash(*parts: object) -> int:
     """63-bit hash of the parts' text: the same on every machine and in every process."""
     digest = hashlib.blake2b("\x1f".join(str(p) for p in parts).encode(), digest_size=8).digest()
-    # 63 bits, so that it fits into an int64.
+    # Not Python's hash(), which is salted: every process would draw other weights. 63 bits fit into an int64.
     return int.from_bytes(digest, "little") >> 1
 
 

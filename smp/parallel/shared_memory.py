@@ -73,7 +73,7 @@ class Memory:
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, processes: dict[int, int]) -> None:
         self.rank, self.size = rank, size
-        # With more ranks than processors on this machine, whoever spins takes the time of one that is waited for.
+        # With more ranks than processors on this machine, a rank that spins takes the time of one that is waited for.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", size)))
         self._spins = _SPINS if ranks <= (os.cpu_count() or 1) else _SPINS // 100
         self._numbers = memoryview(memory).cast("q")

@@ -147,7 +147,8 @@ class _Step:
         # would hold all that it sent.
         self.sent = {sent: message for sent, message in self.sent.items() if not message[0].is_completed()}
         (result,) = needs(self.schedule, action)
-        # The network sends memory as it lies, and a stage's result may be a view.
+        # The network sends memory as it lies, and a stage's result may be a view: of a strided one it would send the
+        # wrong elements, without an error.
         tensor = self.results.pop(result).contiguous()
         try:
             self.sent[action] = self.runner.links.send(tensor, self.schedule.peer(action)), tensor

@@ -160,7 +160,8 @@ class Offload:
                 return run(*args, **kwargs)
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 raise RuntimeError("a block that is recomputed: wrap what recomputes it, see offload_activations()")
-            # The addresses are taken at each call: FSDP gathers parameters into new memory every time.
+            # The addresses are taken at each call: FSDP gathers parameters into new memory every time. A parameter that
+            # was taken for an activation would be copied to the host, and kept there after FSDP freed it.
             token = self._enter(_addresses([*block.parameters(), *block.buffers(), args[1:], kwargs]))
             with saved_tensors_hooks(lambda tensor: self._pack(token, tensor), self._unpack):
                 return run(*args, **kwargs)

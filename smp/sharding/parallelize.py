@@ -169,10 +169,12 @@ def _wrapped(run: Run, config: ParallelConfig) -> Run:
     """``run`` with its activations recomputed in the backward pass, and compiled. There is no RNG state to restore:
     dropout is keyed.
 
+    Full recompute is Chen et al. 2016 (arXiv 1604.06174), selective Korthikanti et al. 2022 (arXiv 2205.05198, part 5).
     Selective recompute goes inside of the compiler, which then keeps what it names; from outside it would keep the
     compiled code's buffers, and that code overwrites them: wrong gradients. Full recompute stays outside: it replays
     the compiled block, and torch 2.13 cannot save the device mesh that the parameters bring into a replayed graph.
     """
+    # Non-reentrant: the other kind takes no context_fn and no keyword arguments.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if config.recompute_granularity == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
@@ -196,7 +198,8 @@ def shard(
     bf16: bool = False,
     collectives: NetworkCollectives | None = None,
 ) -> nn.Module:
-    """Hybrid FSDP (FSDP2) over ``mesh``: shard within ``dp_shard``, replicate over ``dp_replicate`` if it is there.
+    """Hybrid FSDP (FSDP2; Zhao et al. 2023, arXiv 2304.11277) over ``mesh``: shard within ``dp_shard``, replicate over
+    ``dp_replicate`` if it is there.
 
     Gradients are summed, never averaged: the loss is already divided by the global number of valid tokens.
 
@@ -209,7 +212,7 @@ def shard(
         collectives: how weights are gathered and gradients reduced, of ``choose_collectives``; by default flat.
 
     Raises:
-        ValueError: for an ordinary parameter beside parameters that are spread over several TP ranks.
+        ValueError: for an ordinary parameter beside parameters that are split over several TP ranks.
     """
     _check_parameters(model)
     elsewhere = {
@@ -234,7 +237,7 @@ def _gathered_again(units: list[Any]) -> set[nn.Module]:
 
 
 def _shard_experts(model: nn.Module, mesh: DeviceMesh, collectives: NetworkCollectives | None, *, bf16: bool) -> None:
-    """Experts that are spread over ranks are units of their own, over the ranks that have the same ones. The rows that
+    """Experts that are split over ranks are units of their own, over the ranks that have the same ones. The rows that
     a rank's experts get are of all ranks of the expert-parallel group, so that their gradients are sums over it
     already; what is left to sum is over ``mesh``."""
     experts = [module for module in model.modules() if isinstance(module, Experts)]
@@ -290,7 +293,7 @@ def _check_parameters(model: nn.Module) -> None:
     plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if size > 1 and plain:
         raise ValueError(
-            f"{plain[0]} is an ordinary parameter beside parameters on a tensor-parallel mesh of {size} ranks: "
+            f"{plain[0]} is an ordinary parameter among parameters on a tensor-parallel mesh of {size} ranks: "
             "use a layer of smp.layers, or make it with smp.layers.tp_parameter"
         )
 

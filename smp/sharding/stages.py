@@ -52,7 +52,9 @@ class ShardedStages:
         self._reduced: Counter[Any] = Counter()  # unit -> stages that are done with its gradients
         self._users = Counter(unit for units in self._units.values() for unit in units)
         self._pending: list[WeightGradients] = []
-        # From here on nothing is gathered, freed or reduced unless the schedule says so.
+        # From here on nothing is gathered, freed or reduced unless the schedule says so. Left alone FSDP2 would reduce
+        # after each micro-batch's backward pass: once per micro-batch, and with a split backward pass (Qi et al. 2023,
+        # arXiv 2401.10241) before there are weight gradients, which then would never be summed, without an error.
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
         model.set_requires_gradient_sync(False)

@@ -88,7 +88,7 @@ def _check_architecture(config: Config) -> None:
         return
     std = given(config.model, "init_method_std")
     # By its being given, not by its value: the default says nothing.
-    require(not std, f"{''.join(std)} has no effect beside --load {load}, whose weights are all read; leave it out")
+    require(not std, f"{''.join(std)} has no effect with --load {load}, whose weights are all read; leave it out")
     # Layers of multi-token prediction are read if they are asked for.
     described = described_model(load, config.model.model_implementation)
     found = replace(described, mtp_num_layers=config.model.mtp_num_layers)

@@ -318,7 +318,7 @@ def test_a_typical_list_of_flags() -> None:
     assert architecture(config.model) == wanted
     assert config.optim.lr_decay_style == "constant" and config.parallel.recompute_granularity == "full"
     note = translate(TYPICAL.split(), 1).notes[0]
-    assert "--min-lr 1e-5 (without effect beside the rest)" in note and "--no-load-optim (without --load)" in note
+    assert "--min-lr 1e-5 (without effect with the rest)" in note and "--no-load-optim (without --load)" in note
 
 
 MIXTRAL = (

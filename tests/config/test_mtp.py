@@ -1,4 +1,4 @@
-"""What layers that predict further tokens ask of other settings, refused in one line that names the flag."""
+"""What layers of multi-token prediction ask of other settings, refused in one line that names the flag."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path: Path
     tensors = load_file(theirs / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}
     save_file(tensors, theirs / "model.safetensors")
     with open_hf(theirs) as weights:
-        assert "1 tensors of layers that predict further tokens are left out" in weights.notes
+        assert "1 tensors of layers of multi-token prediction are left out" in weights.notes
 
 
 def with_predictions(folder: Path, number: int) -> Path:
@@ -163,7 +163,7 @@ def test_layers_that_predict_further_tokens_keep_every_bit(kind: str, number: in
     with open_hf(theirs) as left_out:
         assert left_out.config.mtp_num_layers is None and left_out.notes == [
             f"{sum(name.startswith(('model.layers.2.', 'model.layers.3.')) for name in tensors_of(theirs))} tensors of "
-            "layers that predict further tokens are left out"
+            "layers of multi-token prediction are left out"
         ]
 
 

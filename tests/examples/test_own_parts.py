@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+import finetune
 from tests.programs import run_program
-from tests.training.flag_runs import TINY, run_here
+from tests.training.flag_runs import TINY, clean_process, run_here
+from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = TINY.replace("--vocab-size 97 --mock-data", "")
@@ -65,6 +67,25 @@ def test_a_callback_sees_each_step_with_its_weights(tmp_path: Path) -> None:
     for got, want in zip((*sliced, *rest), whole, strict=True):
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
         assert got["scales"] == pytest.approx(want["scales"], rel=1e-5) and len(want["scales"]) > 10
+
+
+def test_fine_tuning_takes_callbacks_too(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    write_tokenizer(tmp_path)
+    write_model(tmp_path, layers=1)
+    write_samples(tmp_path)
+    seen: list[tuple[int, float]] = []
+    words = (
+        f"--load {tmp_path} --data-path {tmp_path}/sft.jsonl --log-dir {tmp_path}/logs --train-iters 3 --lora-rank 2"
+    )
+    with clean_process():
+        flags = [
+            *words.split(),
+            *["--seq-length", "48", "--no-tensorboard", "--no-progress-bar", "--log-interval", "1"],
+        ]
+        assert finetune.main(flags, callbacks=[lambda result, model: seen.append((result.iteration, result.loss))]) == 0
+    assert [iteration for iteration, _ in seen] == [1, 2, 3]
+    assert [loss for _, loss in seen] == pytest.approx(records(tmp_path, "lm loss"))
 
 
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def fits(values: _Values) -> bool:
-    """Whether a (partial) choice of values is a layout: experts are spread over ranks that shard weights."""
+    """Whether a (partial) choice of values is a layout: experts are split over ranks that shard weights."""
     degrees: _Values = {"tp": 1, "cp": 1, "replicate": 1, "pp": 1, **_BESIDE[values.get("beside", "alone")]}
     ep = values.get("ep", 1)
     shard, tp, cp = values.get("shard", ep), degrees["tp"], degrees["cp"]
@@ -146,7 +146,7 @@ def fast_cases() -> list[Case]:
 
 
 def risky_pairs(case: Case) -> set[Any]:
-    """What the fast suite has one case of: every kind of layer whole and spread over ranks, every kind of split, and
+    """What the fast suite has one case of: every kind of layer whole and split over ranks, every kind of split, and
     recompute, accumulation, further tokens and packing where they meet a split."""
     p, s = case.problem, case.spread
     split = (s.tp, s.sp, s.etp, s.cp, s.exchange, s.schedule, s.replicate, s.shard > 1)

@@ -21,7 +21,7 @@ INTRODUCTION = f"""# Parallelism never changes the math: measured
 Every way to spread a run over processes gives the result of one process. The tables show how closely, case by case. The
 page is written by `make parity`.
 
-- A *problem* is a model, its data and its optimizer. A *layout* says how it is spread over processes (CPU, gloo).
+- A *problem* is a model, its data and its optimizer. A *layout* says how it is split over processes (CPU, gloo).
 - Every layout trains ten steps (five in a pipeline; `make test` two) of SGD with weight decay. It is compared with one
   process that runs the same problem without accumulation, recompute or compilation. Initial weights must be
   bit-identical.

@@ -1,4 +1,4 @@
-"""A step on tensors without data of experts that are spread over ranks, and of fine-tuning: what is known by hand."""
+"""A step on tensors without data of experts that are split over ranks, and of fine-tuning: what is known by hand."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_spread_experts_are_tuned_like_those_of_one_process(results: dict[int, A
 
 
 def test_adapters_of_cut_experts_are_tuned_like_those_of_one_process(folder: Path, results: dict[int, Any]) -> None:
-    """Cut as dense layers are, whole on each process, and spread over those that cut dense layers."""
+    """Cut as dense layers are, whole on each process, and split over those that cut dense layers."""
     flags = [
         f"--load {folder} --log-dir {folder}/logs {STEPS} --micro-batch-size 4 "
         f"{METHODS['lora, experts'].format(folder, f'cut{number}')} {CUT} {apart}"

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 COMMON = "--data-path {0}/sft.jsonl --log-dir {0}/logs --seq-length 48 --global-batch-size 8 --lr 0.02 --optimizer sgd "
 COMMON += "--moe-aux-loss-coeff 0.01 --hybrid-shard-degree 0"
-LAYOUTS = {"spread": SPREAD, "cut": CUT, "spread over those that cut dense layers": f"{CUT} {APART} {SPREAD}"}
+LAYOUTS = {"spread": SPREAD, "cut": CUT, "split over those that cut dense layers": f"{CUT} {APART} {SPREAD}"}
 
 
 @pytest.fixture

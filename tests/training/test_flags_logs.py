@@ -105,7 +105,7 @@ def test_settings_that_loading_leaves_nothing_to_do_are_refused(tmp_path: Path) 
     write_model(tmp_path / "llama", layers=1)
     base = "--mock-data --seq-length 16 --train-iters 1 --load llama"
     run = run_here(tmp_path, "--init-method-std 0.3", base=base)
-    assert run.code == 2 and "--init-method-std 0.3 has no effect beside --load llama" in run.errors[0]
+    assert run.code == 2 and "--init-method-std 0.3 has no effect with --load llama" in run.errors[0]
 
 
 def test_a_dry_run_has_one_meaning_for_each_flop_and_says_what_its_step_leaves_out(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ ELSEWHERE = {
     "--output": "--save",
     "--output-dir": "--save",
 }
-"""What other programs call a flag of ours."""
+"""What other programs call a flag of this project."""
 
 
 def _hint(flag: str, known: Sequence[str]) -> str:

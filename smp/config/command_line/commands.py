@@ -52,7 +52,7 @@ def tool(name: str) -> str:
 
 
 def as_called_here(text: str) -> str:
-    """A text of ours, such as a --help, with every ``python tools/FILE.py`` as it is called here."""
+    """A text of this project, such as a --help, with every ``python tools/FILE.py`` as it is called here."""
     if in_checkout():
         return text
     for name, file in TOOLS.items():

@@ -1,1 +1,2 @@
-"""Megatron-LM's command lines: its flags as a table, and a line of it in this project's flags."""
+"""Megatron-LM's command lines. Read ``translate`` first: a line in this project's flags, by ``table``, whose rows are
+in the files by subject."""

@@ -36,7 +36,7 @@ NEWER: tuple[Row, ...] = (
         "--no-clone-scatter-output-in-embedding --no-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad "
         "--no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --no-tp-comm-split-ag --no-tp-comm-split-rs "
         "--no-use-layer-wise-param-layout --overlap-dispatch-backward-with-experts-wgrad",
-        "it changes how communication overlaps computation, which here runs beside it wherever it can",
+        "it changes how communication overlaps computation, and here it does wherever it can",
     ),
     left_out(
         "--moe-flex-dispatcher-num-sms:1 --moe-hybridep-num-blocks-permute:1 "
@@ -86,7 +86,7 @@ NEWER: tuple[Row, ...] = (
     ),
     refused(
         "--mtp-detach-heads",
-        "gradients of further predictions reach the whole model",
+        "gradients of multi-token prediction reach the whole model",
     ),
     refused(
         "--no-yarn-correction-range-round-to-int",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smp.config.megatron.rows import Row, becomes, chosen, derived, left_out, refused, same
 
-_OVERLAP = "communication runs beside computation wherever it can"
+_OVERLAP = "communication overlaps computation wherever it can"
 _FSDP = "hybrid FSDP has one implementation: --hybrid-shard-degree and --data-parallel-sharding-strategy"
 _FP8 = "of 8-bit and 4-bit arithmetic there is --fp8-format, in the linear layers of blocks, and no more"
 _FP16 = "there is no fp16, so there is no loss scale: --bf16 needs none"

@@ -202,7 +202,7 @@ CHECKPOINTS: tuple[Row, ...] = (
     refused(
         "--non-persistent-save-interval:1 --non-persistent-ckpt-type:1 --non-persistent-global-ckpt-dir:1 "
         "--non-persistent-local-ckpt-dir:1 --non-persistent-local-ckpt-algo:1",
-        "--async-save writes beside training; local copies do not exist",
+        "--async-save writes while training goes on; local copies do not exist",
     ),
 )
 

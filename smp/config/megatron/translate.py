@@ -141,6 +141,6 @@ def _drop_what_is_idle(line: Line) -> None:
             return
         given = [name for name in idle if line.given.get(line.words[name][0]) == line.words[name][1:]]
         told = [name for name in idle if name not in defaults or name in given]
-        leave(line, told, "without effect beside the rest")
+        leave(line, told, "without effect with the rest")
         for name in idle:
             line.words.pop(name, None)

@@ -31,7 +31,7 @@ def fill_in(config: Config) -> Config:
     _check_lora(lora)
     require(
         config.optim.decoupled_lr is None or not config.has_adapters,
-        "--decoupled-lr: the embedding and the output matrix are frozen beside adapters; leave it out",
+        "--decoupled-lr: the embedding and the output matrix are frozen with adapters; leave it out",
     )
     _check_objective(config, objective)
     facts = config.objective_facts

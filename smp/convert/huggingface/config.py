@@ -85,7 +85,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 def in_one_form(config: ModelConfig) -> dict[str, Any]:
-    """All settings, as :func:`architecture`. What has no effect beside the others is at its default."""
+    """All settings, as :func:`architecture`. What has no effect with the others is at its default."""
     # Settings without an effect would make two descriptions of one model differ.
     return canonical(vars(effective(config)) | _of_layers(config), config)
 

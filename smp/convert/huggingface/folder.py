@@ -105,7 +105,7 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool
     weights.notes += [f"{name} is left out: it is {embedding} again" for name in copies]
     weights.notes += missing
     if further:
-        weights.notes.append(f"{len(further)} tensors of layers that predict further tokens are left out")
+        weights.notes.append(f"{len(further)} tensors of layers of multi-token prediction are left out")
     return weights
 
 

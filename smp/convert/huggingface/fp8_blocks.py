@@ -53,7 +53,7 @@ class Fp8BlockStore(PieceStore):
         scales = torch.empty([end - start for start, end in zip(first, ends, strict=True)])
         super().read_into(name + SCALES, first, scales)
         for dim, (start, size) in enumerate(zip(offsets, self.block, strict=True)):
-            # A scale for each row, then for each column: what a block shares is spread over it.
+            # A scale for each row, then for each column: what a block shares is repeated over it.
             block_of_each = torch.arange(start, start + out.shape[dim]) // size - first[dim]
             scales = scales.index_select(dim, block_of_each)
         out.copy_(numbers.float() * scales)

@@ -138,7 +138,7 @@ class Encoder:
         if self.template is None and (file := self.tokenizer.unread_template) is not None:
             first = "write it to a file of its own and " if file.suffix == ".json" else ""
             raise BadSampleError(
-                f"it is a conversation, and the chat template in {file} is not read beside a sentencepiece model: "
+                f"it is a conversation, and the chat template in {file} is not read with a sentencepiece model: "
                 f"{first}give it by --chat-template FILE"
             )
         if self.template is None:

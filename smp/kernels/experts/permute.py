@@ -47,7 +47,7 @@ def combine_rows(
 
 
 def _of_operators(x: torch.Tensor) -> bool:
-    """Whether PyTorch's operators sum these rows, which a compiler fuses: without a kernel of ours, on a GPU."""
+    """Whether PyTorch's operators sum these rows, which a compiler fuses: without a fused kernel, on a GPU."""
     return x.is_cuda
 
 

@@ -197,7 +197,7 @@ _MODEL_KEYS = {
         f"peft_config.{name}": read_with("peft_type")
         for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_dora")
     },
-    "peft_config.bias": only(("none",), "biases are not trained beside adapters"),
+    "peft_config.bias": only(("none",), "biases are not trained with adapters"),
     "peft_config.task_type": only(("CAUSAL_LM",), "language models are what is trained"),
     "peft_config.exclude_modules": Key("refused unless they have no adapters here either", tuning.without_routers),
 }

@@ -367,7 +367,7 @@ KEYS: dict[str, Key] = {
     "training_config.mlflow.tracking_uri": read_with("trainer.logger"),
     "training_config.checkpoint.save_contents": Key("`save_hf`, with hf_model; checkpoints are whole", _contents),
     "training_config.checkpoint.load_contents": nothing("checkpoints are whole"),
-    "training_config.checkpoint.save_only_adapter_if_lora": nothing("checkpoints beside adapters have adapters only"),
+    "training_config.checkpoint.save_only_adapter_if_lora": nothing("checkpoints with adapters have adapters only"),
     **{f"training_config.data.{name}": key for name, key in (DATA | _OF_SAMPLES).items()},
     **{f"training_config.engine.{name}": key for name, key in engine_keys(_T + "engine.").items()},
     **{f"training_config.model.{name}": key for name, key in model_keys(_T + "model.", _T + "engine.").items()},

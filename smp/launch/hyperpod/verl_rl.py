@@ -206,7 +206,7 @@ _ROLLOUT = {
 _MODEL = {
     **verl.model_keys(_A + "model.", _ENGINES[1]),
     "attn_implementation": nothing("the device says which kernels run"),
-    "is_saving_checkpoint_in_lora": nothing("checkpoints beside adapters have adapters only"),
+    "is_saving_checkpoint_in_lora": nothing("checkpoints with adapters have adapters only"),
     "patch_full_model": only((False,), "the model is that of its folder"),
     "patched_model_path": only((), "model.path says the folder"),
     "override_config.model_config.*": only((), "the model's folder says its architecture"),
@@ -220,9 +220,9 @@ _MODEL = {
             ("dropout_position", "it goes with dropout"),
             ("dtype", "adapters are fp32"),
             ("a2a_experimental", "it is a matter of speed"),
-            ("freeze_language_model", "beside adapters all else is frozen"),
-            ("freeze_vision_model", "beside adapters all else is frozen"),
-            ("freeze_vision_projection", "beside adapters all else is frozen"),
+            ("freeze_language_model", "with adapters all else is frozen"),
+            ("freeze_vision_model", "with adapters all else is frozen"),
+            ("freeze_vision_projection", "with adapters all else is frozen"),
         )
     },
     "lora.adapter_path": only((), "recipes.load_adapter=FOLDER says it"),

@@ -1,1 +1,2 @@
-"""Adapters on frozen linear layers: LoRA, DoRA, and 4-bit weights under them (QLoRA)."""
+"""Adapters on frozen linear layers: ``lora`` (read it first), ``dora``, and 4-bit weights under them (``quantized``:
+QLoRA)."""

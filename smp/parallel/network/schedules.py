@@ -2,7 +2,7 @@
 
 Between nodes a chunk crosses each uplink as rarely as can be: one rank of every other node, the piece's *handler*
 there, receives it and passes it on inside. The handler has the owner's index in its node (modulo the node's ranks), so
-that pieces spread over all ranks of a node, in stripes. In a reduction a handler adds up its node's parts first, and
+that pieces split over all ranks of a node, in stripes. In a reduction a handler adds up its node's parts first, and
 one sum per node crosses:
 
     mesh   owner -> handler of each other node -> the rest of its node     one hop; owners start with different nodes

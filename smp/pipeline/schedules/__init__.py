@@ -1,4 +1,5 @@
-"""The schedules by name. Each is a module: a function from sizes to an order of computation."""
+"""The schedules by name. Each is a module: a function from sizes to an order of computation. Read ``gpipe`` first, the
+shortest one."""
 
 from __future__ import annotations
 

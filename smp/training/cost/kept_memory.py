@@ -207,7 +207,7 @@ def replayed_per_token(
     recurrence: DeltaNetMixer | None = None,
 ) -> int:
     """Bytes per token that a block's backward pass computes again: what it keeps without recompute, less what it keeps
-    with it. Results that selective recompute keeps are let go of as the replay passes them, but for the block's output,
+    with it. Results that selective recompute keeps are freed as the replay passes them, but for the block's output,
     which it does not reach."""
     model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
     kind: dict[str, Any] = {"fused": fused, "experts": experts, "recurrence": recurrence}
@@ -223,7 +223,7 @@ def in_flight_per_token(
     what it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and
     up, and the product once more), without a gate 2 f; where attention is operators, of scores and probabilities,
     values and output, in fp32; where keys are exchanged what :func:`smp.training.cost.exchanged_keys.others_keys` says,
-    and the gradient of attention's output, when what the MLP keeps has gone. With experts of each of a token's k the
+    and the gradient of attention's output, when what the MLP keeps is freed. With experts of each of a token's k the
     row h, or 3 e when the row of the result and the product have gone, e without a gate. Of a recurrence, in fp32 and
     for each head of values: what it takes and three times more of queries, keys and values, gradients of states, and
     five matrices of a chunk."""
@@ -237,7 +237,7 @@ def in_flight_per_token(
     mlp = wide * model.ffn_hidden_size // tp
     if experts:
         rows = model.hidden_size * layout.expert_tp // tp
-        # The product has gone, which they keep, and the row of the result.
+        # The product is freed, which they keep, and the row of the result.
         inner = (2 if model.gated else 1) * (model.moe_ffn_hidden_size or 0) // tp
         each = max(rows, inner - rows)
         mlp = model.moe_router_topk * each + wide * (model.moe_shared_expert_intermediate_size or 0) // tp
@@ -254,7 +254,7 @@ def in_flight_per_token(
     if (others := others_keys(config, layout, b, heads, groups, width)) > 0:
         attention = others + heads * width * b - b * mlp // 2
     if scores and _is_in_fp32(config):
-        # Gradients of probabilities and scores, values and the output. What the MLP keeps has gone by then.
+        # Gradients of probabilities and scores, values and the output. What the MLP keeps is freed by then.
         attention = 4 * heads * (2 * length + 2 * width) - b * mlp // 2
         return b * around + max(b * mlp, attention)
     return b * around + max(b * mlp, attention) + scores

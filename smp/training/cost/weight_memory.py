@@ -123,7 +123,7 @@ def gradients_at_moments(
     last = of_each_block(config.model, share.layers, lambda block: _last_product(block, layout))
     found |= {"own": b * block, "own_first": 0 if adapters else b * max(last, default=0), "tied": 0}
     if layout.pp > 1:
-        # A stage's gradients are reduced before its weights are let go: what is sent, and what comes.
+        # A stage's gradients are reduced before its weights are freed: what is sent, and what comes.
         sent = 4 * max(block, ends)
         return found | {
             "head": 0,

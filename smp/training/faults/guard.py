@@ -105,7 +105,7 @@ class Guard:
     def _say_reruns(self) -> None:
         if (rerun := self._trainer.rerun) is not None:
             for line in rerun.said:
-                self._console.say(f"ERROR: {line}; two of three passes agree, and theirs is taken")
+                self._console.say(f"ERROR: {line}; two of three passes agree, and their result is taken")
             rerun.said.clear()
 
     def _name_origin(self, step: Step, result: StepResult) -> None:

@@ -94,7 +94,7 @@ def open_base(config: Config) -> Weights:
         weights = SmpWeights(find(load) if step is None else Path(load) / iteration_name(step))
         changed = changes(weights.config, config.model, _OWN_TO_TUNING)
     if weights.config.mtp_num_layers is not None:
-        weights.notes.append("layers that predict further tokens (--mtp-num-layers) are left out")
+        weights.notes.append("layers of multi-token prediction (--mtp-num-layers) are left out")
     if changed:
         weights.notes.append(f"note: {other_than_trained(load, changed)}")
     return weights

@@ -220,7 +220,7 @@ def test_a_template_beside_a_sentencepiece_model_is_not_passed_over(
     how = (
         "give it by --chat-template" if name.endswith("jinja") else "write it to a file of its own and give it by --ch"
     )
-    why = f"the chat template in {tmp_path / name} is not read beside a sentencepiece model: {how}"
+    why = f"the chat template in {tmp_path / name} is not read with a sentencepiece model: {how}"
     encoder = Encoder(tokenizer, None)
     for record, encode in (
         (alpaca, encoder.sample),
