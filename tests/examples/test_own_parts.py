@@ -75,15 +75,11 @@ def test_fine_tuning_takes_callbacks_too(tmp_path: Path) -> None:
     write_model(tmp_path, layers=1)
     write_samples(tmp_path)
     seen: list[tuple[int, float]] = []
-    words = (
-        f"--load {tmp_path} --data-path {tmp_path}/sft.jsonl --log-dir {tmp_path}/logs --train-iters 3 --lora-rank 2"
-    )
+    words = f"--load {tmp_path} --data-path {tmp_path}/sft.jsonl --log-dir {tmp_path}/logs --train-iters 3"
+    words += " --lora-rank 2 --seq-length 48 --no-tensorboard --no-progress-bar --log-interval 1"
     with clean_process():
-        flags = [
-            *words.split(),
-            *["--seq-length", "48", "--no-tensorboard", "--no-progress-bar", "--log-interval", "1"],
-        ]
-        assert finetune.main(flags, callbacks=[lambda result, model: seen.append((result.iteration, result.loss))]) == 0
+        callbacks = [lambda result, model: seen.append((result.iteration, result.loss))]
+        assert finetune.main(words.split(), callbacks=callbacks) == 0
     assert [iteration for iteration, _ in seen] == [1, 2, 3]
     assert [loss for _, loss in seen] == pytest.approx(records(tmp_path, "lm loss"))
 
