@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 examples/own_loop.py --model debug --mock-data --vocab-size 1000 --seq-length 128 \
         --train-iters 20 --global-batch-size 8 --tensor-model-parallel-size 2 --hybrid-shard-degree 2 --save checkpoint
 
-It takes the flags of pretrain_gpt.py and prints its losses, in every layout without a pipeline. What pretrain_gpt.py
-does besides (logs, evaluation, resume in the right place, lost ranks) is in ``smp/training/run.py``.
+It takes the flags of pretrain_gpt.py and prints its losses, in every layout without a pipeline. Flags of what it leaves
+out it does not read: logs, evaluation, --load, FP8, offload, multi-token prediction, batches that grow. The loop that
+has all of them is in ``smp/training/run.py``.
 """
 
 from __future__ import annotations
