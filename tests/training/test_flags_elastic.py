@@ -114,3 +114,25 @@ def test_who_is_asked_to_stop_ends_so_that_the_others_start_again(tmp_path: Path
     run = run_here(tmp_path / "run", flags, each_step=lambda _: signal.raise_signal(signal.SIGTERM))
     assert run.code == LEFT and run.status["status"] == "requeue" and run.status["iteration"] == 1
     assert "resumed from the memory of the nodes at iteration 1" in run_here(tmp_path / "run", flags).out
+
+
+@pytest.mark.usefixtures("under_torchrun")
+def test_a_damaged_copy_is_not_gone_on_from(tmp_path: Path) -> None:
+    """Nor is it the end: the newest checkpoint is."""
+
+    def dies(run: Watched) -> None:
+        if run.iteration == 5:
+            raise RuntimeError("a loose cable")
+
+    flags = COPIES.format(tmp_path / "memory") + "--save ck --save-interval 3"
+    whole = started(tmp_path / "whole", COPIES)
+    with pytest.raises(RuntimeError, match="a loose cable"):
+        run_here(tmp_path / "run", flags, each_step=dies)
+    (file,) = own_folder(tmp_path / "memory").glob("iter_0000004-*/shard_00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-7] ^= 4
+    file.write_bytes(data)
+    second = run_here(tmp_path / "run", flags)
+    assert "WARNING: the copy in memory cannot be read: " in second.out
+    assert "resumed from ck/iter_0000003 at iteration 3" in second.out
+    assert second.code == 0 and second.losses[-3:] == whole.losses[-3:]

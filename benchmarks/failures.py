@@ -1,0 +1,206 @@
+"""Failures of a real run, one after the other, and what they cost: steps trained again, silent differences, hangs.
+
+    python -m benchmarks.failures --minutes 60 --seed 1
+
+Three nodes (torchruns) of one process each on this machine, with a copy in memory after every step and a checkpoint
+every 20. Drawn at random: what happens (a worker gets SIGKILL or SIGSTOP, a node loses worker and torchrun, a file is
+refused as on a full disk or memory), in which part of a step or of a start, and to how many at once. Rank 0 keeps the
+store of the process group, so its death is that of the store. Every loss that any start has logged is compared with
+those of one process that nobody disturbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.training.elastic_lab import Job
+
+NODES, BOUND, PATIENCE, LONG = 3, 1e-6, 300.0, 60.0
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size 97 --mock-data "
+    "--seq-length 17 --init-method-std 0.2 --hidden-dropout 0.1 --global-batch-size 8 --micro-batch-size 1 "
+    "--log-interval 1 --lr 0.001 --lr-decay-style constant --no-tensorboard --no-progress-bar --log-dir logs"
+)
+ELASTIC = (
+    f"--max-nodes {NODES} --min-nodes 1 --peer-snapshot-interval 1 --save ck --load auto --save-interval 20 "
+    "--keep-last-k 2 --distributed-timeout-minutes 0.4"
+)
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from smp.checkpoint import peers
+from smp.training import trainer
+from smp.training.checkpoints import saving
+
+def strike(part):
+    for what in ("kill", "stop", "full"):
+        order = Path(f"{what}-{part}-{os.environ['RANK']}")
+        if order.exists():
+            order.unlink(missing_ok=True)
+            if what == "full":
+                raise OSError(28, "No space left on device")
+            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+
+def before(module, name, part):
+    inner = getattr(module, name)
+    def outer(*args, **more):
+        strike(part)
+        return inner(*args, **more)
+    setattr(module, name, outer)
+
+before(trainer, "clip_gradients", "collective")
+before(trainer, "step_if", "update")
+before(peers.PeerCopies, "_write", "snapshot")
+before(saving.RunCheckpoints, "_write", "save")
+before(saving, "load_training", "recovery")
+
+start_step = trainer.Trainer.start_step
+def hooked(self, *args):
+    if "struck" not in self.__dict__:
+        self.struck = True
+        self.model.register_forward_pre_hook(lambda *_: strike("forward"))
+        # Under FSDP nobody calls hooks of parameters.
+        last = self.model.get_submodule("layers.1")
+        last.register_forward_hook(lambda module, args, x: x.register_hook(lambda _: strike("backward")) and None)
+    time.sleep(0.2)
+    return start_step(self, *args)
+trainer.Trainer.start_step = hooked
+import pretrain_gpt
+sys.exit(pretrain_gpt.main(sys.argv[1:]))
+"""
+PARTS = ("forward", "backward", "collective", "update", "snapshot", "save", "recovery")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What happens, where, and to which ranks (of a node: which nodes)."""
+
+    what: str
+    part: str
+    victims: tuple[int, ...]
+
+    @staticmethod
+    def drawn(rng: random.Random) -> Failure:
+        """Any of them."""
+        what = rng.choice(("kill", "kill", "stop", "full", "node"))
+        part = rng.choice(("snapshot", "save")) if what == "full" else rng.choice(PARTS)
+        # Where all are stopped nobody is left who could find out.
+        most = {"full": 1, "kill": NODES}.get(what, NODES - 1)
+        count = min(rng.choice((1, 1, 2, NODES)), most)
+        return Failure(what, part, tuple(sorted(rng.sample(range(NODES), count))))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds to the first step that was new, and steps that were trained again."""
+
+    seconds: float
+    again: int
+
+
+def every_loss(folder: Path) -> list[tuple[int, float]]:
+    """(iteration, loss) of all starts, those that were trained twice twice."""
+    found = []
+    for path in folder.glob("logs/metrics*.jsonl"):  # of steps that were lost, too
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # cut off by a kill
+                record = json.loads(line)
+                if "lm loss" in record:
+                    found.append((record["iteration"], record["lm loss"]))
+    return found
+
+
+def strike(job: Job, failure: Failure) -> Cost:
+    """Let it happen, wait until all nodes train again behind it.
+
+    Raises:
+        TimeoutError: they do not.
+    """
+    began, before, mark = time.monotonic(), job.iteration, job.mark()
+    orders = [job.folder / f"{failure.what}-{failure.part}-{rank}" for rank in failure.victims]
+    if failure.what == "node":
+        live = [number for number, node in enumerate(job.nodes) if node.poll() is None]
+        for victim in failure.victims:
+            job.kill(live[victim])
+        job.start(len(failure.victims))
+    else:
+        for order in orders:
+            order.touch()
+        if failure.part == "recovery":
+            (job.folder / "kill-forward-0").touch()  # or there would be none
+        began += job.until(lambda: not any(order.exists() for order in orders), PATIENCE)
+        before = job.iteration
+    if failure.what == "full":
+        job.until(lambda: job.iteration > before + 2, PATIENCE)
+        return Cost(0.0, 0)
+    # A failure is over when the job trains behind what it had reached, on all nodes.
+    job.until(lambda: "resumed from" in job.since(mark), PATIENCE)
+    job.until(lambda: job.iteration > before, PATIENCE)
+    seconds = time.monotonic() - began
+    job.until(lambda: f"{NODES} nodes" in job.now(), PATIENCE)
+    job.until(lambda: job.iteration > before + 2, PATIENCE)
+    at = [int(line.rsplit(" ", 1)[1]) for line in job.since(mark).splitlines() if "resumed from" in line]
+    return Cost(seconds, max(before - min(at), 0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # a process that was stopped hears no SIGTERM
+    rng, deadline = random.Random(asked.seed), time.monotonic() + 60 * asked.minutes
+    costs: dict[str, list[Cost]] = {}
+    hangs, jobs, kinds = 0, 0, Counter[str]()
+    with tempfile.TemporaryDirectory() as name:
+        logged: list[tuple[int, float]] = []
+        while time.monotonic() < deadline:
+            jobs += 1
+            job = Job(Path(name, str(jobs)), f"{FLAGS} {ELASTIC} --train-iters 1000000", 1, NODES)
+            (job.folder / "program.py").write_text(PROGRAM)
+            try:
+                job.start(NODES)
+                job.until(lambda job=job: f"{NODES} nodes" in job.now() and job.iteration > 2, PATIENCE)
+                while time.monotonic() < deadline:
+                    failure = Failure.drawn(rng)
+                    kinds[f"{failure.what}, {failure.part}"] += 1
+                    cost = strike(job, failure)
+                    costs.setdefault(failure.what, []).append(cost)
+                    print(f"{failure}: {cost.seconds:.0f} s, {cost.again} steps again", flush=True)
+            except (TimeoutError, RuntimeError) as error:
+                hangs += 1
+                print(f"{failure}: {type(error).__name__}\n{str(error)[-3000:]}", flush=True)
+            finally:
+                job.close()
+            logged += every_loss(job.folder)
+        alone = Job(Path(name, "alone"), f"{FLAGS} --train-iters {max(i for i, _ in logged)}", 1, 1, step=0)
+        try:
+            alone.start()
+            assert alone.finish(3600) == [0], alone.said()
+            want = alone.losses()
+        finally:
+            alone.close()
+    worst = max(abs(loss - want[i]) / abs(want[i]) for i, loss in logged)
+    different = sum(not math.isclose(loss, want[i], rel_tol=BOUND) for i, loss in logged)
+    print(f"failures: {sum(kinds.values())} in {jobs} jobs; {dict(kinds)}")
+    for what, found in costs.items():
+        seconds, again = [cost.seconds for cost in found], Counter(cost.again for cost in found)
+        long, median = sum(s > LONG for s in seconds), statistics.median(seconds)
+        print(f"{what}: {len(found)}, median {median:.0f} s, longest {max(seconds):.0f} s, {long} above {LONG:.0f} s")
+        print(f"  steps trained again: {dict(sorted(again.items()))}")
+    print(f"did not go on: {hangs}; losses compared: {len(logged)}, different: {different}, worst {worst:.1e}")
+
+
+if __name__ == "__main__":
+    main()
