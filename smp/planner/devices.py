@@ -8,6 +8,7 @@ to the whole runs that ``docs/planning.md`` compares with.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from smp.parallel.network.fabric import Fabric
 
@@ -88,7 +89,7 @@ class Device:
         """Devices that ``local_link`` connects."""
         return self.domain or self.devices_per_node
 
-    @property
+    @cached_property
     def fabric(self) -> Fabric:
         """What its links carry of collectives of large tensors."""
         local, card = self.local_link * self.link_share, self.node_link * self.link_share
