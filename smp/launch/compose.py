@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from smp.launch.references import UnresolvedError, resolved
 BACKENDS = ("local", "slurm", "k8s", "sm_jobs")
 _ALIASES = {"bcm": "slurm"}  # NeMo's launcher, which HyperPod's is made from, calls it so
 _CHOICES = ("recipes", "cluster", "cluster_type")
+_OF_HYPERPODS_COMMAND = {"cluster.cluster_type": "cluster_type", "cluster.instance_type": "instance_type"}
+"""Keys that the command hyperpod gives, and what they are in a launcher's tree."""
 _INSTEAD = {
     "hydra": "Hydra's own settings are not taken; base_results_dir=... says where files are written",
     "git.token": "it would be written into the job's files; give the nodes a credential helper of git's",
@@ -117,6 +119,8 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[Override]]:
         if word.startswith(("--config-path", "--config-name", "--config-dir")):
             raise ConfigError(f"{word.partition('=')[0]}: give the file of a recipe, recipes=FILE.yaml")
         override = read_word(word)
+        if (moved := _OF_HYPERPODS_COMMAND.get(override.key)) is not None:
+            override = replace(override, path=(moved,))
         key = override.key
         if key not in _CHOICES or override.operator == "~":
             overrides.append(override)
@@ -309,6 +313,8 @@ def _check_known(tree: Any, path: tuple[str, ...], file: Path) -> None:
             return  # an unset or free section: its reader checks it
         if part not in node:
             near = did_you_mean(part, [str(name) for name in node])
+            if not depth and part in ("trainer", "model", "exp_manager", "training_config"):
+                near = f": did you mean recipes.{key}?"
             raise ConfigError(f"{key}: there is no such key in {file}{near}; +{key}=... adds one")
         node = node[part]
 

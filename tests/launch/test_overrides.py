@@ -71,6 +71,7 @@ def test_a_value_is_what_hydra_reads(text: str, value: Any) -> None:
         ("cluster.srun_args=[a", "expected , or ]"),
         ("cluster.srun_args=[a,,b]", "a value is missing"),
         ("cluster.requeue=off", "cluster.requeue: expected true or false, got 'off'"),
+        ("trainer.max_steps=20", "did you mean recipes.trainer.max_steps?"),
         ("dry_run=yes", "dry_run: expected true or false, got 'yes'"),
     ],
 )
@@ -96,6 +97,7 @@ def test_where_no_cluster_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert compose([DEBUG]).backend == "local"
     assert compose([DEBUG, "recipes.trainer.num_nodes=2"]).backend == "slurm"
     assert compose([DEBUG, "container=x.sqsh"]).backend == "slurm"
+    assert compose([DEBUG, "cluster.cluster_type=k8s"]).backend == "k8s"
     (tmp_path / "recipes_collection").mkdir()
     text = "defaults: [_self_, {cluster: k8s}]\nhydra: {run: {dir: .}}\ncluster_type: k8s\nbase_results_dir: null\n"
     (tmp_path / "recipes_collection/config.yaml").write_text(
@@ -104,6 +106,8 @@ def test_where_no_cluster_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     assert compose([DEBUG]).backend == "k8s" and compose([DEBUG]).tree["base_results_dir"] == "results"
     assert compose([DEBUG, "cluster_type=slurm"]).backend == "slurm"
+    tree = compose([DEBUG, "cluster.cluster_type=slurm", "cluster.instance_type=ml.p5.48xlarge"]).tree
+    assert tree["instance_type"] == "ml.p5.48xlarge" and not {"cluster_type", "instance_type"} & tree["cluster"].keys()
 
 
 OVERRIDES = [
