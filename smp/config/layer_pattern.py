@@ -28,10 +28,44 @@ OF_ATTENTION = (
     *("attn_logit_softcapping", "attention_dropout", "multi_latent_attention"),
 )
 """What only layers with attention have; what needs one of these is refused with it."""
+OF_FEED_FORWARD = (
+    *("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "tanh_gelu", "add_mlp_bias"),
+    "disable_bias_linear",
+)
+"""What only layers with an MLP or experts have beside attention; likewise."""
+
+
+MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
+"""Letters of --hybrid-layer-pattern."""
+
+
+def has_mixer(model: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer lets tokens see each other."""
+    letters = model.hybrid_layer_pattern
+    return (True,) * model.num_layers if letters is None else tuple(letter in MAMBA + ATTENTION for letter in letters)
+
+
+def has_feed_forward(model: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer has an MLP or experts."""
+    letters = model.hybrid_layer_pattern
+    return (True,) * model.num_layers if letters is None else tuple(letter in MLP + EXPERTS for letter in letters)
+
+
+def attends(model: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer has attention, or a mixer that --layer-types names."""
+    return tuple(mixes and not recurs for mixes, recurs in zip(has_mixer(model), linear(model), strict=True))
+
+
+def has_mlp(model: ModelConfig) -> tuple[bool, ...]:
+    """Whether each layer has a dense feed-forward network."""
+    pairs = zip(has_feed_forward(model), with_experts(model), strict=True)
+    return tuple(there and not experts for there, experts in pairs)
 
 
 def linear(model: ModelConfig) -> tuple[bool, ...]:
-    """Whether each layer has the linear recurrence in place of attention."""
+    """Whether each layer has a linear recurrence in place of attention."""
+    if (letters := model.hybrid_layer_pattern) is not None:
+        return tuple(letter == MAMBA for letter in letters)
     if model.linear_attention_type is None:
         return (False,) * model.num_layers
     return _linear(model.linear_attention_freq, model.num_layers)
@@ -50,6 +84,8 @@ def with_experts(model: ModelConfig) -> tuple[bool, ...]:
     Raises:
         ConfigError: --moe-layer-freq is neither a number nor a list of the right length.
     """
+    if (letters := model.hybrid_layer_pattern) is not None:
+        return tuple(letter == EXPERTS for letter in letters)
     return (
         (False,) * model.num_layers if model.num_experts is None else _experts(model.moe_layer_freq, model.num_layers)
     )

@@ -138,14 +138,14 @@ class LatentMixer:
 
 
 @dataclass(frozen=True)
-class DeltaNetMixer:
-    """A gated delta net (Qwen3-Next), see :mod:`smp.layers.delta_net`.
+class Recurrence:
+    """What mixers with a linear recurrence have, see :mod:`smp.layers.recurrences.mixer`.
 
     Attributes:
         key_heads, value_heads: of queries and keys, and of values and states.
         key_dim, value_dim: channels of each.
         conv: tokens that the convolution sees.
-        norm_eps: of the norm of each head's output.
+        norm_eps: of the norm of the output.
     """
 
     key_heads: int
@@ -155,8 +155,36 @@ class DeltaNetMixer:
     conv: int
     norm_eps: float
 
+    def own_keys(self, tp: int) -> int:
+        """Channels of a token's queries, or keys, on one of ``tp`` processes, which have a single head all."""
+        return max(1, self.key_heads // tp) * self.key_dim
+
+    def own_values(self, tp: int) -> int:
+        """Channels of a token's values there."""
+        return self.value_heads // tp * self.value_dim
+
+
+@dataclass(frozen=True)
+class DeltaNetMixer(Recurrence):
+    """A gated delta net (Qwen3-Next), see :mod:`smp.layers.recurrences.delta_net`; its norm is of each head."""
+
     def __str__(self) -> str:
         return f"gated delta net, {self.value_heads} states of {self.key_dim} x {self.value_dim}"
+
+
+@dataclass(frozen=True)
+class MambaMixer(Recurrence):
+    """Mamba-2, see :mod:`smp.layers.recurrences.mamba`: heads of keys are its groups, of values its heads. Its norm is
+    of each group.
+
+    Attributes:
+        steps: the least and the largest step; None: no limit.
+    """
+
+    steps: tuple[float, float | None] = (0.0, None)
+
+    def __str__(self) -> str:
+        return f"Mamba-2, {self.value_heads} states of {self.key_dim} x {self.value_dim} in {self.key_heads} groups"
 
 
 @dataclass(frozen=True)
@@ -252,8 +280,9 @@ class LayerSpec:
     """One layer.
 
     Attributes:
-        mixer: what lets tokens see each other: a spec of this file, or one that a caller has registered.
-        feed_forward: what follows it, of each token alone.
+        mixer: what lets tokens see each other: a spec of this file, or one that a caller has registered; None: the
+            layer is a feed-forward network alone.
+        feed_forward: what follows it, of each token alone; None: the layer is a mixer alone.
         norm: of all norms around both.
         norm_before, norm_after: there is one of what each reads, of what each gives.
         parallel: both read the layer's input.
@@ -263,7 +292,7 @@ class LayerSpec:
     """
 
     mixer: Any
-    feed_forward: MLPSpec | ExpertsSpec
+    feed_forward: MLPSpec | ExpertsSpec | None
     norm: NormSpec
     norm_before: bool = True
     norm_after: bool = False
@@ -278,7 +307,7 @@ class LayerSpec:
         return isinstance(self.feed_forward, ExpertsSpec)
 
     def __str__(self) -> str:
-        return f"{self.mixer}; {self.feed_forward}"
+        return "; ".join(str(part) for part in (self.mixer, self.feed_forward) if part is not None)
 
 
 def _seen(window: int | None, chunk: int | None) -> list[str]:

@@ -11,7 +11,16 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from smp.config.command_line.fields import require, without_effect
-from smp.config.layer_pattern import OF_ATTENTION, linear, no_rope, windowed, with_experts
+from smp.config.layer_pattern import (
+    OF_ATTENTION,
+    attends,
+    has_feed_forward,
+    has_mixer,
+    linear,
+    no_rope,
+    windowed,
+    with_experts,
+)
 from smp.config.layer_specs import (
     Activation,
     AttentionMixer,
@@ -20,6 +29,7 @@ from smp.config.layer_specs import (
     ExpertsSpec,
     LatentMixer,
     LayerSpec,
+    MambaMixer,
     MLPSpec,
     NormSpec,
     QueryTemperature,
@@ -91,11 +101,30 @@ def _delta_net(model: ModelConfig, layer: int) -> DeltaNetMixer:
     )
 
 
+def _mamba(model: ModelConfig, layer: int) -> MambaMixer:
+    assert model.mamba_num_heads is not None, "resolved before"
+    return MambaMixer(
+        key_heads=model.mamba_num_groups,
+        value_heads=model.mamba_num_heads,
+        key_dim=model.mamba_state_dim,
+        value_dim=model.mamba_head_dim,
+        conv=model.linear_conv_kernel_dim,
+        norm_eps=model.norm_epsilon,
+        steps=(model.mamba_dt_min, model.mamba_dt_max),
+    )
+
+
+def _nothing(model: ModelConfig, layer: int) -> None:
+    return None
+
+
 MIXERS: dict[str, MixerResolver] = {"attention": _attention}
 """Kinds of mixers that --layer-types names; :func:`smp.models.mixers.register_mixer` adds one."""
-_LINEAR: dict[str, MixerResolver] = {"gated_delta_net": _delta_net}
+_LINEAR: dict[str, MixerResolver] = {"gated_delta_net": _delta_net, "mamba2": _mamba}
 """By --linear-attention-type."""
-_ALIKE = ("attention", *_LINEAR)
+_NONE = "none"
+_OWN: dict[str, MixerResolver] = {**_LINEAR, _NONE: _nothing}
+_ALIKE = ("attention", *_OWN)
 """Kinds that differ from layer to layer by patterns alone."""
 
 
@@ -107,20 +136,25 @@ def layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """
     kinds, experts, last = mixer_kinds(model), with_experts(model), model.num_layers - 1
     # Layers of attention that patterns make alike are made once: a planner asks for hundreds of models.
-    alike = list(zip(kinds, experts, windowed(model), no_rope(model), strict=True))
+    alike = list(zip(kinds, experts, has_feed_forward(model), windowed(model), no_rope(model), strict=True))
     made: dict[Any, LayerSpec] = {}
     for i, kind in enumerate(alike):
         key = kind if kinds[i] in _ALIKE else i
         if key not in made:
-            made[key] = _layer(model, {**MIXERS, **_LINEAR}[kinds[i]](model, i), experts[i])
+            forward = _feed_forward(model, experts[i]) if kind[2] else None
+            made[key] = _layer(model, {**MIXERS, **_OWN}[kinds[i]](model, i), forward)
     specs = [made[kind if kinds[i] in _ALIKE else i] for i, kind in enumerate(alike)]
     return (*specs, *(specs[last] for _ in further_layers(model)))
 
 
-def _layer(model: ModelConfig, mixer: Any, has_experts: bool) -> LayerSpec:
+def _feed_forward(model: ModelConfig, has_experts: bool) -> MLPSpec | ExpertsSpec:
+    return _experts(model) if has_experts else _mlp(model, model.ffn_hidden_size)
+
+
+def _layer(model: ModelConfig, mixer: Any, forward: MLPSpec | ExpertsSpec | None) -> LayerSpec:
     return LayerSpec(
         mixer=mixer,
-        feed_forward=_experts(model) if has_experts else _mlp(model, model.ffn_hidden_size),
+        feed_forward=forward,
         norm=norm_of(model),
         norm_before=model.norm_placement in ("pre", "sandwich"),
         norm_after=model.norm_placement in ("post", "sandwich"),
@@ -132,9 +166,11 @@ def _layer(model: ModelConfig, mixer: Any, has_experts: bool) -> LayerSpec:
 
 
 def mixer_kinds(model: ModelConfig) -> tuple[str, ...]:
-    """What --layer-types says of each layer; it may be shorter, and repeats then. Or --linear-attention-type."""
+    """What --layer-types says of each layer; it may be shorter, and repeats then. Or --linear-attention-type, or
+    --hybrid-layer-pattern."""
     if model.layer_types is None:
-        return tuple(model.linear_attention_type or "" if recurs else "attention" for recurs in linear(model))
+        recurrence, pairs = model.linear_attention_type or "mamba2", zip(has_mixer(model), linear(model), strict=True)
+        return tuple(recurrence if recurs else "attention" if mixes else _NONE for mixes, recurs in pairs)
     words = tuple(model.layer_types.replace(",", " ").split())
     for word in words:
         known = ", ".join(sorted(MIXERS))
@@ -152,7 +188,7 @@ def effective(model: ModelConfig, keep: Container[str] = ()) -> ModelConfig:
     # again and again: what needed one of these has no effect now
     while idle := [s for s in without_effect(Config(model=model), "model") if s.name not in keep]:
         model = replace(model, **{setting.name: setting.default for setting in idle})
-    if model.linear_attention_type is None or not all(linear(model)):
+    if any(attends(model)):
         return model
     # Of a named size or a folder, of which so few layers are taken that none has attention.
     names = [name for name in (*OF_ATTENTION, "num_query_groups", "kv_channels") if name not in keep]

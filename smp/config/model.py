@@ -174,22 +174,37 @@ class ModelConfig:
     """Channels of a head's value."""
     attention_output_gate: bool = False
     """Multiply attention's output by the sigmoid of one more projection of its input (Qwen3-Next)."""
-    linear_attention_type: Literal["gated_delta_net"] | None = None
+    linear_attention_type: Literal["gated_delta_net", "mamba2"] | None = None
     """A linear recurrence in place of attention, in the layers of --linear-attention-freq. gated_delta_net: that of
-    Qwen3-Next and Qwen 3.5. Default: all layers have attention."""
+    Qwen3-Next and Qwen 3.5; mamba2: Mamba-2 with an MLP behind it (Granite 4). Default: all layers have attention."""
     linear_attention_freq: str | None = only_with(None, linear_attention_type=GIVEN)
     """Layers with the linear recurrence. n: all but every n-th, which keeps attention (Qwen3-Next: 4). Or Megatron's
     list, with 1 for a layer with the recurrence and 0 for one with attention. Default: all layers."""
-    linear_conv_kernel_dim: int = only_with(4, linear_attention_type=GIVEN)
+    linear_conv_kernel_dim: int = only_with(4, linear_attention_type=GIVEN, hybrid_layer_pattern=GIVEN)
     """Tokens that the causal convolution in front of the recurrence sees, with the token itself."""
-    linear_key_head_dim: int = only_with(128, linear_attention_type=GIVEN)
+    linear_key_head_dim: int = only_with(128, linear_attention_type="gated_delta_net")
     """Channels of a query and of a key of the recurrence."""
-    linear_value_head_dim: int = only_with(128, linear_attention_type=GIVEN)
+    linear_value_head_dim: int = only_with(128, linear_attention_type="gated_delta_net")
     """Channels of a value of the recurrence."""
-    linear_num_key_heads: int = only_with(16, linear_attention_type=GIVEN)
+    linear_num_key_heads: int = only_with(16, linear_attention_type="gated_delta_net")
     """Heads of queries and keys of the recurrence; each serves as many heads of values."""
-    linear_num_value_heads: int = only_with(32, linear_attention_type=GIVEN)
+    linear_num_value_heads: int = only_with(32, linear_attention_type="gated_delta_net")
     """Heads of values of the recurrence, each with a state of its own."""
+    hybrid_layer_pattern: str | None = None
+    """A letter for each layer, which is one part alone with one norm. M: Mamba-2; *: attention; -: MLP; E: experts
+    (Nemotron-H). Default: a layer is attention, or what --linear-attention-type says, and an MLP or experts."""
+    mamba_state_dim: int = only_with(128, linear_attention_type="mamba2", hybrid_layer_pattern=GIVEN)
+    """Mamba-2: a head's state has so many numbers for each channel of the head."""
+    mamba_head_dim: int = only_with(64, linear_attention_type="mamba2", hybrid_layer_pattern=GIVEN)
+    """Mamba-2: channels of a head."""
+    mamba_num_groups: int = only_with(8, linear_attention_type="mamba2", hybrid_layer_pattern=GIVEN)
+    """Mamba-2: groups of heads; those of a group read and write by the same keys (B and C), and share a norm."""
+    mamba_num_heads: int | None = only_with(None, linear_attention_type="mamba2", hybrid_layer_pattern=GIVEN)
+    """Mamba-2: number of heads. Default: 2 x hidden size / --mamba-head-dim."""
+    mamba_dt_min: float = only_with(0.0, linear_attention_type="mamba2", hybrid_layer_pattern=GIVEN)
+    """Mamba-2: a token's step (dt) is at least this."""
+    mamba_dt_max: float | None = only_with(None, linear_attention_type="mamba2", hybrid_layer_pattern=GIVEN)
+    """Mamba-2: a token's step (dt) is at most this. Default: no limit."""
     window_size: int | None = None
     """Sliding-window attention: a token attends to itself and the window_size - 1 tokens before it. Default: no
     window."""
@@ -299,6 +314,12 @@ class ModelConfig:
     def gated(self) -> bool:
         """Whether the MLP has three matrices."""
         return self.swiglu or self.geglu or self.quick_geglu
+
+    @property
+    def default_ffn(self) -> int:
+        """Width of an MLP for which nothing is said. Megatron's rule: 8/3 keeps a three-matrix MLP the size of a
+        two-matrix one; multiples of 64 fill tensor cores."""
+        return max(64, 8 * self.hidden_size // 3 // 64 * 64) if self.gated else 4 * self.hidden_size
 
     @property
     def rotary_channels(self) -> int:

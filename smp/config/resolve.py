@@ -60,14 +60,14 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.multi_latent_attention:
         model = replace(model, kv_channels=head_width(model))
+    if model.mamba_num_heads is None and (model.linear_attention_type == "mamba2" or model.hybrid_layer_pattern):
+        model = replace(model, mamba_num_heads=_mamba_heads(model))
     if model.kv_channels is None and hidden % heads:
         raise ConfigError(
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
             "change one of them or give --kv-channels"
         )
-    # Megatron's rule: 8/3 keeps a three-matrix MLP the size of a two-matrix one; multiples of 64 fill tensor cores.
-    ffn = max(64, 8 * hidden // 3 // 64 * 64) if model.gated else 4 * hidden
-    ffn = model.ffn_hidden_size or ffn
+    ffn = model.ffn_hidden_size or model.default_ffn
     filled = replace(
         model,
         ffn_hidden_size=ffn,
@@ -77,6 +77,18 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     )
     check_model(filled)
     return filled
+
+
+def _mamba_heads(model: ModelConfig) -> int | None:
+    """Twice the residual stream's width, as in Megatron; None: no layer has any."""
+    if "M" not in (model.hybrid_layer_pattern or "M"):
+        return None
+    if 2 * model.hidden_size % model.mamba_head_dim:
+        raise ConfigError(
+            f"2 x --hidden-size {model.hidden_size} is not divisible by --mamba-head-dim {model.mamba_head_dim}; "
+            "change one of them or give --mamba-num-heads"
+        )
+    return 2 * model.hidden_size // model.mamba_head_dim
 
 
 def _parallel(parallel: ParallelConfig) -> ParallelConfig:

@@ -1,7 +1,7 @@
 """Parallel layers for any ``nn.Module``. They take a 1-D DeviceMesh or a ``ParallelContext``, and need no config, no
 trainer and no global state.
 
-Read ``block`` first: norms and residual around a mixer (``attention``, ``latent_attention``, ``delta_net``) and ``mlp``
+Read ``block`` first: norms and residual around a mixer (``attention``, ``latent_attention``, ``recurrences``) and ``mlp``
 or :mod:`smp.layers.moe`; all of them stand on ``linear``. :mod:`smp.layers.heads` has losses,
 :mod:`smp.layers.adapters` LoRA, :mod:`smp.layers.context_parallel` attention and recurrences over cut sequences.
 """
@@ -16,7 +16,6 @@ from smp.layers.adapters.lora import Lora, adapters_off, add_adapters
 from smp.layers.attention import QueryKeyOptions, SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.context_parallel import context_parallel_attention
-from smp.layers.delta_net import GatedDeltaNet
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.layers.heads.head import ModelOutput, VocabParallelHead
@@ -25,6 +24,8 @@ from smp.layers.mlp import MLP
 from smp.layers.moe import Experts, MoE, Router
 from smp.layers.norm import LayerNorm, RMSNorm
 from smp.layers.parameter import Constant, Normal, init_weights, local, tp_parameter
+from smp.layers.recurrences.delta_net import GatedDeltaNet
+from smp.layers.recurrences.mamba import Mamba2
 from smp.layers.rope import (
     DynamicScaling,
     LinearScaling,
@@ -50,6 +51,7 @@ __all__ = [
     "LinearScaling",
     "LongRopeScaling",
     "Lora",
+    "Mamba2",
     "MoE",
     "MoEBlock",
     "ModelOutput",

@@ -24,10 +24,11 @@ Run = Callable[..., Any]
 
 
 class TransformerBlock(nn.Module):
-    """A mixer and an MLP with norms and residual connections, one after the other or side by side.
+    """A mixer and an MLP with norms and residual connections, one after the other or side by side; or one of them.
 
     Args:
-        attention, mlp: the mixer, which is attention or another one, and the MLP or mixture of experts.
+        attention, mlp: the mixer, which is attention or another one, and the MLP or mixture of experts; one may be
+            None.
         attention_norm, mlp_norm: the normalizations in front of them; None: there is none.
         attention_post_norm, mlp_post_norm: those of what they give; None: there is none.
         parallel_residual: both read the block's input and are added to it together (GPT-NeoX). Without ``mlp_norm`` the
@@ -38,14 +39,14 @@ class TransformerBlock(nn.Module):
     Shapes: (tokens [/p], hidden) -> the same.
 
     Raises:
-        ValueError: when the parts differ in ``sequence_parallel``; on use, when dropout in training mode lacks the keys
-            or ``token_index``.
+        ValueError: when the parts differ in ``sequence_parallel``, or there is none; on use, when dropout in training
+            mode lacks the keys or ``token_index``.
     """
 
     def __init__(
         self,
-        attention: Mixer,
-        mlp: MLP | MoE,
+        attention: Mixer | None,
+        mlp: MLP | MoE | None,
         attention_norm: Norm | None,
         mlp_norm: Norm | None,
         *,
@@ -65,6 +66,8 @@ class TransformerBlock(nn.Module):
             "mlp_post_norm": mlp_post_norm,
         }
         # Said here, where the names are known: a mixture of layouts would fail later in a sum of shapes.
+        if attention is None and mlp is None:
+            raise ValueError("a block needs a mixer or an MLP")
         split = {name: part.sequence_parallel for name, part in parts.items() if part is not None}
         if len(set(split.values())) > 1:
             raise ValueError(f"the parts of a block differ in sequence_parallel: {split}")
@@ -90,30 +93,46 @@ class TransformerBlock(nn.Module):
         return self._computed(x, layout, keys, self.mlp)
 
     def _computed(
-        self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, mlp: Callable[..., torch.Tensor]
+        self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, mlp: Callable[..., torch.Tensor] | None
     ) -> torch.Tensor:
         # Before the norms run, so that in the backward pass this comes after all of them, and their
         # gradients are summed at once.
         own = self._own_of_norms(x.dtype)
+        if self.attention is None:
+            assert mlp is not None, "a block has one of them"
+            normed = x if self.mlp_norm is None else self.mlp_norm(x, own["mlp_norm"])
+            return x + self._fed(mlp, normed, layout, keys, own)
         normed = x if self.attention_norm is None else self.attention_norm(x, own["attention_norm"])
         attended = self.attention(normed, layout, None if keys is None else keys[0])
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended, own["attention_post_norm"])
         attended = self._added(attended, layout, keys, 1)
-        index = layout.token_index, layout.local_token_index
+        if mlp is None:
+            return x + attended
         if self.parallel_residual:
-            fed = mlp(normed if self.mlp_norm is None else self.mlp_norm(x, own["mlp_norm"]), *index)
+            normed = normed if self.mlp_norm is None else self.mlp_norm(x, own["mlp_norm"])
             # The order of the sum is fixed: x, attention, MLP, in every layout.
-            return x + attended + self._added(fed, layout, keys, 2)
+            return x + attended + self._fed(mlp, normed, layout, keys, own)
         if self.mlp_norm is None:
             normed = x = x + attended
         else:
             # The addition belongs to the norm's kernel: the sum is read once instead of twice.
             normed, x = self.mlp_norm.after_addition(x, attended, own["mlp_norm"])
-        fed = mlp(normed, *index)
+        return x + self._fed(mlp, normed, layout, keys, own)
+
+    def _fed(
+        self,
+        mlp: Callable[..., torch.Tensor],
+        normed: torch.Tensor,
+        layout: TokenLayout,
+        keys: torch.Tensor | None,
+        own: dict[str, Own],
+    ) -> torch.Tensor:
+        """What the MLP adds to the residual stream."""
+        fed = mlp(normed, layout.token_index, layout.local_token_index)
         if self.mlp_post_norm is not None:
             fed = self.mlp_post_norm(fed, own["mlp_post_norm"])
-        return x + self._added(fed, layout, keys, 2)
+        return self._added(fed, layout, keys, 2)
 
     def _own_of_norms(self, dtype: torch.dtype) -> dict[str, Own]:
         """By name: what the norms compute with, whose gradients are summed together."""
@@ -158,9 +177,11 @@ class MoEBlock(TransformerBlock):
     ) -> tuple[torch.Tensor, Balance | None]:
         # ``_computed`` knows one output of an MLP. What the experts measured takes this way around it.
         measured: list[Balance | None] = []
+        moe = self.mlp
+        assert moe is not None
 
         def mlp(x: torch.Tensor, *index: torch.Tensor | None) -> torch.Tensor:
-            y, found = self.mlp(x, *index, counted, layout)
+            y, found = moe(x, *index, counted, layout)
             measured.append(found)
             return y
 

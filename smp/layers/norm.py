@@ -106,29 +106,41 @@ class RMSNorm(Norm):
 
 class SplitRMSNorm(nn.Module):
     """:class:`RMSNorm` of features that are split over the TP ranks: (..., features/p) -> the same. What crosses links
-    is a float for each row, there and in the backward pass.
+    is a float for each row, there and in the backward pass; nothing, where every rank has groups of its own.
 
     Args:
         features: of all ranks, which have to divide them.
         parallel: a context, or a plain 1-D tensor-parallel mesh.
         eps: added to the mean square.
+        groups: of neighbouring features, each normalized alone: one, or a multiple of the number of ranks.
     """
 
-    def __init__(self, features: int, parallel: ParallelContext | DeviceMesh, *, eps: float = 1e-5) -> None:
+    def __init__(
+        self, features: int, parallel: ParallelContext | DeviceMesh, *, eps: float = 1e-5, groups: int = 1
+    ) -> None:
         super().__init__()
         context = ParallelContext.of(parallel)
-        self.features, self.eps, self.group = features, eps, context.tp_group
+        ranks = context.tp_group.size
+        if groups > 1 and groups % ranks:
+            raise ValueError(f"{groups} groups of features do not split over {ranks} ranks")
+        self.size, self.eps, self.group = features // groups, eps, context.tp_group
+        self.own_groups = max(groups // ranks, 1)
+        self.is_shared = groups < ranks
         self.weight = tp_parameter((features,), SHARD_ROWS, context.tp)
         self.initializers: dict[str, Initializer] = {"weight": Constant(1.0)}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension over all ranks; the arithmetic is fp32 inside."""
-        wide = x.to(accumulation_dtype(x.dtype))
-        # Its adjoint passes the gradient as it is; the next line sums it.
-        squares = reduce_from_group(wide.square().sum(-1, keepdim=True), self.group)
-        squares = copy_to_group(squares, self.group)  # every rank divides its own features by it
-        normed = wide * torch.rsqrt(squares / self.features + self.eps)
-        return (normed * local(self.weight, x.dtype)).to(x.dtype)
+    def forward(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Normalize each group of the last dimension, over all ranks that have of it; the arithmetic is fp32 inside.
+        The result is in ``dtype``, by default that of ``x``."""
+        dtype = dtype or x.dtype
+        wide = x.to(accumulation_dtype(x.dtype)).unflatten(-1, (self.own_groups, -1))
+        squares = wide.square().sum(-1, keepdim=True)
+        if self.is_shared:
+            # Its adjoint passes the gradient as it is; the next line sums it.
+            squares = reduce_from_group(squares, self.group)
+            squares = copy_to_group(squares, self.group)  # every rank divides its own features by it
+        normed = (wide * torch.rsqrt(squares / self.size + self.eps)).flatten(-2)
+        return (normed * local(self.weight, dtype)).to(dtype)
 
 
 def l2_normed(x: torch.Tensor, eps: float) -> torch.Tensor:

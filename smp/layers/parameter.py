@@ -44,7 +44,16 @@ class LogUniform:
     high: float
 
 
-Initializer = Normal | Constant | LogUniform
+@dataclass(frozen=True)
+class StepUniform:
+    """Independent numbers whose softplus has a logarithm that lies evenly between those of ``low`` and ``high``, keyed
+    as those of :class:`Normal` (the steps that Mamba-2 begins with)."""
+
+    low: float
+    high: float
+
+
+Initializer = Normal | Constant | LogUniform | StepUniform
 
 
 def tp_parameter(shape: tuple[int, ...], placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
@@ -185,9 +194,13 @@ def _fill(parameter: torch.Tensor, name: str, initializer: Initializer, seed: in
     if box.empty:
         return
     drawn = keyed_normal(seed, name, tuple(parameter.shape), box, getattr(initializer, "std", 1.0))
-    if isinstance(initializer, LogUniform):
+    if isinstance(initializer, LogUniform | StepUniform):
         share = torch.special.ndtr(drawn.double())  # evenly between 0 and 1
-        drawn = (initializer.low + (initializer.high - initializer.low) * share).log()
+        low, high = initializer.low, initializer.high
+        if isinstance(initializer, LogUniform):
+            drawn = (low + (high - low) * share).log()
+        else:
+            drawn = torch.expm1(low * (high / low) ** share).log()  # the inverse of softplus
     data.copy_(drawn)
     real = min(max(logical_rows - box.offsets[0], 0), box.sizes[0])
     # Not drawn: how much padding there is depends on the layout, and a checkpoint must not.

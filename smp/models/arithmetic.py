@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smp.config import ModelConfig, resolve_model
-from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, LatentMixer
+from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, LatentMixer, MambaMixer
 from smp.config.layers import layer_specs
 from smp.config.rules.mtp import further_layers
 from smp.models.inventory import inventory, of_each_block, prediction_parameters
@@ -108,9 +108,10 @@ here have products alone, which the inventory counts."""
 
 STATE_FLOPS: dict[type, Callable[[Any], int]] = {
     DeltaNetMixer: lambda mixer: 7 * mixer.value_heads * mixer.key_dim * mixer.value_dim,
+    MambaMixer: lambda mixer: 5 * mixer.value_heads * mixer.key_dim * mixer.value_dim,
 }
 """Of a mixer's spec, for each token: what a recurrence does with its states, a token after the other. The delta rule
-forgets (1), and reads twice and writes once (2 each)."""
+forgets (1), and reads twice and writes once (2 each); Mamba-2 reads once."""
 
 
 def _pair_flops(mixer: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +10,21 @@ from typing import Any
 
 from smp.config import ModelConfig
 from smp.config import layer_specs as specs
-from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, ExpertsSpec, LatentMixer, LayerSpec, MLPSpec, NormSpec
+from smp.config.layer_specs import (
+    AttentionMixer,
+    DeltaNetMixer,
+    ExpertsSpec,
+    LatentMixer,
+    LayerSpec,
+    MambaMixer,
+    MLPSpec,
+    NormSpec,
+)
 from smp.kernels import Kernels
 from smp.kernels.attention_cores.attention_core import AttentionSpec
 from smp.kernels.quick_geglu import QuickGeglu
 from smp.layers.attention import QueryKeyOptions, SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
-from smp.layers.delta_net import GatedDeltaNet
 from smp.layers.heads.head import VocabParallelHead
 from smp.layers.heads.prediction import Prediction
 from smp.layers.heads.score import ScoreHead
@@ -26,6 +35,8 @@ from smp.layers.moe import Experts, MoE, Router, SharedExpertGate
 from smp.layers.moe.capacity import Capacity
 from smp.layers.moe.router import Balancing
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
+from smp.layers.recurrences.delta_net import GatedDeltaNet
+from smp.layers.recurrences.mamba import Mamba2
 from smp.layers.token_needs import QueryScale, RopeTable
 from smp.models.rope_scaling import latent_scale, scaling_of
 from smp.parallel.context import ParallelContext
@@ -64,14 +75,14 @@ class Build:
     def block(self, spec: LayerSpec) -> TransformerBlock:
         """One layer: the mixer and the feed-forward network with norms and residual connections around them."""
         before, after = spec.norm_before, spec.norm_after
+        mixes, feeds = spec.mixer is not None, spec.feed_forward is not None
         # In the order mixer, feed-forward network, after the mixer, after the feed-forward network.
-        wanted = before, before and not spec.shared_norm, after, after
+        wanted = before and mixes, before and feeds and not spec.shared_norm, after and mixes, after and feeds
         norms = [self.norm(spec.norm) if there else None for there in wanted]
         kind = MoEBlock if spec.has_experts else TransformerBlock
-        forward = spec.feed_forward
         return kind(
-            MIXER_BUILDERS[type(spec.mixer)](spec.mixer, self),
-            self.experts(forward) if isinstance(forward, ExpertsSpec) else self.mlp(forward),
+            MIXER_BUILDERS[type(spec.mixer)](spec.mixer, self) if mixes else None,
+            self._feed_forward(spec.feed_forward),
             norms[0],
             norms[1],
             attention_post_norm=norms[2],
@@ -80,6 +91,11 @@ class Build:
             multiplier=spec.multiplier,
             dropout=spec.dropout,
         )
+
+    def _feed_forward(self, spec: MLPSpec | ExpertsSpec | None) -> MLP | MoE | None:
+        if spec is None:
+            return None
+        return self.experts(spec) if isinstance(spec, ExpertsSpec) else self.mlp(spec)
 
     def mlp(self, spec: MLPSpec) -> MLP:
         """A dense feed-forward network."""
@@ -228,11 +244,30 @@ def _delta_net(spec: DeltaNetMixer, build: Build) -> Mixer:
     )
 
 
+def _mamba(spec: MambaMixer, build: Build) -> Mixer:
+    least, largest = spec.steps
+    return Mamba2(
+        build.hidden_size,
+        spec.value_heads,
+        spec.key_heads,
+        build.context,
+        head_dim=spec.value_dim,
+        state_dim=spec.key_dim,
+        conv=spec.conv,
+        step_limits=(least, math.inf if largest is None else largest),
+        norm_eps=spec.norm_eps,
+        init_std=build.init_std,
+        output_std=build.output_std,
+        kernels=build.kernels,
+    )
+
+
 MixerBuilder = Callable[[Any, Build], Mixer]
 MIXER_BUILDERS: dict[type, MixerBuilder] = {
     AttentionMixer: _attention,
     LatentMixer: _latent_attention,
     DeltaNetMixer: _delta_net,
+    MambaMixer: _mamba,
 }
 """By the type of a mixer's spec; :func:`smp.models.mixers.register_mixer` adds one."""
 

@@ -71,7 +71,7 @@ class GPT(StagedModel):
         with torch.device(device):
             self._build(context, kernels, compute_dtype)
         self.tokens = TokenPreparation(
-            [block.attention for block in self.layers.values()],
+            [block.attention for block in self.layers.values() if block.attention is not None],
             kernels.attention,
             self.group,
             sequence_parallel=self.sequence_parallel,

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 from smp.config import ModelConfig
-from smp.config.layer_pattern import linear, no_rope, windowed, with_experts
+from smp.config.layer_pattern import attends, has_mlp, linear, no_rope, windowed
 from smp.config.layers import layer_specs
 from smp.models.arithmetic import count_parameters
 
@@ -19,12 +19,12 @@ def in_words(model: ModelConfig) -> str:
     assert vocab is not None and ffn is not None, "resolved before"
     parts = [
         f"{model.num_layers} {'parallel ' if model.parallel_residual else ''}blocks of width {model.hidden_size:,}",
-        *([] if all(linear(model)) else [_heads(model)]),
+        *([_heads(model)] if any(attends(model)) else []),
         *([_recurrence(model)] if any(linear(model)) else []),
         _norms(model),
-        _positions(model),
-        f"{_activation(model)} MLP of {ffn:,}" if _has_dense(model) else _experts(model),
-        *([_experts(model)] if _has_dense(model) and model.num_experts is not None else []),
+        *([_positions(model)] if any(attends(model)) or model.position_embedding_type != "rope" else []),
+        *([f"{_activation(model)} MLP of {ffn:,}{_some(model, has_mlp(model))}"] if any(has_mlp(model)) else []),
+        *([_experts(model)] if model.num_experts is not None else []),
         _biases(model),
         f"{_ends(model)} of {vocab:,} token ids",
         f"dropout {dropout}" if dropout else "no dropout",
@@ -52,7 +52,7 @@ def _heads(model: ModelConfig) -> str:
     heads, groups = model.num_attention_heads, model.num_query_groups
     if model.multi_latent_attention:
         return _latent_heads(model)
-    text = f"{heads} heads of {model.kv_channels}"
+    text = f"{heads} heads of {model.kv_channels}{_some(model, attends(model))}"
     text += f" on {groups} of keys and values" if groups != heads else ""
     if model.qk_layernorm:
         text += ", with a norm over all" if model.qk_layernorm_across_heads else ", each with a norm"
@@ -98,8 +98,9 @@ def _latent_heads(model: ModelConfig) -> str:
     return text + (f", that see {model.window_size:,} tokens" if model.window_size is not None else "")
 
 
-def _has_dense(model: ModelConfig) -> bool:
-    return not all(with_experts(model))
+def _some(model: ModelConfig, which: tuple[bool, ...]) -> str:
+    """How many layers have it, where layers are one part alone."""
+    return "" if model.hybrid_layer_pattern is None else f" in {sum(which)} of {model.num_layers} layers"
 
 
 def _experts(model: ModelConfig) -> str:

@@ -13,7 +13,16 @@ from importlib import import_module
 from typing import Any, Literal, TypeVar
 
 from smp.config import Layout, ModelConfig
-from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, ExpertsSpec, LatentMixer, LayerSpec, MLPSpec, NormSpec
+from smp.config.layer_specs import (
+    AttentionMixer,
+    DeltaNetMixer,
+    ExpertsSpec,
+    LatentMixer,
+    LayerSpec,
+    MambaMixer,
+    MLPSpec,
+    NormSpec,
+)
 from smp.config.layers import layer_specs, norm_of
 from smp.config.rules.mtp import further_layers
 from smp.models.part import ModelPart, whole
@@ -147,15 +156,17 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
 def layer_parameters(spec: LayerSpec, hidden: int, layer: int) -> Iterator[Parameter]:
     """Of a layer by its spec, the width of the residual stream and its number."""
     attention, mlp, forward = f"layers.{layer}.attention", f"layers.{layer}.mlp", spec.feed_forward
-    if spec.norm_before:
-        yield from _norm(spec.norm, hidden, f"{attention}_norm")
-    yield from MIXER_PARAMETERS[type(spec.mixer)](spec.mixer, hidden, attention)
-    if spec.norm_before and not spec.shared_norm:
+    if spec.mixer is not None:
+        if spec.norm_before:
+            yield from _norm(spec.norm, hidden, f"{attention}_norm")
+        yield from MIXER_PARAMETERS[type(spec.mixer)](spec.mixer, hidden, attention)
+    if spec.norm_before and not spec.shared_norm and forward is not None:
         yield from _norm(spec.norm, hidden, f"{mlp}_norm")
     if spec.norm_after:
-        yield from _norm(spec.norm, hidden, f"{attention}_post_norm")
-        yield from _norm(spec.norm, hidden, f"{mlp}_post_norm")
-    yield from _experts(forward, hidden, mlp) if isinstance(forward, ExpertsSpec) else _mlp(forward, hidden, mlp)
+        for name, part in ((attention, spec.mixer), (mlp, forward)):
+            yield from _norm(spec.norm, hidden, f"{name}_post_norm") if part is not None else ()
+    if forward is not None:
+        yield from _experts(forward, hidden, mlp) if isinstance(forward, ExpertsSpec) else _mlp(forward, hidden, mlp)
 
 
 def of_each_block(model: ModelConfig, layers: Iterable[int], measure: Callable[[Iterator[Parameter]], T]) -> list[T]:
@@ -220,11 +231,28 @@ def _delta_net(mixer: DeltaNetMixer, hidden: int, name: str) -> Iterator[Paramet
     yield from linear(f"{name}.output", values, hidden, 1, False)
 
 
+def _mamba(mixer: MambaMixer, hidden: int, name: str) -> Iterator[Parameter]:
+    """Queries and keys of a single group are every rank's."""
+    groups, heads = mixer.key_heads, mixer.value_heads
+    keys, values = groups * mixer.key_dim, heads * mixer.value_dim
+    widths = {"query": (keys, groups), "key": (keys, groups), "value": (values, None)}
+    for part, (width, shared) in {**widths, "gate": (values, None), "step": (heads, None)}.items():
+        yield from linear(f"{name}.{part}", hidden, width, 0, False, shared)
+    for part, (width, shared) in widths.items():
+        yield Parameter(f"{name}.{part}_conv", (width, mixer.conv), 0, heads=shared, flops=2 * mixer.conv * width)
+        yield Parameter(f"{name}.{part}_conv_bias", (width,), 0, heads=shared)
+    for part in ("decay_log", "step_bias", "skip"):
+        yield Parameter(f"{name}.{part}", (heads,), 0)
+    yield Parameter(f"{name}.norm.weight", (values,), 0)
+    yield from linear(f"{name}.output", values, hidden, 1, False)
+
+
 MixerParameters = Callable[[Any, int, str], Iterator[Parameter]]
 MIXER_PARAMETERS: dict[type, MixerParameters] = {
     AttentionMixer: _attention,
     LatentMixer: _latent_attention,
     DeltaNetMixer: _delta_net,
+    MambaMixer: _mamba,
 }
 """(spec of a mixer, width of the residual stream, name of the module) -> its parameters, by the spec's type;
 :func:`smp.models.mixers.register_mixer` adds one."""

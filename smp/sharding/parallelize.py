@@ -51,6 +51,7 @@ _KEPT = {
     torch.ops.smp.grouped_product.default,
     torch.ops.smp.exchange_rows.default,
     torch.ops.smp.gated_delta_rule.default,
+    torch.ops.smp.state_space.default,
 }
 _VARLEN = "torch_attn._varlen_attn.default"
 """Also kept. By its name: it is not there until torch.nn.attention.varlen is imported."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from smp.config import Config, ConfigError
-from smp.config.layer_specs import DeltaNetMixer
+from smp.config.layer_specs import MambaMixer, Recurrence
 from smp.config.layers import layer_specs
 from smp.config.rules.context_parallel import exchange_sizes
 from smp.layers.context_parallel.auto import CPU, H100, Seen, choose_comm_type
@@ -73,7 +73,9 @@ def _seen(config: Config) -> Counter[Seen]:
     assert data.seq_length is not None, "resolved before"
     document = min(DOCUMENT, data.seq_length) if data.reset_attention_mask else None
     found = Counter[Seen]()
-    for attention in (spec.mixer for spec in layer_specs(model) if not isinstance(spec.mixer, DeltaNetMixer)):
+    for attention in (spec.mixer for spec in layer_specs(model)):
+        if attention is None or isinstance(attention, Recurrence):
+            continue
         chunk = None if attention.chunk is None or attention.chunk >= data.seq_length else attention.chunk
         shorter = min((size for size in (document, chunk) if size is not None), default=None)
         found[Seen(attention.window, shorter)] += 1
@@ -101,12 +103,13 @@ def recurrence_exchange(config: Config) -> tuple[Literal["states", "heads"], lis
     """What layers with a recurrence exchange, and a line for the user where sequences are cut. --cp-comm-type a2a:
     heads for tokens; auto: what sends fewer bytes; all others: states."""
     parallel, kind = config.parallel, config.parallel.cp_comm_type
-    mixer = next((s.mixer for s in layer_specs(config.model) if isinstance(s.mixer, DeltaNetMixer)), None)
+    mixer = next((s.mixer for s in layer_specs(config.model) if isinstance(s.mixer, Recurrence)), None)
     cp = parallel.context_parallel_size
     if mixer is None or cp == 1:
         return "states", []
     states, heads = recurrence_bytes(config, mixer)
-    shared = mixer.key_heads // parallel.tensor_model_parallel_size % cp == 0
+    own = mixer.key_heads // parallel.tensor_model_parallel_size
+    shared = own > 0 and own % cp == 0
     by_heads = kind == "a2a" or (kind == "auto" and shared and heads < states)
     what = "heads for tokens" if by_heads else "states"
     line = f"context parallelism of recurrences: {what}; of a layer and micro-batch a process sends "
@@ -114,15 +117,17 @@ def recurrence_exchange(config: Config) -> tuple[Literal["states", "heads"], lis
     return "heads" if by_heads else "states", [line]
 
 
-def recurrence_bytes(config: Config, mixer: DeltaNetMixer) -> tuple[int, int]:
+def recurrence_bytes(config: Config, mixer: Recurrence) -> tuple[int, int]:
     """Bytes that a process sends for a layer and micro-batch in the forward pass, and in the backward pass once more:
-    of states, where a sequence is one document, and for heads."""
+    of states, where a sequence is one document, and for heads. What multiplies a state is a matrix, of Mamba-2 a
+    number."""
     parallel, length = config.parallel, config.data.seq_length
     assert length is not None, "resolved before"
     cp, tp, b = parallel.context_parallel_size, parallel.tensor_model_parallel_size, 2 if parallel.bf16 else 4
     rows, heads = config.rows_per_micro_batch, mixer.value_heads // tp
-    channels = 2 * mixer.key_heads // tp * mixer.key_dim + heads * mixer.value_dim
-    state = 4 * heads * mixer.key_dim * (mixer.key_dim + mixer.value_dim)
+    channels = 2 * mixer.own_keys(tp) + mixer.own_values(tp)
+    factor = 1 if isinstance(mixer, MambaMixer) else mixer.key_dim**2
+    state = 4 * heads * (mixer.key_dim * mixer.value_dim + factor)
     pieces = 2 * rows * (cp - 1)  # two on each process, of each sequence
     there, back = b * channels + 8 * heads, b * heads * mixer.value_dim
     return pieces * (state + (mixer.conv - 1) * channels * b), rows * length // cp * (cp - 1) * (there + back) // cp

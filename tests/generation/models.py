@@ -52,6 +52,17 @@ MODELS = {
         **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6},
         **{"linear_value_head_dim": 5, "attention_output_gate": True, "qk_layernorm": True, "norm_epsilon": 0.3},
     },
+    "mamba": SIZES
+    | {
+        **{"linear_attention_type": "mamba2", "linear_attention_freq": "2", "num_layers": 3, "norm_epsilon": 0.3},
+        **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 6, "mamba_state_dim": 5},
+    },
+    "nemotron": SIZES
+    | {
+        **{"hybrid_layer_pattern": "M*-ME", "num_layers": 5, "swiglu": False, "squared_relu": True, "num_experts": 4},
+        **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 6, "mamba_state_dim": 5},
+        **{"norm_epsilon": 0.3, "position_embedding_type": "none"},
+    },
     # wide enough for weights in 4 bits
     "wide": SIZES | {"hidden_size": 128, "kv_channels": 32, "ffn_hidden_size": 256, "init_method_std": 0.1},
     "opt": SIZES | GPT2 | {"position_embedding_offset": 2, "relu": True},

@@ -10,7 +10,7 @@ import torch
 from smp.config import Layout
 from smp.kernels.token_layout import TokenLayout
 from smp.layers import GatedDeltaNet, add_adapters
-from smp.layers.recurrence import DocumentsNeed
+from smp.layers.recurrences.documents import DocumentsNeed
 from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context

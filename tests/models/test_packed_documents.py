@@ -34,6 +34,11 @@ MODELS = {
             "linear_value_head_dim": 5,
         },
     ),
+    "Mamba-2 alone in a layer": replace(
+        LLAMA,
+        **{"hybrid_layer_pattern": "M*-", "num_layers": 3, "norm_epsilon": 1e-2, "mamba_num_heads": 4},
+        **{"mamba_num_groups": 2, "mamba_head_dim": 6, "mamba_state_dim": 5},
+    ),
     "query and key norms": replace(LLAMA, qk_layernorm=True, num_query_groups=1),
 }
 

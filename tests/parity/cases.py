@@ -214,6 +214,25 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **{"linear_value_head_dim": 3, "attention_output_gate": True, "qk_layernorm": True},
         **{"apply_layernorm_1p": True, "rotary_base": 100.0, "rotary_percent": 0.5},
     },
+    "mamba": {  # Granite 4
+        **{"linear_attention_type": "mamba2", "linear_attention_freq": "2", "linear_conv_kernel_dim": 3},
+        **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 3, "mamba_state_dim": 5},
+        **{"norm_epsilon": 1e-3, "residual_multiplier": 0.6, "position_embedding_type": "none", "mamba_dt_min": 0.003},
+    },
+    "one group": {
+        **{"linear_attention_type": "mamba2", "mamba_num_heads": 8, "mamba_num_groups": 1, "mamba_head_dim": 3},
+        **{"mamba_state_dim": 5, "norm_epsilon": 1e-3, "kv_channels": None, "num_query_groups": None},
+    },
+    "nemotron": {
+        **{"hybrid_layer_pattern": "M*-M", "swiglu": False, "squared_relu": True, "position_embedding_type": "none"},
+        **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 3, "mamba_state_dim": 5},
+        **{"norm_epsilon": 1e-3, "mamba_dt_max": 0.05},
+    },
+    "nemotron experts": {
+        **{"hybrid_layer_pattern": "ME*-", "swiglu": False, "squared_relu": True, "position_embedding_type": "none"},
+        **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 3, "mamba_state_dim": 5},
+        **{"norm_epsilon": 1e-3},
+    },
     "opt": {
         **{"normalization": "LayerNorm", "swiglu": False, "relu": True, "disable_bias_linear": False},
         **{"position_embedding_type": "learned_absolute", "position_embedding_offset": 2},

@@ -32,6 +32,12 @@ def fast_cases() -> list[Case]:
         _case("hybrid", {"packed": True}, cp=2, exchange="p2p"),
         _case("hybrid", {"packed": True}, cp=2, exchange="a2a"),
         _case("hybrid", {}, cp=4, exchange="p2p"),
+        _case("mamba", {"packed": True}, tp=2, sp=True, recompute="selective"),
+        _case("one group", {"packed": True}, tp=4, sp=True),
+        _case("mamba", {"packed": True}, cp=2, exchange="p2p"),
+        _case("mamba", {}, cp=2, exchange="a2a"),
+        _case("nemotron", {"layers": 4, "micro_batch": 1}, pp=2, schedule="1f1b", accumulation=2),
+        _case("nemotron experts", {"layers": 4, "experts": "squared relu"}, shard=2, ep=2),
     ]
 
 
@@ -78,6 +84,23 @@ def slow_cases() -> list[Case]:
         _case(
             "hybrid", {"packed": True, "layers": 4, "micro_batch": 1}, cp=2, exchange="p2p", schedule="zb-v", **pipeline
         ),
+        _case("mamba", {"packed": True, "clip": True}, tp=4, sp=True, recompute="full"),
+        _case("mamba", {"tied": True, "dropout": True}, tp=2, shard=2, accumulation=2),
+        _case("mamba", {"layers": 4, "micro_batch": 1, "packed": True}, schedule="zb-v", **pipeline),
+        _case("mamba", {"length": 70, "packed": True}, tp=2, sp=True),
+        _case("mamba", {"packed": True}, cp=2, exchange="a2a", tp=2, sp=True, shard=2),
+        _case("mamba", {}, cp=2, exchange="p2p", recompute="selective"),
+        _case("mamba", {"packed": True, "length": 160}, cp=4, exchange="all_gather"),
+        _case("mamba", {"packed": True, "experts": "qwen2"}, cp=2, exchange="p2p", shard=2, ep=2),
+        _case("one group", {}, tp=2, cp=2, exchange="p2p", recompute="full"),
+        _case("one group", {"packed": True}, tp=2, shard=2, replicate=2),
+        _case("one group", {"layers": 4, "micro_batch": 1}, schedule="zb-h1", tp=2, sp=True, **pipeline),
+        _case("nemotron", {"layers": 4, "packed": True, "dropout": True}, tp=2, sp=True, recompute="full"),
+        _case("nemotron", {"layers": 4, "packed": True}, cp=2, exchange="a2a", tp=2, sp=True),
+        _case("nemotron", {"layers": 4, "micro_batch": 1}, schedule="interleaved", **pipeline),
+        _case("nemotron", {"layers": 4, "micro_batch": 1}, schedule="zb-v", **pipeline),
+        _case("nemotron experts", {"layers": 4, "experts": "squared relu"}, tp=2, sp=True, shard=2, ep=2),
+        _case("nemotron experts", {"layers": 4, "experts": "squared relu", "packed": True}, cp=2, exchange="p2p", ep=2),
         _case("opt", {"dropout": True, "tied": True}, tp=2, sp=True, shard=2),
         _case("opt", {}, cp=2, exchange="p2p"),
         _case("bloom", {"packed": True, "kv_heads": 4}, tp=2, sp=True, recompute="full"),
@@ -92,6 +115,8 @@ def compiled_cases() -> list[Case]:
         _case("command", {}, shard=2, compile=True),
         _case("bloom", {"kv_heads": 4}, compile=True),
         _case("hybrid", {"packed": True}, tp=2, sp=True, compile=True, recompute="selective"),
+        _case("nemotron", {"packed": True, "layers": 4}, tp=2, sp=True, compile=True, recompute="selective"),
+        _case("one group", {}, tp=2, compile=True),
     ]
 
 
@@ -102,4 +127,5 @@ def bf16_cases() -> list[Case]:
         _case("gemma", {"steps": 4}, tp=2, sp=True, bf16=True),
         _case("command", {"steps": 4}, tp=2, shard=2, bf16=True),
         _case("hybrid", {"steps": 4}, tp=2, sp=True, bf16=True),
+        _case("mamba", {"steps": 4}, tp=2, sp=True, bf16=True),
     ]

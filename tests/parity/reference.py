@@ -146,6 +146,8 @@ def attention(
             y = norm(y, weights, f"{name}.{part}_norm", config)
         return y.view(batch, length, -1, config.kv_channels or 0).transpose(1, 2)
 
+    if f"{name}.skip" in weights:
+        return mamba(x, weights, name, config, layout)
     if f"{name}.decay_log" in weights:
         return delta_net(x, weights, name, config, layout)
     q, k, v = split("query"), split("key"), split("value")
@@ -172,22 +174,45 @@ def attention(
     return attend(q, k, v, weights, layer, config, dropout, layout, window, x)
 
 
+def convolved(x: torch.Tensor, weights: Weights, name: str, width: int, layout: Layout) -> torch.Tensor:
+    """SiLU of a causal convolution, one token back after the other, of a projection; (batch, length, heads, width)."""
+    y, kernel = linear(x, weights, name), weights[f"{name}_conv"]
+    out = torch.zeros_like(y) + weights.get(f"{name}_conv_bias", torch.zeros(()))
+    for t in range(y.shape[1]):
+        for back in range(min(kernel.shape[1], t + 1)):
+            same = layout.together[:, 0, t, t - back, None]
+            out[:, t] = out[:, t] + same * kernel[:, -1 - back] * y[:, t - back]
+    return F.silu(out).unflatten(-1, (-1, width))
+
+
+def mamba(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig, layout: Layout) -> torch.Tensor:
+    """Mamba-2's recurrence, one token after the other, with a state that a document begins empty."""
+    heads, groups = config.mamba_num_heads or 0, config.mamba_num_groups
+    c, b = (convolved(x, weights, f"{name}.{part}", config.mamba_state_dim, layout) for part in ("query", "key"))
+    own = torch.arange(heads) // (heads // groups)  # the group of each head
+    c, b = c[:, :, own], b[:, :, own]
+    v = convolved(x, weights, f"{name}.value", config.mamba_head_dim, layout)
+    step = F.softplus(linear(x, weights, f"{name}.step") + weights[f"{name}.step_bias"])
+    step = step.clamp(config.mamba_dt_min, config.mamba_dt_max)
+    kept = torch.exp(-weights[f"{name}.decay_log"].exp() * step)
+    state, outs = torch.zeros(len(x), heads, config.mamba_head_dim, config.mamba_state_dim, dtype=x.dtype), []
+    for t in range(x.shape[1]):
+        state = state * (kept[:, t] * (layout.before[:, t, None] > 0))[..., None, None]
+        state = state + torch.einsum("bh,bhp,bhn->bhpn", step[:, t], v[:, t], b[:, t])
+        outs.append(torch.einsum("bhpn,bhn->bhp", state, c[:, t]) + weights[f"{name}.skip"][:, None] * v[:, t])
+    gated = torch.stack(outs, 1).flatten(2) * F.silu(linear(x, weights, f"{name}.gate"))
+    by_group = gated.unflatten(-1, (groups, -1))
+    normed = by_group / (by_group.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
+    return linear(normed.flatten(-2) * weights[f"{name}.norm.weight"], weights, f"{name}.output")
+
+
 def delta_net(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig, layout: Layout) -> torch.Tensor:
     """Qwen3-Next's recurrence, one token of one head after the other, with a state that a document begins empty."""
     heads, served = config.linear_num_value_heads, config.linear_num_value_heads // config.linear_num_key_heads
-
-    def convolved(part: str, width: int) -> torch.Tensor:
-        y, kernel = linear(x, weights, f"{name}.{part}"), weights[f"{name}.{part}_conv"]
-        out = torch.zeros_like(y)
-        for t in range(y.shape[1]):
-            for back in range(min(kernel.shape[1], t + 1)):
-                same = layout.together[:, 0, t, t - back, None]
-                out[:, t] = out[:, t] + same * kernel[:, -1 - back] * y[:, t - back]
-        return F.silu(out).unflatten(-1, (-1, width))  # (batch, length, heads, width)
-
-    q, k = (convolved(part, config.linear_key_head_dim) for part in ("query", "key"))
+    q, k = (convolved(x, weights, f"{name}.{part}", config.linear_key_head_dim, layout) for part in ("query", "key"))
     q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-    v, z = convolved("value", config.linear_value_head_dim), linear(x, weights, f"{name}.gate")
+    v = convolved(x, weights, f"{name}.value", config.linear_value_head_dim, layout)
+    z = linear(x, weights, f"{name}.gate")
     rate = linear(x, weights, f"{name}.beta").sigmoid()
     step = F.softplus(linear(x, weights, f"{name}.decay") + weights[f"{name}.decay_bias"])
     kept = torch.exp(-weights[f"{name}.decay_log"].exp() * step)
@@ -421,9 +446,14 @@ def block(
     batch, micro_batches, dropout, layout, seen = state
     name, added = f"layers.{layer}", config.residual_multiplier
     first = maybe_norm(x, weights, f"{name}.attention_norm", config)
-    attended = attention(first, weights, layer, config, dropout, layout)
-    attended = maybe_norm(attended, weights, f"{name}.attention_post_norm", config)
-    attended = added * dropout.of_stream(attended, 3 * layer + 1)
+    letter = (config.hybrid_layer_pattern or " " * (layer + 1))[layer]
+    attended = torch.zeros_like(x)
+    if letter not in "-E":
+        attended = attention(first, weights, layer, config, dropout, layout)
+        attended = maybe_norm(attended, weights, f"{name}.attention_post_norm", config)
+        attended = added * dropout.of_stream(attended, 3 * layer + 1)
+    if letter in "M*":
+        return x + attended, 0.0
     inner = first
     more: torch.Tensor | float = 0.0
     if not config.parallel_residual_shared_norm:

@@ -29,7 +29,7 @@ from smp.pipeline.validate import PassState
 from smp.sharding.parallelize import _wrapped
 from smp.training.cost.exchanged_keys import others_keys
 from smp.training.cost.kept_memory import kept_per_token, masking_per_token
-from smp.training.cost.memory import _most_in_passes, estimate_memory
+from smp.training.cost.memory import _kind, _most_in_passes, estimate_memory
 from smp.training.cost.model_share import Tuned
 from smp.training.cost.moments import Moments
 from tests.distributed import run_distributed
@@ -243,6 +243,17 @@ RECURRENT = replace(
 )
 
 
+_MAMBA: dict[str, Any] = {"normalization": "LayerNorm", "max_position_embeddings": 64, "num_query_groups": None}
+_MAMBA |= {"mamba_num_heads": 8, "mamba_num_groups": 2, "mamba_state_dim": 24, "mamba_head_dim": 40}
+_MAMBA |= {"kv_channels": None}
+RECURRENCES = {
+    "delta net": RECURRENT,
+    "Mamba-2": replace(SMALL, linear_attention_type="mamba2", **_MAMBA),
+    "Mamba-2 alone": replace(SMALL, hybrid_layer_pattern="M-", **_MAMBA),
+    "MLP alone": replace(SMALL, hybrid_layer_pattern="-M", **_MAMBA),
+}
+
+
 def test_a_recurrence_keeps_what_the_formula_says() -> None:
     for measured, formula, case in run_distributed(_kept_by_a_recurrence, 1)[0]:
         assert measured == pytest.approx(formula, rel=0.03), case
@@ -251,13 +262,15 @@ def test_a_recurrence_keeps_what_the_formula_says() -> None:
 def _kept_by_a_recurrence(rank: int, world: int) -> list[tuple[float, int, str]]:
     rows = []
     gc.freeze()
-    for recompute in ("none", "selective"):
-        config = _config(_wide(RECURRENT), recompute_granularity=recompute, bf16=True)
-        mixer = layer_specs(config.model)[0].mixer
-        formula = kept_per_token(config, Layout(), 2, recompute, fused=False, recurrence=mixer)  # type: ignore[arg-type]
-        # Of one chunk there are two states; on a CPU an RMSNorm keeps its input in fp32, too.
-        more = 4 * 24 * 40 * 8 // 64 + (4 * 8 * 40 if recompute == "none" else 0)
-        rows.append((_measure(config, 1, formula, length=64), formula + more, recompute))
+    for name, model in RECURRENCES.items():
+        for recompute in ("none", "selective"):
+            config = _config(_wide(model), recompute_granularity=recompute, bf16=True)
+            spec = layer_specs(config.model)[0]
+            formula = kept_per_token(config, Layout(), 2, recompute, fused=False, **dict(_kind(spec)))  # type: ignore[arg-type]
+            # Of one chunk there are two states; on a CPU a delta net's RMSNorm keeps its input in fp32, too.
+            more = 4 * 24 * 40 * 8 // 64 if spec.mixer is not None else 0
+            more += 4 * 8 * 40 if name == "delta net" and recompute == "none" else 0
+            rows.append((_measure(config, 1, formula, length=64), formula + more, f"{name} {recompute}"))
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from smp.config.batch import BatchSizes
 from smp.config.blend import parse_split
 from smp.config.command_line.fields import entry_point_of, given, require, said_without_effect, settings, without_effect
+from smp.config.layer_pattern import attends, has_mlp
 from smp.config.layout import Layout
 from smp.config.model import ModelConfig
 from smp.config.parallel import ParallelConfig
@@ -44,7 +45,7 @@ _FROM_ZERO = {
     "moe_aux_loss_coeff",
     "moe_router_bias_update_rate",
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    *("position_embedding_offset", "glu_linear_offset"),
+    *("position_embedding_offset", "glu_linear_offset", "mamba_dt_min"),
 }
 _SHARES = ("bad_sample_threshold", "lmbda", "kd_loss_alpha")
 _ANY = ("off_policy_mask_threshold", "reward_model_weight")
@@ -192,9 +193,9 @@ def _check_kernels(config: Config) -> None:
 def check_model(model: ModelConfig) -> None:
     """Check what a model with its defaults filled in says as a whole."""
     check_effects(Config(model=model), "model")
+    check_linear(model, tp=1)
     _check_heads_and_widths(model, tp=1)
     check_latent(model)
-    check_linear(model, tp=1)
     _check_activation(model)
     _check_norms(model)
     check_positions(model)
@@ -228,19 +229,28 @@ def _check_norms(model: ModelConfig) -> None:
 def _check_heads_and_widths(model: ModelConfig, tp: int) -> None:
     heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
     assert groups is not None and ffn is not None, "filled in before"
+    if any(attends(model)):
+        _check_attention_heads(heads, groups, tp, across_heads=model.qk_layernorm_across_heads)
+    require(
+        ffn % tp == 0 or not any(has_mlp(model)),
+        f"--ffn-hidden-size {ffn} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
+    )
+
+
+def _check_attention_heads(heads: int, groups: int, tp: int, *, across_heads: bool) -> None:
     require(
         heads % groups == 0,
         f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one of them",
     )
     require(
-        groups % tp == 0 or not model.qk_layernorm_across_heads,
+        groups % tp == 0 or not across_heads,
         f"--qk-layernorm-across-heads: --num-query-groups {groups} is not divisible by --tensor-model-parallel-size "
         f"{tp}; change one of them",
     )
-    for flag, size in (("--num-attention-heads", heads), ("--ffn-hidden-size", ffn)):
-        require(
-            size % tp == 0, f"{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; change one of them"
-        )
+    require(
+        heads % tp == 0,
+        f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
+    )
     require(
         groups % tp == 0 or tp % groups == 0,
         f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other; change one",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from smp.config.command_line.fields import given
+from smp.config.command_line.fields import flag_of, given
+from smp.config.layer_pattern import attends, linear
 from smp.config.layout import Layout
 from smp.config.parallel import ParallelConfig
 from smp.config.schema import Config, ConfigError
@@ -36,6 +37,8 @@ def check_context_parallel(config: Config, layout: Layout) -> None:
             "--cp-comm-type a2a works"
         )
     _check_recurrence(config, layout)
+    if not any(attends(config.model)):
+        return
     heads = config.model.num_attention_heads // layout.tp
     if heads % a2a:
         shared = f" / --tensor-model-parallel-size {layout.tp}" if layout.tp > 1 else ""
@@ -49,13 +52,17 @@ def check_context_parallel(config: Config, layout: Layout) -> None:
 
 def _check_recurrence(config: Config, layout: Layout) -> None:
     """By heads, those of keys are shared; states are of all heads."""
-    heads = config.model.linear_num_key_heads // layout.tp
-    if config.model.linear_attention_type is None or config.parallel.cp_comm_type != "a2a" or heads % layout.cp == 0:
+    model = config.model
+    if not any(linear(model)) or config.parallel.cp_comm_type != "a2a":
+        return
+    name = "linear_num_key_heads" if model.linear_attention_type == "gated_delta_net" else "mamba_num_groups"
+    count = getattr(model, name)
+    if count // layout.tp and count // layout.tp % layout.cp == 0:
         return
     raise ConfigError(
         f"--cp-comm-type a2a needs a multiple of {layout.cp} key heads of the recurrence on each process, not "
-        f"--linear-num-key-heads {config.model.linear_num_key_heads} / --tensor-model-parallel-size {layout.tp} = "
-        f"{heads}; --cp-comm-type p2p and all_gather work"
+        f"{flag_of(name)} {count} / --tensor-model-parallel-size {layout.tp} = {count / layout.tp:g}; --cp-comm-type "
+        "p2p and all_gather work"
     )
 
 

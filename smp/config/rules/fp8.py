@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smp.config.command_line.fields import given, require
+from smp.config.layer_pattern import linear
 from smp.config.layout import Layout
 from smp.config.model import ModelConfig
 from smp.config.parallel import ParallelConfig
@@ -56,9 +57,10 @@ def check_fp8(config: Config, layout: Layout) -> None:
         f"{flag} and --load-in-4bit exclude each other: products of weights in 4 bits are in bf16; leave one out",
     )
     require(
-        model.linear_attention_type is None,
-        f"{flag} and --linear-attention-type {model.linear_attention_type} exclude each other: rates and decays of a "
-        "recurrence are not for 8 bits, and the projections beside them share their input; leave one out",
+        not any(linear(model)),
+        f"{flag} and {', '.join(given(model, 'linear_attention_type', 'hybrid_layer_pattern'))} exclude each other: "
+        "rates and decays of a recurrence are not for 8 bits, and the projections beside them share their input; leave "
+        "one out",
     )
     _check_layers(model, parallel)
     _check_gather(parallel, layout)

@@ -1,10 +1,25 @@
-"""What layers with a linear recurrence ask of the other settings."""
+"""What layers with a linear recurrence, and layers that are one part alone, ask of the other settings."""
 
 from __future__ import annotations
 
 from smp.config.command_line.fields import given, require
-from smp.config.layer_pattern import OF_ATTENTION, linear
+from smp.config.layer_pattern import (
+    ATTENTION,
+    EXPERTS,
+    MAMBA,
+    MLP,
+    OF_ATTENTION,
+    OF_FEED_FORWARD,
+    attends,
+    has_feed_forward,
+    linear,
+)
 from smp.config.model import ModelConfig
+
+OF_MAMBA = (
+    *("linear_conv_kernel_dim", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+    *("mamba_dt_min", "mamba_dt_max"),
+)
 
 
 def check_linear(model: ModelConfig, tp: int) -> None:
@@ -13,14 +28,62 @@ def check_linear(model: ModelConfig, tp: int) -> None:
     Raises:
         ConfigError: one line that names the flag, and what works.
     """
-    if model.linear_attention_type is None:
-        return
-    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    if model.hybrid_layer_pattern is not None:
+        _check_pattern(model)
+    if model.linear_attention_type is not None:
+        require(
+            model.layer_types is None,
+            f"--layer-types {model.layer_types} and --linear-attention-type {model.linear_attention_type} both say "
+            "what layers are; leave out one",
+        )
+    if model.linear_attention_type == "gated_delta_net":
+        _check_delta_net(model, tp)
+    elif any(linear(model)):
+        _check_mamba(model, tp)
+    if not any(attends(model)):
+        _check_without_attention(model)
+
+
+def _check_pattern(model: ModelConfig) -> None:
+    letters, known = model.hybrid_layer_pattern, MAMBA + ATTENTION + MLP + EXPERTS
+    assert letters is not None
+    where = f"--hybrid-layer-pattern {letters}"
+    for flag in given(model, "layer_types", "linear_attention_type"):
+        require(False, f"{flag} and {where} both say what layers are; leave out one")
+    for flag in given(model, "parallel_residual", "mtp_num_layers"):
+        require(False, f"{flag} and {where} exclude each other: its layers are one part alone; leave out one")
+    for flag in given(model, "moe_layer_freq"):
+        require(False, f"{flag} and {where} both say which layers have experts; leave out {flag}")
+    strange = sorted(set(letters) - set(known))
     require(
-        model.layer_types is None,
-        f"--layer-types {model.layer_types} and --linear-attention-type {model.linear_attention_type} both say what "
-        "layers are; leave out one",
+        bool(letters) and not strange,
+        f"{where}: {strange[0]!r} is no kind of layer; M is Mamba-2, * attention, - an MLP, E experts"
+        if strange
+        else "--hybrid-layer-pattern names no layers",
     )
+    require(
+        len(letters) == model.num_layers,
+        f"{where} names {len(letters)} layers of {model.num_layers}; give --num-layers {len(letters)}",
+    )
+    has_experts = EXPERTS in letters
+    require(
+        has_experts or model.num_experts is None,
+        f"{where} leaves no layer with experts (E); leave out --num-experts",
+    )
+    require(not has_experts or model.num_experts is not None, f"{where} has layers with experts: give --num-experts")
+    if MAMBA not in letters:
+        named = given(model, *OF_MAMBA)
+        require(not named, f"{', '.join(named)}: {where} has no layer with Mamba-2 (M); leave it out")
+    if not any(has_feed_forward(model)):
+        width = [] if model.ffn_hidden_size == model.default_ffn else ["ffn_hidden_size"]
+        named = given(model, *width, *OF_FEED_FORWARD)
+        bias = any(attends(model)) and "--no-disable-bias-linear" in named
+        named = [flag for flag in named if not (bias and flag == "--no-disable-bias-linear")]
+        require(not named, f"{', '.join(named)}: {where} has no layer with an MLP (-) or experts (E); leave it out")
+
+
+def _check_delta_net(model: ModelConfig, tp: int) -> None:
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
     require(
         values % keys == 0,
         f"--linear-num-value-heads {values} is not divisible by --linear-num-key-heads {keys}; change one of them",
@@ -29,12 +92,33 @@ def check_linear(model: ModelConfig, tp: int) -> None:
         keys % tp == 0,
         f"--linear-num-key-heads {keys} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
     )
-    if all(linear(model)):
-        _check_without_attention(model)
+
+
+def _check_mamba(model: ModelConfig, tp: int) -> None:
+    heads, groups = model.mamba_num_heads, model.mamba_num_groups
+    assert heads is not None, "resolved before"
+    require(
+        heads % groups == 0,
+        f"--mamba-num-heads {heads} is not divisible by --mamba-num-groups {groups}; change one of them",
+    )
+    require(
+        heads % tp == 0,
+        f"--mamba-num-heads {heads} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
+    )
+    require(
+        groups == 1 or groups % tp == 0,
+        f"--mamba-num-groups {groups} is neither 1 nor divisible by --tensor-model-parallel-size {tp}: a group's norm "
+        "would be of some of the processes; change one of them",
+    )
+    largest = model.mamba_dt_max
+    require(
+        largest is None or largest > model.mamba_dt_min,
+        f"--mamba-dt-max {largest} is not above --mamba-dt-min {model.mamba_dt_min}; change one of them",
+    )
 
 
 def _check_without_attention(model: ModelConfig) -> None:
-    """Of a model whose layers are all recurrent."""
+    """Of a model none of whose layers has attention."""
     named = given(model, *OF_ATTENTION)
     if model.num_query_groups != model.num_attention_heads:
         named += given(model, "num_query_groups")
@@ -42,6 +126,12 @@ def _check_without_attention(model: ModelConfig) -> None:
         named += given(model, "kv_channels")
     if model.position_embedding_type == "alibi":
         named += given(model, "position_embedding_type")
+    if model.hybrid_layer_pattern is not None:
+        require(
+            not named,
+            f"{', '.join(named)}: --hybrid-layer-pattern {model.hybrid_layer_pattern} has no layer with attention "
+            "(*); leave it out",
+        )
     require(
         not named,
         f"{', '.join(named)}: all layers have --linear-attention-type {model.linear_attention_type}, none has "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smp.config.command_line.fields import require
-from smp.config.layer_pattern import with_experts
+from smp.config.layer_pattern import attends, has_mlp, linear
 from smp.config.layout import Layout
 from smp.config.schema import Config
 
@@ -47,9 +47,13 @@ def check_qlora(config: Config, layout: Layout) -> None:
     widths = {"hidden size": (model.hidden_size, 1), "attention": (model.num_attention_heads * values, layout.tp)}
     if model.multi_latent_attention:
         widths |= {"keys and values": (model.kv_lora_rank, 1), "queries": (model.q_lora_rank or BLOCK, 1)}
-    if model.linear_attention_type is not None:
+    if not any(attends(model)):
+        del widths["attention"]
+    if model.linear_attention_type == "gated_delta_net":
         widths["recurrence"] = (model.linear_num_value_heads * model.linear_value_head_dim, layout.tp)
-    if not all(with_experts(model)):
+    elif any(linear(model)):
+        widths["recurrence"] = ((model.mamba_num_heads or 0) * model.mamba_head_dim, layout.tp)
+    if any(has_mlp(model)):
         widths["MLP"] = (model.ffn_hidden_size, layout.tp)
     if model.moe_shared_expert_intermediate_size is not None:
         widths["shared expert"] = (model.moe_shared_expert_intermediate_size, layout.tp)

@@ -1,10 +1,10 @@
 """A short causal convolution of each channel with SiLU behind it, as linear recurrences have in front of them.
 
-    y_t = SiLU(sum over j < K of w_(K-1-j) x_(t-j))
+    y_t = SiLU(sum over j < K of w_(K-1-j) x_(t-j) [+ bias])
 
-where x_(t-j) counts only if it is of the same document. Of x and the weights the backward pass makes the sum again, so
-that x is all that is kept. Bytes per element in fp32: forward 4 (K + 1), backward 4 (3 K + 3), fewer where a cache
-holds neighbouring tokens; sums are in fp32.
+where x_(t-j) counts only if it is of the same document. Of x, the weights and the bias the backward pass makes the sum
+again, so that x is all that is kept. Bytes per element in fp32: forward 4 (K + 1), backward 4 (3 K + 3), fewer where a
+cache holds neighbouring tokens; sums are in fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from smp.kernels.registry import accumulation_dtype, define
 
 
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor | None = None, places: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    before: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(rows, length, channels) -> the same.
 
@@ -27,23 +31,27 @@ def causal_conv(
         weight: (channels, K).
         before: (rows, K - 1, channels), the tokens before the first; None: zeros.
         places: int64 (rows, length), tokens of its document before each; None: a row and what is before it are of one.
+        bias: (channels,); None: there is none.
     """
     rows, _, channels = x.shape
     if before is None:
         before = x.new_zeros(rows, weight.shape[1] - 1, channels)
-    return _Conv.apply(torch.cat((before, x), 1), weight, places)
+    return _Conv.apply(torch.cat((before, x), 1), weight, bias, places)
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, places)
-        return _forward_op(x, weight, places)
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias, places)
+        return _forward_op(x, weight, bias, places)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        dx, dweight = _backward_op(dy, *ctx.saved_tensors)
-        return dx, dweight, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
+        x, weight, bias, places = ctx.saved_tensors
+        dx, dweight, dbias = _backward_op(dy, x, weight, bias, places)
+        return dx, dweight, None if bias is None else dbias, None
 
 
 def _taps(size: int, places: torch.Tensor | None) -> list[tuple[int, torch.Tensor | None]]:
@@ -52,11 +60,11 @@ def _taps(size: int, places: torch.Tensor | None) -> list[tuple[int, torch.Tenso
     return [(size - 1 - j, None if places is None or j == 0 else (places >= j)[..., None]) for j in range(size)]
 
 
-def _sum(x: torch.Tensor, weight: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+def _sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor | None) -> torch.Tensor:
     """What SiLU is of, (rows, length, channels), of x (rows, K - 1 + length, channels), in the precision of sums."""
     length, wide = x.shape[1] - weight.shape[1] + 1, accumulation_dtype(x.dtype)
     x, weight = x.to(wide), weight.to(wide)
-    out = torch.zeros((), dtype=wide, device=x.device)
+    out = torch.zeros((), dtype=wide, device=x.device) if bias is None else bias.to(wide)
     for column, seen in _taps(weight.shape[1], places):
         shifted = x[:, column : column + length]
         shifted = shifted if seen is None else shifted * seen
@@ -78,39 +86,53 @@ def _part(x: torch.Tensor | None, start: int, end: int) -> torch.Tensor | None:
     return None if x is None else x[:, start:end]
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor | None
+) -> torch.Tensor:
     history = weight.shape[1] - 1
     out = x.new_empty((x.shape[0], x.shape[1] - history, x.shape[2]))
     for start, end in _blocks(x, out.shape[1]):
-        out[:, start:end] = F.silu(_sum(x[:, start : end + history], weight, _part(places, start, end)))
+        out[:, start:end] = F.silu(_sum(x[:, start : end + history], weight, bias, _part(places, start, end)))
     return out
 
 
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, places: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and of the weight."""
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    places: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, of the weight and of a bias, which is empty without one."""
     wide, history = accumulation_dtype(x.dtype), weight.shape[1] - 1
     dx, dweight = torch.zeros_like(x, dtype=wide), torch.zeros_like(weight, dtype=wide)
+    dbias = torch.zeros(0 if bias is None else len(bias), dtype=wide, device=x.device)
     for start, end in _blocks(x, dy.shape[1]):
         part, seen_places = x[:, start : end + history].to(wide), _part(places, start, end)
-        summed = _sum(part, weight, seen_places)
+        summed = _sum(part, weight, bias, seen_places)
         share = summed.sigmoid()
         dsum = dy[:, start:end].to(wide) * share * (1 + summed * (1 - share))
+        if bias is not None:
+            dbias += dsum.sum((0, 1))
         for column, seen in _taps(weight.shape[1], seen_places):
             d = dsum if seen is None else dsum * seen
             dx[:, start + column : end + column].addcmul_(d, weight[:, column].to(wide))
             dweight[:, column] += (d * part[:, column : column + end - start]).sum((0, 1))
-    return dx.to(x.dtype), dweight.to(weight.dtype)
+    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
 _forward_op = define(
-    "causal_conv(Tensor x, Tensor weight, Tensor? places) -> Tensor",
-    lambda x, weight, places: x.new_empty((x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])),
+    "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor? places) -> Tensor",
+    lambda x, weight, bias, places: x.new_empty((x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])),
     CompositeExplicitAutograd=_forward,
 )
 _backward_op = define(
-    "causal_conv_backward(Tensor dy, Tensor x, Tensor weight, Tensor? places) -> (Tensor, Tensor)",
-    lambda dy, x, weight, places: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    "causal_conv_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? places) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda dy, x, weight, bias, places: (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape),
+        weight.new_empty(0 if bias is None else len(bias)),
+    ),
     CompositeExplicitAutograd=_backward,
 )

@@ -27,12 +27,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from smp.kernels.recurrences.chunks import CHUNK, Decays, Pair, as_tokens, by_chunk, decay_gradient
 from smp.kernels.registry import accumulation_dtype, define
-
-CHUNK = 64
-"""Tokens that are computed at once."""
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def step_by_step(
@@ -202,23 +198,9 @@ class _Chunks:
         beta: torch.Tensor,
         begins: torch.Tensor | None,
     ) -> _Chunks:
-        # In fp64: after strong forgetting a sum is large, and fp32 would lose what differences say of mild decays.
-        total = _by_chunk(g[..., None], torch.float64).cumsum(2)  # (n, B, C, 1)
-        last = total[:, :, -1:]
-        differences = total - total.transpose(2, 3), total, last - total, last
-        wide = accumulation_dtype(v.dtype)
-        decay, before, behind, whole = (x.to(wide, copy=True) for x in differences)
-        future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
-        # Masked before exp: the differences above the diagonal may be too large for it.
-        decay.masked_fill_(future, -torch.inf)
-        if begins is not None:
-            number, known = _documents(begins, v.shape[2])
-            decay.masked_fill_(number != number.transpose(2, 3), -torch.inf)
-            before.masked_fill_(number != known, -torch.inf)
-            behind.masked_fill_(number != number[:, :, -1:], -torch.inf)
-            whole.masked_fill_(number[:, :, -1:] != known, -torch.inf)
-        q, k, v = _by_chunk(q), _by_chunk(k), _by_chunk(v)
-        return _Chunks(q, k, v, _by_chunk(beta[..., None]), decay.exp_(), before.exp_(), behind.exp_(), whole.exp_())
+        d = Decays.of(g, begins, accumulation_dtype(v.dtype))
+        q, k, v = by_chunk(q), by_chunk(k), by_chunk(v)
+        return _Chunks(q, k, v, by_chunk(beta[..., None]), d.within, d.before, d.behind, d.whole)
 
     def inverse(self) -> torch.Tensor:
         """T, (n, B, C, C)."""
@@ -226,42 +208,6 @@ class _Chunks:
         unit = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
         # It reads what is below the diagonal, and gives columns.
         return torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True).contiguous()
-
-
-def _by_chunk(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """(rows, length, heads, channels) -> (n, rows x heads, C, channels), zeros behind the last token. In ``dtype``, by
-    default that of sums."""
-    rows, length, heads, channels = x.shape
-    count, dtype = -(-length // CHUNK), dtype or accumulation_dtype(x.dtype)
-    out = torch.empty((count, rows, heads, CHUNK, channels), dtype=dtype, device=x.device)
-    into = out.permute(1, 0, 3, 2, 4)  # (rows, n, C, heads, channels)
-    whole = length // CHUNK
-    into[:, :whole].copy_(x[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)))
-    if whole < count:
-        rest = length - whole * CHUNK
-        into[:, -1, :rest].copy_(x[:, whole * CHUNK :])
-        into[:, -1, rest:].zero_()
-    return out.flatten(1, 2)
-
-
-def _as_tokens(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`_by_chunk`, in the shape and dtype of ``like``."""
-    rows, length, heads = like.shape[:3]
-    by_row = x.unflatten(1, (rows, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
-    return by_row.to(like.dtype).contiguous()
-
-
-def _documents(begins: torch.Tensor, heads: int) -> Pair:
-    """Number of each token's document in its row, and of the one that the chunk before ended in, both int64 (n, B, C or
-    1, 1)."""
-    rows, length = begins.shape
-    number = begins.long().cumsum(1)
-    count = -(-length // CHUNK)
-    # What is behind the last token belongs to its document.
-    number = torch.cat((number, number[:, -1:].expand(rows, count * CHUNK - length)), 1).unflatten(1, (count, CHUNK))
-    known = torch.cat((torch.zeros_like(number[:, :1, -1:]), number[:, :-1, -1:]), 1)  # (rows, n, 1)
-    number, known = (x.transpose(0, 1).repeat_interleave(heads, 1)[..., None] for x in (number, known))
-    return number, known
 
 
 def _forward(
@@ -285,7 +231,7 @@ def _forward(
         torch.bmm(scores[i], written, out=out[i])
         out[i].baddbmm_(read[i], s)
         torch.baddbmm(s * c.whole[i], kept[i].transpose(1, 2), written, out=states[i + 1])
-    return _as_tokens(out, v), states, inverse
+    return as_tokens(out, v), states, inverse
 
 
 def _backward(
@@ -304,7 +250,7 @@ def _backward(
 
     From the last chunk to the first the state's gradient is carried; all else follows for all chunks at once.
     """
-    c, dout = _Chunks.of(q, k, v, g, beta, begins), _by_chunk(dout)
+    c, dout = _Chunks.of(q, k, v, g, beta, begins), by_chunk(dout)
     scores = c.q @ c.k.transpose(2, 3)
     known = states[:-1]
     missing = torch.baddbmm(c.v.flatten(0, 1), (c.k * c.before).flatten(0, 1), known.flatten(0, 1), alpha=-1)
@@ -338,14 +284,10 @@ def _backward(
     of_behind = (dkept * kept).sum(3, keepdim=True)
     dq += dread * c.before
     dk += dasked * c.before + dkept * c.behind
-    # The decay of token t is in what passes it: pairs of a token from t on and one before, what comes from before the
-    # chunk to tokens from t on, what goes from tokens before t behind the chunk, and what passes the chunk. Sums of
-    # these, and not of differences, which would round more.
-    here_on = torch.ones(CHUNK, CHUNK, dtype=ddecay.dtype, device=ddecay.device).triu()
-    dg = (here_on @ ddecay).tril_(-1).sum(3, keepdim=True) + of_before.flip(2).cumsum(2).flip(2)
-    dg += of_behind.cumsum(2) - of_behind + (known * dstates[1:]).sum((2, 3), keepdim=True) * c.whole
-    tokens = (_as_tokens(x, y) for x, y in ((dq, q), (dk, k), (dv, v)))
-    numbers = (_as_tokens(x, y[..., None]).squeeze(3) for x, y in ((dg, g), (dbeta, beta)))
+    of_whole = (known * dstates[1:]).sum((2, 3), keepdim=True) * c.whole
+    dg = decay_gradient(ddecay, of_before, of_behind, of_whole)
+    tokens = (as_tokens(x, y) for x, y in ((dq, q), (dk, k), (dv, v)))
+    numbers = (as_tokens(x, y[..., None]).squeeze(3) for x, y in ((dg, g), (dbeta, beta)))
     return *tokens, *numbers, dstates[0].clone().view(v.shape[0], v.shape[2], *states.shape[2:])
 
 

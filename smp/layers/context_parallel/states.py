@@ -1,13 +1,14 @@
 """Context parallelism of a recurrence by its states: tokens stay where they are, and only states cross links.
 
 A rank's tokens are pieces of sequences: runs of tokens that follow each other. What a piece makes of the state S before
-it is affine, S -> M S + B, and its outputs are o + P S. Each rank computes M, B, o and P of its pieces at once, with
-[0 | 1] as the first state and values that are followed by zeros, so that P and M stand beside o and B. M and B of all
-pieces are gathered, the states before each follow one from the other, and o + P S is left. Zig-zag pieces need no
-order of their own, and a piece in which a document begins has M = 0 by itself.
+it is affine, S -> M S + B, and its outputs are o + P S. Each rank computes M, B, o and P of its pieces at once. M and B
+of all pieces are gathered, the states before each follow one from the other, and o + P S is left. Zig-zag pieces need
+no order of their own, and a piece in which a document begins has M = 0 by itself. Of a delta rule M is a matrix; of
+Mamba-2, whose states only fade, a number.
 
-Bytes sent by each rank: (cp - 1) x pieces x heads x key_dim (key_dim + value_dim) x 4 each way, whatever the length,
-and for the convolution the last tokens of each piece. An all-gather of tokens would be their number times more.
+Bytes sent by each rank: (cp - 1) x pieces x heads x key_dim (key_dim + value_dim) x 4 each way, or without the first
+key_dim where M is a number, whatever the length, and for the convolution the last tokens of each piece. An all-gather
+of tokens would be their number times more.
 """
 
 from __future__ import annotations
@@ -64,21 +65,26 @@ class StatesPlan:
         last = gather_tokens(_taken(x.flatten(0, 1), self.last), cp)
         return last[self.before].view(self.rows, -1, x.shape[2])
 
-    def states_before(self, maps: torch.Tensor, cp: Group) -> torch.Tensor:
-        """The state before each row, (rows, heads, key_dim, value_dim), of what each makes of it, [B | M], (rows,
-        heads, key_dim, value_dim + key_dim)."""
-        key_dim, heads = maps.shape[2], maps.shape[1]
-        value_dim = maps.shape[3] - key_dim
+    def states_before(self, added: torch.Tensor, factor: torch.Tensor, cp: Group) -> torch.Tensor:
+        """The state before each row, (rows, heads, key_dim, value_dim), of what each makes of it.
+
+        Args:
+            added: B, (rows, heads, key_dim, value_dim).
+            factor: M, (rows, heads, key_dim, key_dim), or (rows, heads, 1, 1) where it is a number.
+            cp: the ranks.
+        """
+        is_number, shapes = factor.shape[3] == 1, (added.shape[1:], factor.shape[1:])
         # A piece that is none changes nothing.
-        nothing = torch.eye(key_dim, dtype=maps.dtype, device=maps.device).expand(1, heads, key_dim, key_dim)
-        nothing = torch.cat((maps.new_zeros(1, heads, key_dim, value_dim), nothing), 3)
-        both = torch.cat((gather_tokens(maps, cp), nothing))
-        state = maps.new_zeros(self.steps.shape[1], heads, key_dim, value_dim)
+        nothing = torch.eye(factor.shape[3], dtype=factor.dtype, device=factor.device).expand_as(factor[:1])
+        sent = torch.cat((added.flatten(2), factor.flatten(2)), 2)
+        none = torch.cat((torch.zeros_like(added[:1]).flatten(2), nothing.flatten(2)), 2)
+        whole = torch.cat((gather_tokens(sent, cp), none)).split([x[1] * x[2] for x in shapes], dim=2)
+        added, factor = (x.unflatten(2, shape[1:]) for x, shape in zip(whole, shapes, strict=True))
+        state = added.new_zeros(self.steps.shape[1], *added.shape[1:])
         found = []
         for step in self.steps:
             found.append(state)
-            added, factor = both[step].split((value_dim, key_dim), dim=3)
-            state = added + factor @ state
+            state = added[step] + (factor[step] * state if is_number else factor[step] @ state)
         return torch.cat(found)[self.own]
 
 

@@ -34,7 +34,7 @@ from smp.layers.context_parallel.choose import context_parallel_attention
 from smp.layers.fp8.apply import fp8_history
 from smp.layers.heads.head import CHUNK_BYTES, VocabParallelHead
 from smp.layers.moe.layer import MoE
-from smp.layers.recurrence import Documents, DocumentsNeed
+from smp.layers.recurrences.documents import Documents, DocumentsNeed
 from smp.layers.token_needs import TokenNeed
 from smp.models.micro_batch import Further, MicroBatch
 from smp.models.protocol import Model

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from smp.config import Config, Layout, ModelConfig
 from smp.config.at_once import DROPOUT_BITS
-from smp.config.layer_specs import DeltaNetMixer
+from smp.config.layer_specs import Recurrence
 from smp.config.layers import scores_flag
 from smp.training.cost.exchanged_keys import of_exchange, others_keys
+from smp.training.cost.recurrent_memory import in_flight_of_recurrence, kept_by_recurrence, pending_of_recurrence
 
 
 def is_fused(config: Config) -> bool:
@@ -25,7 +26,9 @@ def kept_per_token(
     *,
     fused: bool,
     experts: bool = False,
-    recurrence: DeltaNetMixer | None = None,
+    recurrence: Recurrence | None = None,
+    mixes: bool = True,
+    feeds: bool = True,
 ) -> int:
     """Bytes per token that one block keeps for its backward pass on one of ``layout.tp`` processes.
 
@@ -52,16 +55,17 @@ def kept_per_token(
     With --attention-output-gate its sigmoid and the product, 2 q more; selective: the projection, q.
 
     Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`; a recurrence in its place, see
-    :func:`_of_recurrence`; context parallelism more, see :func:`_of_exchange`.
+    :func:`kept_by_recurrence`; context parallelism more, see :func:`of_exchange`. A block that has no mixer
+    (``mixes``), or no MLP or experts (``feeds``), keeps nothing of it and of its norms.
     """
     model, length, tp = config.model, config.data.seq_length, layout.tp
     head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
     assert head_dim is not None and groups is not None and ffn is not None and length is not None, "resolved before"
-    if experts:
-        ffn = model.moe_shared_expert_intermediate_size or 0
+    if experts or not feeds:
+        ffn = model.moe_shared_expert_intermediate_size or 0 if feeds else 0
     heads, f = model.num_attention_heads // tp, ffn // tp
     q, k = heads * head_dim, max(1, groups // tp) * head_dim
-    if recurrence is not None:
+    if recurrence is not None or not mixes:
         heads = q = k = 0
     heads_have_norms = model.qk_layernorm and not model.multi_latent_attention  # latents have them there
     split = tp if config.parallel.sequence_parallel else 1
@@ -69,20 +73,20 @@ def kept_per_token(
     if recompute == "full":
         return b * h_l
     if recompute == "selective":
-        own = 2 if experts and not ffn else 3  # their results are counted with their rows
+        own = 1 + mixes + (feeds and not (experts and not ffn))  # their results are counted with their rows
         elements = own * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
         wide, results = 2 if model.gated else 1, 1 + 2 * (layout.ep > 1)
     else:
         mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
-        norms = 6 if model.norm_placement == "sandwich" else 4
-        elements = norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
+        norms = 3 if model.norm_placement == "sandwich" else 2
+        elements = (mixes + feeds) * norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
         wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
     small = 0  # bytes, also elements of one byte
     if recompute == "none":
-        small = _widened_operands(config, b, q, k) + 2 * h_l * (model.hidden_dropout > 0)
+        small = _widened_operands(config, b, q, k) + (mixes + feeds) * h_l * (model.hidden_dropout > 0)
     if recompute == "none" and _keeps_in_8_bits(config):
-        elements -= 2 * h_l
-        small += 2 * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
+        elements -= (mixes + feeds) * h_l
+        small += (mixes + feeds) * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
     if experts:
         row, inner = model.hidden_size * layout.expert_tp // tp, (model.moe_ffn_hidden_size or 0) // tp
         elements += model.moe_router_topk * (results * row + wide * inner)  # of the tokens of ranks that share experts
@@ -93,31 +97,12 @@ def kept_per_token(
     if model.attention_output_gate:
         elements += q if recompute == "selective" else 2 * q  # the projection, or its sigmoid and the product
     if recurrence is not None:
-        small += _of_recurrence(recurrence, tp, b, recompute)
-    elif model.multi_latent_attention:
+        small += kept_by_recurrence(recurrence, tp, b, recompute)
+    elif model.multi_latent_attention and mixes:
         elements += _latent(model, heads, split, recompute) - (2 * q + 2 * k)
-    if layout.cp > 1 and recurrence is None:
+    if layout.cp > 1 and recurrence is None and mixes:
         elements += of_exchange(config, q, k, max(1, groups // tp), recompute)
     return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
-
-
-def _of_recurrence(mixer: DeltaNetMixer, tp: int, b: int, recompute: str) -> int:
-    """Bytes per token of a gated delta net with queries and keys of K numbers and values of V on this process. Input
-    and output of the convolution 2 (2 K + V), queries and keys for each head of values, output of the rule and of the
-    gate's product, and the gate, 3 V; in fp32 queries and keys before they are divided by their length 2 K,
-    output and gate of the gate's product 3 V (with b = 4 the first is there already), rates and decays, and of
-    the rule a state for each chunk and the inverses. selective: results of matrix products and of the rule."""
-    heads = mixer.value_heads // tp
-    k, v = mixer.key_heads // tp * mixer.key_dim, heads * mixer.value_dim
-    rule = heads * (mixer.key_dim * mixer.value_dim // CHUNK + CHUNK)
-    if recompute == "selective":
-        return b * (2 * k + 3 * v + 2 * heads) + 4 * rule
-    wide = (2 * k + 3 * v if b < 4 else v) + 6 * heads
-    return b * (2 * (2 * k + v) + 2 * heads * mixer.key_dim + 3 * v) + 4 * (wide + rule)
-
-
-CHUNK = 64
-"""Tokens that :mod:`smp.kernels.recurrences.delta_rule`, which needs torch, computes at once."""
 
 
 def _widened_operands(config: Config, b: int, q: int, k: int) -> int:
@@ -153,7 +138,14 @@ def _routing(config: Config, layout: Layout, b: int, h_l: int, recompute: str) -
 
 
 def pending_per_token(
-    config: Config, layout: Layout, b: int, *, experts: bool = False, recurrence: DeltaNetMixer | None = None
+    config: Config,
+    layout: Layout,
+    b: int,
+    *,
+    experts: bool = False,
+    recurrence: Recurrence | None = None,
+    mixes: bool = True,
+    feeds: bool = True,
 ) -> int:
     """Bytes per token that one block keeps between both parts of a split backward pass: inputs of its products and
     gradients of their results, 4 h_l + 2 q + 2 k + 3 f (2 f without a gate), and of an expert's rows 2 h + 3 e."""
@@ -165,18 +157,14 @@ def pending_per_token(
     if model.multi_latent_attention:
         attention = _latent(model, heads, split, "none")
     if recurrence is not None:
-        attention = 4 * _numbers(recurrence, tp)
+        attention = pending_of_recurrence(recurrence, tp)
     f = model.ffn_hidden_size if not experts else model.moe_shared_expert_intermediate_size or 0
-    elements = 4 * h_l + attention + wide * f // tp
+    attention, f = attention * mixes, f * feeds
+    elements = 2 * (mixes + feeds) * h_l + attention + wide * f // tp
     if not experts:
         return b * elements
     rows = 2 * model.hidden_size * layout.expert_tp // tp + wide * (model.moe_ffn_hidden_size or 0) // tp
     return b * (elements + model.moe_router_topk * rows) + 4 * (h_l * (b < 4) + (model.num_experts or 0))
-
-
-def _numbers(mixer: DeltaNetMixer, tp: int) -> int:
-    """Of queries, keys, values and gates of a token on one of ``tp`` processes, halved."""
-    return (mixer.key_heads * mixer.key_dim + mixer.value_heads * mixer.value_dim) // tp
 
 
 def _per_position(config: Config, layout: Layout, recompute: str, b: int) -> int:
@@ -204,29 +192,38 @@ def replayed_per_token(
     *,
     fused: bool,
     experts: bool = False,
-    recurrence: DeltaNetMixer | None = None,
+    recurrence: Recurrence | None = None,
+    mixes: bool = True,
+    feeds: bool = True,
 ) -> int:
     """Bytes per token that a block's backward pass computes again: what it keeps without recompute, less what it keeps
     with it. Results that selective recompute keeps are freed as the replay passes them, but for the block's output,
     which it does not reach."""
     model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
     kind: dict[str, Any] = {"fused": fused, "experts": experts, "recurrence": recurrence}
+    kind |= {"mixes": mixes, "feeds": feeds}
     whole, kept = (kept_per_token(config, layout, b, how, **kind) for how in ("none", recompute))
     reached = recompute != "selective" or experts
     return whole - kept + (0 if reached else b * model.hidden_size // (tp if config.parallel.sequence_parallel else 1))
 
 
 def in_flight_per_token(
-    config: Config, layout: Layout, b: int, *, experts: bool = False, recurrence: DeltaNetMixer | None = None
+    config: Config,
+    layout: Layout,
+    b: int,
+    *,
+    experts: bool = False,
+    recurrence: Recurrence | None = None,
+    mixes: bool = True,
+    feeds: bool = True,
 ) -> int:
     """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of
     what it gathers, and of its wider half, 2 q + 2 k of attention or of the MLP 4 f (of the product, of gate and
     up, and the product once more), without a gate 2 f; where attention is operators, of scores and probabilities,
     values and output, in fp32; where keys are exchanged what :func:`smp.training.cost.exchanged_keys.others_keys` says,
     and the gradient of attention's output, when what the MLP keeps is freed. With experts of each of a token's k the
-    row h, or 3 e when the row of the result and the product have gone, e without a gate. Of a recurrence, in fp32 and
-    for each head of values: what it takes and three times more of queries, keys and values, gradients of states, and
-    five matrices of a chunk."""
+    row h, or 3 e when the row of the result and the product have gone, e without a gate. Of a recurrence see
+    :func:`in_flight_of_recurrence`."""
     model, tp, length = config.model, layout.tp, config.data.seq_length
     assert model.ffn_hidden_size is not None and model.kv_channels is not None and length is not None, "resolved before"
     split, wide = tp if config.parallel.sequence_parallel else 1, 4 if model.gated else 2
@@ -241,15 +238,16 @@ def in_flight_per_token(
         inner = (2 if model.gated else 1) * (model.moe_ffn_hidden_size or 0) // tp
         each = max(rows, inner - rows)
         mlp = model.moe_router_topk * each + wide * (model.moe_shared_expert_intermediate_size or 0) // tp
+    if not feeds:
+        mlp = 0
     scores = heads * (_per_position(config, layout, "none", b) - _of_a_cap(model, "none")) * length
     if _keeps_in_8_bits(config):
         scores += mlp // 4  # the product in 8 bits, which the weight's gradient takes
     around = model.hidden_size // split + (model.hidden_size if split > 1 else 0)
     if recurrence is not None:
-        each = 4 * (2 * recurrence.key_dim + recurrence.value_dim) + 5 * CHUNK
-        each += recurrence.key_dim * recurrence.value_dim // CHUNK
-        rule = 4 * recurrence.value_heads // tp * each
-        return b * around + max(b * mlp, rule)
+        return b * around + max(b * mlp, in_flight_of_recurrence(recurrence, tp))
+    if not mixes:
+        return b * around + b * mlp
     attention = 2 * (heads + groups) * width * b
     if (others := others_keys(config, layout, b, heads, groups, width)) > 0:
         attention = others + heads * width * b - b * mlp // 2

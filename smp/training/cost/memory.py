@@ -51,7 +51,7 @@ from typing import Any
 
 from smp.config import Config, Layout
 from smp.config.at_once import CAPPED_LOGITS
-from smp.config.layer_specs import DeltaNetMixer, LayerSpec
+from smp.config.layer_specs import LayerSpec, Recurrence
 from smp.config.layers import layer_specs
 from smp.models.inventory import of_each_block
 from smp.models.part import ModelPart, whole
@@ -284,8 +284,9 @@ def kept_by_blocks(config: Config, layout: Layout, tuned: Tuned = PRETRAINED) ->
 
 def _kind(spec: LayerSpec) -> tuple[tuple[str, Any], ...]:
     """What of a layer decides how much it keeps."""
-    recurrence = spec.mixer if isinstance(spec.mixer, DeltaNetMixer) else None
-    return ("experts", spec.has_experts), ("recurrence", recurrence)
+    recurrence = spec.mixer if isinstance(spec.mixer, Recurrence) else None
+    parts = ("mixes", spec.mixer is not None), ("feeds", spec.feed_forward is not None)
+    return ("experts", spec.has_experts), ("recurrence", recurrence), *parts
 
 
 def _activations_per_token(config: Config, layout: Layout, b: int, share: Share) -> tuple[float, int]:

@@ -10,7 +10,7 @@ from smp.kernels.recurrences.delta_rule import step_by_step
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.layers.context_parallel import states
 from smp.layers.context_parallel.states import StatesPlan, states_plan
-from smp.layers.recurrence import of_documents
+from smp.layers.recurrences.documents import of_documents
 from smp.parallel.collectives import Group
 
 BATCH, HEADS, KEY, VALUE, CONV = 2, 2, 3, 4, 4
@@ -69,14 +69,14 @@ def whole(tensors: list[torch.Tensor], documents: torch.Tensor | None) -> torch.
 def of_rank(
     tensors: list[torch.Tensor], found: tuple[torch.Tensor, torch.Tensor, StatesPlan], cp: Group
 ) -> torch.Tensor:
-    """As :class:`GatedDeltaNet` does it."""
+    """As :class:`smp.layers.GatedDeltaNet` does it."""
     begins, places, plan = found
     mixed, q, k, g, beta = (plan.to_rows(x) for x in tensors)
     v = causal_conv(mixed, conv_weight(), plan.tokens_before(mixed, cp), places).unflatten(2, (HEADS, VALUE))
     first = torch.cat((torch.zeros(KEY, VALUE), torch.eye(KEY)), 1).double().expand(len(v), HEADS, -1, -1)
     both, maps = step_by_step(q, k, torch.nn.functional.pad(v, (0, KEY)), g, beta, begins, first)
     out, factor = both.split((VALUE, KEY), dim=3)
-    before = plan.states_before(maps, cp)
+    before = plan.states_before(*maps.split((VALUE, KEY), dim=3), cp)
     return plan.to_tokens(out + torch.einsum("rlhk,rhkv->rlhv", factor, before), BATCH)
 
 

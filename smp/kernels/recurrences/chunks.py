@@ -1,0 +1,106 @@
+"""What recurrences that are computed in chunks of tokens share: tokens by chunks, and how a state fades within and
+across them, forward and backward.
+
+A state is multiplied by exp(g) at each token, and a token that begins a document forgets all. With G the sum of g in
+the chunk up to each token, what token j wrote is worth exp(G_i - G_j) at token i, the state before the chunk exp(G_i),
+and at the chunk's end exp(G_C - G_j) and exp(G_C).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from smp.kernels.registry import accumulation_dtype
+
+CHUNK = 64
+"""Tokens that are computed at once."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Decays:
+    """Of n chunks of C tokens and B = rows x heads; 0 where a document's border lies between.
+
+    Attributes:
+        within: from token j to token i of the chunk, (n, B, C, C), 0 where j is behind i.
+        before: from before the chunk to each token, (n, B, C, 1).
+        behind: from each token to the end of the chunk, likewise.
+        whole: from before the chunk to its end, (n, B, 1, 1).
+    """
+
+    within: torch.Tensor
+    before: torch.Tensor
+    behind: torch.Tensor
+    whole: torch.Tensor
+
+    @staticmethod
+    def of(g: torch.Tensor, begins: torch.Tensor | None, dtype: torch.dtype) -> Decays:
+        """Of g (rows, length, heads) and ``begins`` bool (rows, length), in ``dtype``."""
+        # In fp64: after strong forgetting a sum is large, and fp32 would lose what differences say of mild decays.
+        total = by_chunk(g[..., None], torch.float64).cumsum(2)  # (n, B, C, 1)
+        last = total[:, :, -1:]
+        differences = total - total.transpose(2, 3), total, last - total, last
+        within, before, behind, whole = (x.to(dtype, copy=True) for x in differences)
+        future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
+        # Masked before exp: the differences above the diagonal may be too large for it.
+        within.masked_fill_(future, -torch.inf)
+        if begins is not None:
+            number, known = _documents(begins, g.shape[2])
+            within.masked_fill_(number != number.transpose(2, 3), -torch.inf)
+            before.masked_fill_(number != known, -torch.inf)
+            behind.masked_fill_(number != number[:, :, -1:], -torch.inf)
+            whole.masked_fill_(number[:, :, -1:] != known, -torch.inf)
+        return Decays(within.exp_(), before.exp_(), behind.exp_(), whole.exp_())
+
+
+def decay_gradient(
+    within: torch.Tensor, before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of g, (n, B, C, 1), of those of the logarithms of :class:`Decays`, in their shapes.
+
+    The decay of token t is in what passes it: pairs of a token from t on and one before, what comes from before the
+    chunk to tokens from t on, what goes from tokens before t behind the chunk, and what passes the chunk. Sums of
+    these, and not of differences, which would round more.
+    """
+    here_on = torch.ones(CHUNK, CHUNK, dtype=within.dtype, device=within.device).triu()
+    dg = (here_on @ within).tril_(-1).sum(-1, keepdim=True) + before.flip(-2).cumsum(-2).flip(-2)
+    return dg.add_(behind.cumsum(-2) - behind + whole)
+
+
+def by_chunk(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """(rows, length, heads, channels) -> (n, rows x heads, C, channels), zeros behind the last token. In ``dtype``, by
+    default that of sums."""
+    rows, length, heads, channels = x.shape
+    count, dtype = -(-length // CHUNK), dtype or accumulation_dtype(x.dtype)
+    out = torch.empty((count, rows, heads, CHUNK, channels), dtype=dtype, device=x.device)
+    into = out.permute(1, 0, 3, 2, 4)  # (rows, n, C, heads, channels)
+    whole = length // CHUNK
+    into[:, :whole].copy_(x[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)))
+    if whole < count:
+        rest = length - whole * CHUNK
+        into[:, -1, :rest].copy_(x[:, whole * CHUNK :])
+        into[:, -1, rest:].zero_()
+    return out.flatten(1, 2)
+
+
+def as_tokens(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`by_chunk`, in the shape and dtype of ``like``."""
+    rows, length, heads = like.shape[:3]
+    by_row = x.unflatten(1, (rows, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    return by_row.to(like.dtype).contiguous()
+
+
+def _documents(begins: torch.Tensor, heads: int) -> Pair:
+    """Number of each token's document in its row, and of the one that the chunk before ended in, both int64 (n, B, C or
+    1, 1)."""
+    rows, length = begins.shape
+    number = begins.long().cumsum(1)
+    count = -(-length // CHUNK)
+    # What is behind the last token belongs to its document.
+    number = torch.cat((number, number[:, -1:].expand(rows, count * CHUNK - length)), 1).unflatten(1, (count, CHUNK))
+    known = torch.cat((torch.zeros_like(number[:, :1, -1:]), number[:, :-1, -1:]), 1)  # (rows, n, 1)
+    number, known = (x.transpose(0, 1).repeat_interleave(heads, 1)[..., None] for x in (number, known))
+    return number, known

@@ -1,0 +1,295 @@
+"""The recurrence of Mamba-2 (Dao & Gu 2024, arXiv 2405.21060: state-space duality), a memory that fades.
+
+For each head a state S (state_dim, head_dim), and for each token, with its step t >= 0 and g = t A <= 0,
+
+    S <- exp(g) S + t k v^T              fade, and write
+    o  = S^T q                           read
+
+k and q (B and C of the paper) are shared by the heads of a group. A token that begins a document forgets all.
+:func:`step_by_step` is that, and the oracle. :func:`chunked` computes C tokens at a time with matrix products, with the
+decays of :mod:`smp.kernels.recurrences.chunks`:
+
+    o = before q S + (q k^T * within * t^T) v
+    S <- whole S + k^T (behind t v)
+
+Products with a state are those of all heads of a group at once. FLOPs of a forward pass per token and head: 4 state_dim
+head_dim + 2 C head_dim, and per group 2 C state_dim. Kept for the backward pass beside the inputs: a state for each
+chunk. Sums are in fp32, those of g in fp64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smp.kernels.recurrences.chunks import CHUNK, Decays, Pair, as_tokens, by_chunk, decay_gradient
+from smp.kernels.registry import accumulation_dtype, define
+
+
+def step_by_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    step: torch.Tensor,
+    begins: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+) -> Pair:
+    """The recurrence by its definition, a token after the other. Arguments and results as of :func:`chunked`."""
+    dtype, wide = v.dtype, accumulation_dtype(v.dtype)
+    served = v.shape[2] // q.shape[2]
+    q, k = (x.to(wide).repeat_interleave(served, dim=2) for x in (q, k))
+    v, g, step = v.to(wide), g.to(wide), step.to(wide)
+    if state is None:
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    outs = []
+    for t in range(v.shape[1]):
+        if begins is not None:
+            state = state.masked_fill(begins[:, t, None, None, None], 0.0)
+        written = step[:, t, :, None] * v[:, t]
+        state = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * written[:, :, None]
+        outs.append((state * q[:, t, :, :, None]).sum(2))
+    return torch.stack(outs, 1).to(dtype), state
+
+
+def chunked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    step: torch.Tensor,
+    begins: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+) -> Pair:
+    """The recurrence, a chunk of tokens after the other.
+
+    Args:
+        q, k: (rows, length, groups, state_dim); each group is that of heads / groups neighbours.
+        v: (rows, length, heads, head_dim).
+        g, step: (rows, length, heads): log of the decay, at most 0, and how much is written.
+        begins: bool (rows, length), tokens that begin a document; None: none does but the first.
+        state: (rows, heads, state_dim, head_dim) in the precision of sums, before the first token; None: zeros.
+
+    Returns:
+        The output, (rows, length, heads, head_dim), and the state after the last token.
+    """
+    if state is None:
+        wide = accumulation_dtype(v.dtype)
+        state = torch.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=wide, device=v.device)
+    return _Chunked.apply(q, k, v, g, step, begins, state)
+
+
+def state_space(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    step: torch.Tensor,
+    begins: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+) -> Pair:
+    """The recurrence as it is fastest: :func:`chunked`, and of one token of a text that is being written its
+    definition."""
+    alone = v.shape[1] == 1 and not torch.is_grad_enabled()
+    return (step_by_step if alone else chunked)(q, k, v, g, step, begins, state)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        step: torch.Tensor,
+        begins: torch.Tensor | None,
+        state: torch.Tensor,
+    ) -> Pair:
+        out, states = _forward_op(q, k, v, g, step, begins, state)
+        ctx.save_for_backward(q, k, v, g, step, begins, states)
+        return out, _by_head(states[-1:], v.shape[0], v.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlast: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dq, dk, dv, dg, dstep, dstate = _backward_op(dout, dlast, *ctx.saved_tensors)
+        return dq, dk, dv, dg, dstep, None, dstate
+
+
+@dataclass
+class _Chunks:
+    """The inputs by chunks, in the precision of sums: n chunks of C tokens, B = rows x groups, r heads in each group.
+
+    Attributes:
+        q, k: (n, B, C, state_dim).
+        v: (n, B, r, C, head_dim).
+        step: (n, B, r, C, 1).
+        decays: with dimensions B and r in place of rows x heads.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    step: torch.Tensor
+    decays: Decays
+
+    @staticmethod
+    def of(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        step: torch.Tensor,
+        begins: torch.Tensor | None,
+    ) -> _Chunks:
+        both = q.shape[0] * q.shape[2], v.shape[2] // q.shape[2]
+        d = Decays.of(g, begins, accumulation_dtype(v.dtype))
+        decays = Decays(*(x.unflatten(1, both) for x in (d.within, d.before, d.behind, d.whole)))
+        v, step = (x.unflatten(1, both) for x in (by_chunk(v), by_chunk(step[..., None])))
+        return _Chunks(by_chunk(q), by_chunk(k), v, step, decays)
+
+    def faded(self) -> torch.Tensor:
+        """How much of what token j writes is there at token i: within * step, (n, B, r, C, C)."""
+        return self.decays.within * self.step.transpose(3, 4)
+
+    def kept(self) -> torch.Tensor:
+        """How much of what a token writes is there behind the chunk, (n, B, r, C, 1)."""
+        return self.decays.behind * self.step
+
+
+def _joined(x: torch.Tensor) -> torch.Tensor:
+    """(n, B, r, C, channels) -> (n, B, C, r x channels)."""
+    return x.transpose(2, 3).flatten(3)
+
+
+def _apart(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """The inverse of :func:`_joined`."""
+    return x.unflatten(3, (heads, -1)).transpose(2, 3)
+
+
+def _by_group(state: torch.Tensor, groups: int) -> torch.Tensor:
+    """(rows, heads, state_dim, head_dim) -> (1, rows x groups, state_dim, heads of a group x head_dim)."""
+    return state.unflatten(1, (groups, -1)).flatten(0, 1).transpose(1, 2).flatten(2)[None]
+
+
+def _by_head(states: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
+    """The inverse of :func:`_by_group`, a tensor of its own."""
+    served = rows * heads // states.shape[1]
+    apart = states[0].unflatten(2, (served, -1)).transpose(1, 2)
+    return apart.reshape(rows, heads, states.shape[2], -1).clone()
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    step: torch.Tensor,
+    begins: torch.Tensor | None,
+    state: torch.Tensor,
+) -> Pair:
+    """Output; the states before each chunk and after the last, (n + 1, B, state_dim, r x head_dim)."""
+    c = _Chunks.of(q, k, v, g, step, begins)
+    heads = c.v.shape[2]
+    written = c.k.transpose(2, 3) @ _joined(c.v * c.kept())
+    states = _states(written, _by_group(state, q.shape[2]), c.decays.whole)
+    out = (c.faded().mul_((c.q @ c.k.transpose(2, 3))[:, :, None])) @ c.v
+    out.addcmul_(_apart(c.q @ states[:-1], heads), c.decays.before)
+    return as_tokens(out.flatten(1, 2), v), states
+
+
+def _states(written: torch.Tensor, first: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """From the first state one after the other, of what each chunk writes."""
+    states = torch.cat((first, written))
+    factor = _for_channels(whole, written)
+    for i in range(len(written)):
+        states[i + 1].addcmul_(states[i], factor[i])
+    return states
+
+
+def _for_channels(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(n, B, r, 1, 1) -> (n, B, 1, r x head_dim): each head's number for its channels."""
+    channels = like.shape[3] // whole.shape[2]
+    return whole[..., 0, 0].repeat_interleave(channels, 2)[:, :, None]
+
+
+def _backward(
+    dout: torch.Tensor,
+    dlast: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    step: torch.Tensor,
+    begins: torch.Tensor | None,
+    states: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k, v, g, step and of the first state.
+
+    From the last chunk to the first the state's gradient is carried; all else follows for all chunks at once.
+    """
+    c, heads = _Chunks.of(q, k, v, g, step, begins), v.shape[2] // q.shape[2]
+    d, known = c.decays, states[:-1]
+    dout = by_chunk(dout).view_as(c.v)
+    dread = _joined(dout * d.before)
+    dstates = torch.cat((c.q.transpose(2, 3) @ dread, _by_group(dlast, q.shape[2])))
+    factor = _for_channels(d.whole, dstates)
+    for i in reversed(range(len(factor))):
+        dstates[i].addcmul_(dstates[i + 1], factor[i])
+    # What goes behind the chunk, and what comes from before it.
+    kept = c.kept()
+    dkept = _apart(c.k @ dstates[1:], heads)
+    of_kept = (dkept * c.v).sum(4, keepdim=True)
+    dstep = of_kept * d.behind
+    dk = _joined(c.v * kept) @ dstates[1:].transpose(2, 3)
+    dq = dread @ known.transpose(2, 3)
+    of_before = (_apart(c.q @ known, heads) * dout).sum(4, keepdim=True) * d.before
+    of_whole = (known * dstates[1:]).unflatten(3, (heads, -1)).sum((2, 4))[..., None, None] * d.whole
+    # Within the chunk.
+    scores, faded = (c.q @ c.k.transpose(2, 3))[:, :, None], c.faded()
+    dv = (faded * scores).transpose(3, 4) @ dout
+    dv.addcmul_(dkept, kept)
+    dmatrix = dout @ c.v.transpose(3, 4)
+    dscores = faded.mul_(dmatrix).sum(2)
+    dq += dscores @ c.k
+    dk += dscores.transpose(2, 3) @ c.q
+    within = dmatrix.mul_(scores).mul_(d.within)  # without the steps, which may be 0
+    dstep += within.sum(3)[..., None]
+    within.mul_(c.step.transpose(3, 4))
+    dg = decay_gradient(within, of_before, of_kept * kept, of_whole)
+    of_tokens = (as_tokens(x, y) for x, y in ((dq, q), (dk, k), (dv.flatten(1, 2), v)))
+    numbers = (as_tokens(x.flatten(1, 2), y[..., None]).squeeze(3) for x, y in ((dg, g), (dstep, step)))
+    return *of_tokens, *numbers, _by_head(dstates[:1], v.shape[0], v.shape[2])
+
+
+def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Pair:
+    wide, count = accumulation_dtype(v.dtype), (v.shape[1] + CHUNK - 1) // CHUNK
+    shape = count + 1, q.shape[0] * q.shape[2], q.shape[3], v.shape[2] // q.shape[2] * v.shape[3]
+    return v.new_empty(v.shape), v.new_empty(shape, dtype=wide)
+
+
+def _backward_fake(
+    dout: torch.Tensor,
+    dlast: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    step: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, ...]:
+    return *(x.new_empty(x.shape) for x in (q, k, v, g, step)), dlast.new_empty(dlast.shape)
+
+
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor step, Tensor? begins"
+_forward_op = define(
+    f"state_space({_ARGUMENTS}, Tensor state) -> (Tensor, Tensor)", _forward_fake, CompositeExplicitAutograd=_forward
+)
+_backward_op = define(
+    f"state_space_backward(Tensor dout, Tensor dlast, {_ARGUMENTS}, Tensor states) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward_fake,
+    CompositeExplicitAutograd=_backward,
+)

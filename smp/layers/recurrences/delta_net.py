@@ -1,0 +1,155 @@
+"""A gated delta net (Yang et al. 2024, arXiv 2412.06464) as Qwen3-Next has it, split over the TP ranks by heads.
+
+With x_t the input of a token, and for each head of keys and those of values that it serves:
+
+    q, k, v = SiLU(short causal convolution of W x)     q and k divided by their length, q by sqrt(key_dim) too
+    b       = sigmoid(W_b x)                            how much of a value is written
+    g       = -exp(A) softplus(W_a x + c)               log of what the state keeps
+    o       = gated delta rule of q, k, v, g, b         smp.kernels.recurrences.delta_rule
+    y       = W_o (RMSNorm(o) SiLU(W_z x))              the norm is of each head
+
+A state is key_dim x value_dim numbers for each head of values, however long the text: that, and the last tokens that
+the convolution sees, is what generation keeps in place of keys and values. A document begins with an empty one.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from smp.kernels import TORCH, Kernels
+from smp.kernels.recurrences.chunks import Pair
+from smp.kernels.recurrences.delta_rule import gated_delta_rule
+from smp.kernels.registry import accumulation_dtype
+from smp.kernels.token_layout import TokenLayout
+from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from smp.layers.norm import RMSNorm
+from smp.layers.parameter import SHARD_ROWS, Constant, LogUniform, local, tp_parameter
+from smp.layers.recurrences.mixer import RecurrentMixer, StatesBefore, Tokens
+from smp.parallel.collectives import Group
+from smp.parallel.context import ParallelContext
+
+_EPS = 1e-6
+"""Under the root of a query's or key's length, squared."""
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """Projections, convolution, gated delta rule, gated norm and the output projection.
+
+    Args:
+        hidden_size: width of the residual stream.
+        key_heads, value_heads: global; key heads must be divisible by the mesh size, and divide value heads.
+        parallel: a context, or a plain 1-D tensor-parallel mesh. Under its ``sequence_parallel`` input and output are
+            split along dim 0.
+        key_dim, value_dim: channels of a head.
+        conv: tokens that the convolution sees, with the token itself.
+        norm_eps: of the norm of each head's output.
+        init_std, output_std: standard deviations of the initial weights, inner and last.
+        kernels: what computes the rule and the norm.
+
+    Shapes: (tokens [/p], hidden) -> the same.
+
+    Raises:
+        ValueError: for heads that do not fit together, or do not split over the ranks.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        key_heads: int,
+        value_heads: int,
+        parallel: ParallelContext | DeviceMesh,
+        *,
+        key_dim: int,
+        value_dim: int,
+        conv: int = 4,
+        norm_eps: float = 1e-6,
+        init_std: float = 0.02,
+        output_std: float = 0.02,
+        kernels: Kernels = TORCH,
+    ) -> None:
+        context = ParallelContext.of(parallel)
+        super().__init__(
+            context,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv=conv,
+            conv_bias=False,
+            kernels=kernels,
+        )
+        self.backend = kernels.delta_rule
+        keys, values = key_heads * key_dim, value_heads * value_dim
+
+        def projection(width: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(hidden_size, width, context, bias=False, init_std=init_std)
+
+        self.query, self.key, self.value = projection(keys), projection(keys), projection(values)
+        self.gate, self.beta, self.decay = projection(values), projection(value_heads), projection(value_heads)
+        self.decay_log, self.decay_bias = (tp_parameter((value_heads,), SHARD_ROWS, context.tp) for _ in range(2))
+        self.norm = RMSNorm(value_dim, context, eps=norm_eps, split_input=True, kernels=kernels)
+        self.output = RowParallelLinear(values, hidden_size, context, bias=False, init_std=output_std)
+        self.initializers |= {"decay_log": LogUniform(0.01, 16.0), "decay_bias": Constant(1.0)}
+
+    def _projected(self, x: torch.Tensor, layout: TokenLayout) -> tuple[Tokens, torch.Tensor]:
+        layers = [self.query, self.key, self.value, self.gate, self.beta, self.decay]
+        # One gather of the input for all, and one reduction of its gradient.
+        *mixed, gate, beta, decay = column_parallel(x, layers, layout.local_token_index)
+        rows = [self._rows(y, layout) for y in (torch.cat(mixed, 1), beta, decay)]
+        return Tokens(rows[0], self._decays(rows[2]), rows[1].to(accumulation_dtype(beta.dtype)).sigmoid()), gate
+
+    def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        out = self.norm(out).flatten(1)  # (tokens, heads/p x value_dim)
+        wide = accumulation_dtype(gate.dtype)
+        return (out.to(wide) * F.silu(gate.to(wide))).to(gate.dtype)
+
+    def _read(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tokens: Tokens,
+        begins: torch.Tensor | None,
+        state: torch.Tensor | None,
+        heads: Group | None,
+    ) -> Pair:
+        return gated_delta_rule(q, k, v, tokens.g, tokens.rate, begins, state, self.backend)
+
+    def _of_pieces(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tokens: Tokens,
+        begins: torch.Tensor | None,
+        states_before: StatesBefore,
+    ) -> torch.Tensor:
+        """With [0 | 1] as the first state, and values that zeros follow, what a state before is multiplied with stands
+        beside what is added."""
+        unit = torch.eye(self.key_dim, dtype=v.dtype, device=v.device)
+        first = F.pad(unit, (self.value_dim, 0)).expand(v.shape[0], v.shape[2], -1, -1)
+        v = F.pad(v, (0, self.key_dim))
+        # Not by flash-linear-attention, whose kernels round to 16 bits.
+        both, maps = gated_delta_rule(q, k, v, tokens.g, tokens.rate, begins, first)
+        widths = self.value_dim, self.key_dim
+        out, factor = both.split(widths, dim=3)
+        before = states_before(*maps.split(widths, dim=3))  # (rows, heads, key_dim, value_dim)
+        return out + (factor.transpose(1, 2) @ before).transpose(1, 2)
+
+    def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _unit(q) * self.key_dim**-0.5, _unit(k)
+
+    def _decays(self, x: torch.Tensor) -> torch.Tensor:
+        """g, in the precision of sums."""
+        wide = accumulation_dtype(x.dtype)
+        # Rounded as FSDP would round them, then wide again.
+        log, bias = (local(p, x.dtype).to(wide) for p in (self.decay_log, self.decay_bias))
+        return -log.exp() * F.softplus(x.to(wide) + bias)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """Of length 1, over the last dimension; the arithmetic is fp32 inside."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)).to(x.dtype)

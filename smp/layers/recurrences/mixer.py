@@ -1,0 +1,229 @@
+"""What mixers with a linear recurrence share: a short causal convolution of queries, keys and values, a state for each
+head of values, and how sequences that are cut, packed or being written go through both.
+
+A subclass has the projections, the rule of its states and what follows it. Names are attention's, also where a paper
+has its own: Mamba's x, B and C are values, keys and queries of its states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smp.kernels import Kernels
+from smp.kernels.recurrences.causal_conv import causal_conv
+from smp.kernels.recurrences.chunks import Pair
+from smp.kernels.token_layout import TokenLayout
+from smp.layers.context_parallel.states import StatesPlan
+from smp.layers.linear import RowParallelLinear
+from smp.layers.parameter import REPLICATE, SHARD_ROWS, Constant, Initializer, Normal, local, tp_parameter
+from smp.layers.recurrences.documents import Documents, DocumentsNeed
+from smp.layers.token_needs import TokenNeed, prepared
+from smp.parallel.collectives import Group
+from smp.parallel.context import ParallelContext
+
+CONVOLVED = ("query", "key", "value")
+StatesBefore = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(what each piece of a cut sequence adds to the state before it, what it multiplies it with) -> the states before."""
+
+
+class Tokens(NamedTuple):
+    """Of tokens, (batch, length, ...) each.
+
+    Attributes:
+        mixed: queries, keys and values side by side before the convolution.
+        g: log of what a state keeps, for each head.
+        rate: how much is written, for each head.
+    """
+
+    mixed: torch.Tensor
+    g: torch.Tensor
+    rate: torch.Tensor
+
+
+class RecurrentMixer(nn.Module):
+    """Base of mixers with a recurrence.
+
+    Args:
+        context: of the layer.
+        key_heads, value_heads: global. Key heads are split over the TP ranks; a single one is every rank's.
+        key_dim, value_dim: channels of a head: a state has key_dim x value_dim numbers for each head of values.
+        conv: tokens that the convolution sees, with the token itself.
+        conv_bias: it has one.
+        kernels: which exchange context-parallel ranks have.
+
+    Shapes: (tokens [/p], hidden) -> the same.
+
+    Raises:
+        ValueError: for heads that do not fit together, or do not split over the ranks.
+    """
+
+    output: RowParallelLinear
+
+    def __init__(
+        self,
+        context: ParallelContext,
+        *,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv: int,
+        conv_bias: bool,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__()
+        ranks = context.tp.size()
+        replicated = key_heads == 1 < ranks
+        if (key_heads % ranks and not replicated) or value_heads % key_heads or value_heads % ranks:
+            raise ValueError(f"{value_heads} heads on {key_heads} of keys do not split over {ranks} ranks")
+        self.sequence_parallel = context.sequence_parallel
+        self.cp = None if context.cp is None else Group.of(context.cp)
+        self.needs: tuple[TokenNeed, ...] = (DocumentsNeed(conv, self.cp, kernels.recurrence_exchange),)
+        self.key_dim, self.value_dim, self.conv, self.conv_bias = key_dim, value_dim, conv, conv_bias
+        keys, values = key_heads * key_dim, value_heads * value_dim
+        self.keys_of_all = context.tp_group if replicated else None
+        own_keys = keys if replicated else keys // ranks
+        self.widths = own_keys, own_keys, values // ranks
+        self.initializers: dict[str, Initializer] = {}
+        uniform = Normal((3 * conv) ** -0.5)  # of the width that torch's convolutions begin with
+        for name, width in zip(CONVOLVED, (keys, keys, values), strict=True):
+            placement = REPLICATE if replicated and name != "value" else SHARD_ROWS
+            setattr(self, f"{name}_conv", tp_parameter((width, conv), placement, context.tp))
+            self.initializers[f"{name}_conv"] = uniform
+            if conv_bias:
+                setattr(self, f"{name}_conv_bias", tp_parameter((width,), placement, context.tp))
+                self.initializers[f"{name}_conv_bias"] = Constant(0.0)
+
+    def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
+        """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` has no use: nothing is dropped here."""
+        tokens, gate = self._projected(x, layout)
+        out = self._mixed(tokens, layout.cache, prepared(layout, self.needs[0].key)).flatten(0, 1)
+        out = out if layout.padding == 0 else F.pad(out, (0, 0, 0, 0, 0, layout.padding))
+        return self.output(self._gated(out, gate), token_index=layout.token_index)
+
+    def _projected(self, x: torch.Tensor, layout: TokenLayout) -> tuple[Tokens, torch.Tensor]:
+        """What the recurrence takes, and the gate (tokens, heads/p x value_dim)."""
+        raise NotImplementedError
+
+    def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """(tokens, heads/p, value_dim) -> what the output projection reads."""
+        raise NotImplementedError
+
+    def _read(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tokens: Tokens,
+        begins: torch.Tensor | None,
+        state: torch.Tensor | None,
+        heads: Group | None,
+    ) -> Pair:
+        """The rule: outputs and the state after the last token; ranks of ``heads`` share what this one has."""
+        raise NotImplementedError
+
+    def _of_pieces(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tokens: Tokens,
+        begins: torch.Tensor | None,
+        states_before: StatesBefore,
+    ) -> torch.Tensor:
+        """Outputs of pieces of sequences, whose states before follow from what all pieces make of theirs."""
+        raise NotImplementedError
+
+    def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys as the rule takes them."""
+        return q, k
+
+    def _rows(self, x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        """(batch, length, ...), without the rows behind the last sequence, which are of no document."""
+        return x[: layout.num_queries].unflatten(0, (layout.batch, layout.length))
+
+    def _mixed(self, tokens: Tokens, cache: Any, documents: Documents) -> torch.Tensor:
+        """(batch, length, heads/p, value_dim)."""
+        plan = documents.plan
+        if isinstance(plan, StatesPlan):
+            return self._by_states(tokens, documents, plan)
+        if plan is None:
+            return self._whole(tokens, cache, documents)
+        if cache is not None:
+            # All ranks keep the state of a text, so each goes through its prompt.
+            whole = Tokens(*(plan.gathered(x) for x in tokens))
+            return plan.own(self._whole(whole, cache, documents))
+        mixed = torch.cat(plan.to_heads(tokens.mixed.split(self.widths, dim=-1)), 2)
+        whole = Tokens(mixed, *plan.to_heads([tokens.g, tokens.rate]))
+        return plan.to_tokens(self._whole(whole, None, documents, plan.cp))
+
+    def _whole(self, tokens: Tokens, cache: Any, documents: Documents, heads: Group | None = None) -> torch.Tensor:
+        """Of whole sequences, whose ``heads`` are shared by ranks."""
+        before, state = None, None
+        if cache is not None and documents.valid is not None:
+            # Padding behind a prompt writes nothing, and forgets nothing.
+            g, rate = (y.masked_fill(~documents.valid[..., None], 0.0) for y in tokens[1:])
+            tokens = Tokens(tokens.mixed, g, rate)
+            before, state = cache.states(self._states(tokens))
+        q, k, v = self._convolved(tokens.mixed, before, documents.places, heads)
+        out, last = self._read(q, k, v, tokens, documents.begins, state, heads)
+        if cache is not None and documents.valid is not None:
+            assert before is not None
+            cache.keep(_last_tokens(tokens.mixed, before, documents.valid), last)
+        return out
+
+    def _by_states(self, tokens: Tokens, documents: Documents, plan: StatesPlan) -> torch.Tensor:
+        """See :mod:`smp.layers.context_parallel.states`."""
+        assert self.cp is not None
+        rows = Tokens(*(plan.to_rows(x) for x in tokens))
+        q, k, v = self._convolved(rows.mixed, plan.tokens_before(rows.mixed, self.cp), documents.places)
+        v = v.to(rows.g.dtype)  # what is multiplied with a state later is not rounded before
+        out = self._of_pieces(q, k, v, rows, documents.begins, partial(plan.states_before, cp=self.cp))
+        return plan.to_tokens(out.to(rows.mixed.dtype), tokens.mixed.shape[0])
+
+    def _convolved(
+        self,
+        mixed: torch.Tensor,
+        before: torch.Tensor | None,
+        places: torch.Tensor | None,
+        heads: Group | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, (rows, length, heads, channels)."""
+        weights = self._of_convolution("conv", mixed.dtype, heads)
+        bias = torch.cat(self._of_convolution("conv_bias", mixed.dtype, heads)) if self.conv_bias else None
+        convolved = causal_conv(mixed, torch.cat(weights), before, places, bias)
+        q, k, v = convolved.split([weight.shape[0] for weight in weights], dim=-1)
+        q, k = self._normed(*(y.unflatten(2, (-1, self.key_dim)) for y in (q, k)))
+        return q, k, v.unflatten(2, (-1, self.value_dim))
+
+    def _of_convolution(self, part: str, dtype: torch.dtype, heads: Group | None) -> list[torch.Tensor]:
+        shared = self.keys_of_all, self.keys_of_all, None
+        found = [
+            local(getattr(self, f"{name}_{part}"), dtype, summed_over=group)
+            for name, group in zip(CONVOLVED, shared, strict=True)
+        ]
+        return found if heads is None else [of_rank(x, heads) for x in found]
+
+    def _states(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Like what is kept of a text while it is written, without numbers."""
+        last = tokens.mixed.new_empty((1, self.conv - 1, tokens.mixed.shape[2]), device="meta")
+        state = tokens.rate.new_empty((1, tokens.rate.shape[2], self.key_dim, self.value_dim), device="meta")
+        return last, state
+
+
+def of_rank(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's share of the rows of ``x``."""
+    return x.unflatten(0, (group.size, -1))[group.rank]
+
+
+def _last_tokens(x: torch.Tensor, before: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """The tokens that the convolution of the next one sees, (batch, conv - 1, channels), of ``x`` with those before it,
+    where only ``valid`` ones count, which come first."""
+    count = valid.sum(1)[:, None] + torch.arange(before.shape[1], device=x.device)
+    return torch.cat((before, x), 1).gather(1, count[..., None].expand(-1, -1, x.shape[2]))
