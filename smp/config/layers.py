@@ -192,6 +192,8 @@ def effective(model: ModelConfig, keep: Container[str] = ()) -> ModelConfig:
         return model
     # Of a named size or a folder, of which so few layers are taken that none has attention.
     names = [name for name in (*OF_ATTENTION, "num_query_groups", "kv_channels") if name not in keep]
+    if model.position_embedding_type == "none":  # without attention as good as any that nobody sees
+        names.append("position_embedding_type")
     return replace(model, **{name: getattr(ModelConfig, name) for name in names})
 
 

@@ -23,7 +23,9 @@ SCORE = "score"
 PREDICTIONS = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
 """What a layer of multi-token prediction has beside its block, and Hugging Face's names of it, in that block."""
 
-Fusion = Literal["per_group", "stacked", "halves", "interleaved", "gated", "per_key_head", "recurrent"]
+Fusion = Literal[
+    "per_group", "stacked", "halves", "interleaved", "gated", "per_key_head", "recurrent", "mamba", "mamba_conv"
+]
 """How matrices lie in a fused one, by rows:
 
 per_group: for each key/value head its query heads, the key, the value (Megatron; Falcon; GPT-NeoX and BLOOM, where each
@@ -35,6 +37,8 @@ gated: for each head its query, then the gate of its output (Qwen3-Next).
 per_key_head: of a recurrence, for each head of keys its query, its key, and the values and gates of the heads that it
 serves; in a matrix of its own their rates, then their decays (Qwen3-Next).
 recurrent: of a recurrence, all queries, then all keys, then all values (Qwen 3.5).
+mamba: of Mamba-2, all gates, values, keys, queries and steps, one after the other; mamba_conv: of its convolution, all
+values, keys and queries.
 """
 
 
@@ -44,7 +48,7 @@ class Fused:
 
     external_name: str
     kind: Fusion
-    member: Literal["query", "key", "value", "gate", "up", "beta", "decay"]
+    member: Literal["query", "key", "value", "gate", "up", "beta", "decay", "step"]
 
 
 @dataclass(frozen=True)
@@ -201,8 +205,9 @@ def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...])
     front, whole = table.block.format(number), table.modules.get(f"{module}.{part}")
     if isinstance(whole, str):
         return [Link(name, front + whole, shape, all_rows(shape))]
-    if whole is not None and part.endswith("_conv"):
-        return [Link(name, front + whole.external_name, shape, _fused_rows(whole, config, shape), inner_one=True)]
+    if whole is not None and part.endswith(("_conv", "_conv_bias")):
+        rows, one = _fused_rows(whole, config, shape), part.endswith("_conv")
+        return [Link(name, front + whole.external_name, shape, rows, inner_one=one)]
     if len(shape) == 3:
         return [_expert_link(front, table, module, config, name, shape, e) for e in range(shape[0])]
     if whole is not None:  # biases of all experts, of two projections in one tensor
@@ -241,6 +246,8 @@ def _fused_rows(fused: Fused, config: ModelConfig, shape: tuple[int, ...]) -> Ro
         return _in_turn({"query": width, "gate": width}, fused.member, heads)
     if fused.kind in ("per_key_head", "recurrent"):
         return _recurrent_rows(fused, config)
+    if fused.kind in ("mamba", "mamba_conv"):
+        return _mamba_rows(fused, config)
     if fused.kind in ("halves", "interleaved"):
         start = ("gate", "up").index(fused.member)
         if fused.kind == "interleaved":
@@ -264,6 +271,16 @@ def _recurrent_rows(fused: Fused, config: ModelConfig) -> Rows:
     if fused.member in ("beta", "decay"):
         return _in_turn({"beta": served, "decay": served}, fused.member, heads)
     return _in_turn({"query": key, "key": key, "value": value, "gate": value}, fused.member, heads)
+
+
+def _mamba_rows(fused: Fused, config: ModelConfig) -> Rows:
+    """Of Mamba-2's projection of the input, or of its convolution."""
+    heads = config.mamba_num_heads or 0
+    values, keys = heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
+    widths = {"value": values, "key": keys, "query": keys}
+    if fused.kind == "mamba":
+        widths = {"gate": values, **widths, "step": heads}
+    return _in_turn(widths, fused.member, 1)
 
 
 def _in_turn(widths: Mapping[str, int], member: str, blocks: int) -> Rows:

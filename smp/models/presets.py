@@ -153,6 +153,26 @@ _QWEN3_NEXT: Preset = {
 }
 
 
+_MAMBA2: Preset = {"max_position_embeddings": 2**20, "norm_epsilon": 1e-5}
+_GRANITE4: Preset = _TIED | {
+    **{"vocab_size": 100352, "max_position_embeddings": 131072, "norm_epsilon": 1e-5, "mamba_num_groups": 1},
+    **{"position_embedding_type": "none", "linear_attention_type": "mamba2", "residual_multiplier": 0.22},
+    **{"linear_attention_freq": str([int(layer % 10 != 5) for layer in range(40)]).replace(" ", "")},
+    "embedding_multiplier": 12.0,
+}
+_NEMOTRON_H: Preset = {
+    **{"vocab_size": 131072, "norm_epsilon": 1e-5, "kv_channels": 128, "swiglu": False, "squared_relu": True},
+    **{"position_embedding_type": "none", "mamba_num_groups": 8},
+}
+_NEMOTRON_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+_NANO_30B = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+
+
+def _granite4(head_dim: int, hidden: int) -> Preset:
+    """Its factors of scores and logits."""
+    return {"softmax_scale": 1 / head_dim, "logit_scale": 256 / hidden, "mamba_num_heads": hidden // 32}
+
+
 def _embedded(hidden: int) -> Preset:
     """Gemma's factor of the embedding."""
     return {"embedding_multiplier": hidden**0.5}
@@ -339,6 +359,31 @@ PRESETS: dict[str, Preset] = {
     | _size(48, 5120, 40, 8, 16384)
     | _experts(128, 1, 8192, moe_layer_freq="[0,1]*24", **_shared(8192))
     | {"max_position_embeddings": 1048576},
+    "mamba2-2.7b": _MAMBA2
+    | _TIED
+    | {"num_layers": 64, "hidden_size": 2560, "vocab_size": 50288, "mamba_num_groups": 1, "mamba_num_heads": 80}
+    | {"hybrid_layer_pattern": "M" * 64},
+    "mamba-codestral-7b": _MAMBA2
+    | {"num_layers": 64, "hidden_size": 4096, "vocab_size": 32768, "mamba_num_groups": 8, "mamba_num_heads": 128}
+    | {"hybrid_layer_pattern": "M" * 64},
+    "granite-4.0-h-micro": _GRANITE4 | _size(40, 2048, 32, 8, 8192) | _granite4(64, 2048),
+    "granite-4.0-h-tiny": _GRANITE4
+    | _size(40, 1536, 12, 4, 512)
+    | _granite4(128, 1536)
+    | _experts(64, 6, 512, **_shared(1024)),
+    "granite-4.0-h-small": _GRANITE4
+    | _size(40, 4096, 32, 8, 768)
+    | _granite4(128, 4096)
+    | _experts(72, 10, 768, **_shared(1536)),
+    "nemotron-h-8b": _NEMOTRON_H
+    | _size(52, 4096, 32, 8, 21504)
+    | {"max_position_embeddings": 8192, "mamba_num_heads": 128, "hybrid_layer_pattern": _NEMOTRON_8B},
+    "nemotron-3-nano-30b-a3b": _NEMOTRON_H
+    | _size(52, 2688, 32, 2, 1856)
+    | _experts(128, 6, 1856, **_shared(3712))
+    | {"max_position_embeddings": 262144, "mamba_num_heads": 64, "hybrid_layer_pattern": _NANO_30B}
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    | {"moe_router_topk_scaling_factor": 2.5},
     "gpt-oss-20b": _GPT_OSS | _size(24, 2880, 64, 8, 2880) | _experts(32, 4, 2880),
     "gpt-oss-120b": _GPT_OSS | _size(36, 2880, 64, 8, 2880) | _experts(128, 4, 2880),
 }

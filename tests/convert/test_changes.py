@@ -27,6 +27,8 @@ LATENT = {"multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 8, 
 LATENT |= {"qk_pos_emb_head_dim": 4}
 LINEAR: dict[str, Any] = {"linear_attention_type": "gated_delta_net", "linear_num_key_heads": 2}
 LINEAR |= {"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+MAMBA: dict[str, Any] = {"linear_attention_type": "mamba2", "mamba_num_heads": 4, "mamba_num_groups": 2}
+MAMBA |= {"mamba_head_dim": 6, "mamba_state_dim": 5}
 YARN = {"use_rope_scaling": True, "rope_scaling_type": "yarn"}
 DYNAMIC = {"use_rope_scaling": True, "rope_scaling_type": "dynamic"}
 FACTORS = {"longrope_short_factor": "1 1 1 1", "longrope_long_factor": "2 2 2 2", "rope_original_max_position": 64}
@@ -112,6 +114,13 @@ OTHER: dict[str, list[tuple[dict[str, Any], Any]]] = {
     "linear_value_head_dim": [(LINEAR, 4)],
     "linear_num_key_heads": [(LINEAR, 4)],
     "linear_num_value_heads": [(LINEAR, 8)],
+    "hybrid_layer_pattern": [({}, "*-")],
+    "mamba_state_dim": [(MAMBA, 4)],
+    "mamba_head_dim": [(MAMBA, 4)],
+    "mamba_num_groups": [(MAMBA, 4)],
+    "mamba_num_heads": [(MAMBA, 8)],
+    "mamba_dt_min": [(MAMBA, 0.1)],
+    "mamba_dt_max": [(MAMBA, 0.5)],
     "window_size": [({}, 8), (WINDOW, 16)],
     "window_attn_skip_freq": [(WINDOW, "2")],
     "attention_chunk_size": [({}, 8)],

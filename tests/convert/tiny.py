@@ -216,7 +216,34 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
         {name: value for name, value in _HYBRID.items() if name != "intermediate_size"} | _HYBRID_MOE,
     ),
 }
-TINY |= SCALED | HYBRID
+_MAMBA: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "tie_word_embeddings": True, **_IDS}
+_MAMBA_HEADS: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 5}
+_GRANITE: dict[str, Any] = {**_LLAMA, **_rope(), **_MAMBA_HEADS, "layer_types": ["mamba", "attention"]}
+_GRANITE |= {"embedding_multiplier": 3.0, "logits_scaling": 3.0, "residual_multiplier": 0.6, "mamba_d_conv": 3}
+_GRANITE |= {"attention_multiplier": 0.2, "shared_intermediate_size": 28, "rms_norm_eps": 0.3}
+_NEMOTRON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, **_IDS}
+_NEMOTRON |= {"num_key_value_heads": 2, "intermediate_size": 52, "mamba_num_heads": 8, "mamba_head_dim": 6}
+_NEMOTRON |= {"n_groups": 4, "ssm_state_size": 7, "layer_norm_epsilon": 0.3, "max_position_embeddings": 64}
+STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": (
+        "Mamba2",
+        {**_MAMBA, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 5}
+        | {"layer_norm_epsilon": 0.3, "time_step_limit": [0.05, 0.9], "conv_kernel": 3},
+    ),
+    "granite-hybrid": ("GraniteMoeHybrid", {**_GRANITE, "num_local_experts": 0}),
+    "granite-hybrid-moe": (
+        "GraniteMoeHybrid",
+        {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": "rope"}
+        | {"intermediate_size": 20},
+    ),
+    "nemotron-h": ("NemotronH", {**_NEMOTRON, "hybrid_override_pattern": "M*-M"}),
+    "nemotron-h-moe": (
+        "NemotronH",
+        {**_NEMOTRON, "hybrid_override_pattern": "ME*-", "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5},
+    ),
+}
+TINY |= SCALED | HYBRID | STATE_SPACE
 """Those with scales, caps, norms or layers of their own."""
 EXPERTS = [kind for kind in TINY if kind.startswith(("mixtral", "gpt-oss", "deepseek", "llama4")) or "moe" in kind]
 """Those with experts."""

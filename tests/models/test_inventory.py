@@ -39,6 +39,15 @@ def shrunk(name: str, **changes: object) -> ModelConfig:
         small["q_lora_rank"] = None if model.q_lora_rank is None else 14
     if model.moe_layer_freq.startswith("["):
         small["moe_layer_freq"] = "[0]*1+[1]*2"
+    if model.hybrid_layer_pattern is not None:
+        small["hybrid_layer_pattern"] = (
+            "M*E" if model.num_experts else "M*-" if "*" in model.hybrid_layer_pattern else "MMM"
+        )
+    if model.mamba_num_heads is not None:
+        small |= {"mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_state_dim": 5, "num_query_groups": 8}
+        small["mamba_num_groups"] = 1 if model.mamba_num_groups == 1 else 4
+    if model.hybrid_layer_pattern is not None and "*" not in model.hybrid_layer_pattern:
+        small["ffn_hidden_size"] = None
     if model.linear_attention_freq is not None:
         small["linear_attention_freq"] = "3"  # the last of these layers has attention
     return resolve_model(replace(model, **(small | changes)))  # type: ignore[arg-type]

@@ -14,6 +14,8 @@ from tests.training.flag_runs import Run, Runs, Watched, proves
 Check = Callable[[Run, Run], object]
 DELTA_NET = "--linear-attention-type gated_delta_net --linear-num-key-heads 2 --linear-num-value-heads 4 "
 DELTA_NET += "--linear-key-head-dim 6 --linear-value-head-dim 5 --num-query-groups 4 "
+MAMBA = "--linear-attention-type mamba2 --mamba-num-heads 4 --mamba-num-groups 2 --mamba-head-dim 6 "
+MAMBA += "--mamba-state-dim 5 --num-query-groups 4 "
 FURTHER = "--mtp-num-layers 1"
 
 
@@ -239,6 +241,14 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("linear_value_head_dim", DELTA_NET + "--linear-value-head-dim 8", DELTA_NET, with_suffix({"value_conv": (32, 4)})),
     ("linear_num_key_heads", DELTA_NET + "--linear-num-key-heads 4", DELTA_NET, with_suffix({"key_conv": (24, 4)})),
     ("linear_num_value_heads", DELTA_NET + "--linear-num-value-heads 8", DELTA_NET, with_suffix({"decay_log": (8,)})),
+    ("linear_attention_type", MAMBA, "", with_suffix({"attention.skip": (4,)})),
+    ("hybrid_layer_pattern", "--hybrid-layer-pattern *-", "", with_suffix({"0.mlp.up.weight": ()})),
+    ("mamba_state_dim", MAMBA + "--mamba-state-dim 8", MAMBA, with_suffix({"key_conv": (16, 4)})),
+    ("mamba_head_dim", MAMBA + "--mamba-head-dim 8", MAMBA, with_suffix({"value_conv": (32, 4)})),
+    ("mamba_num_groups", MAMBA + "--mamba-num-groups 4", MAMBA, with_suffix({"key_conv": (20, 4)})),
+    ("mamba_num_heads", MAMBA + "--mamba-num-heads 8", MAMBA, with_suffix({"decay_log": (8,)})),
+    ("mamba_dt_min", MAMBA + "--mamba-dt-min 0.5", MAMBA, other_math),
+    ("mamba_dt_max", MAMBA + "--mamba-dt-max 0.001", MAMBA, other_math),
     ("window_size", "--window-size 4", "", other_math),
     ("window_attn_skip_freq", "--window-size 4 --window-attn-skip-freq 2", "--window-size 4", other_math),
     ("window_attn_skip_freq", "--window-size 4 --window-attn-skip-freq [1,1]", "--window-size 4", same_run),

@@ -134,14 +134,16 @@ MODEL: tuple[Row, ...] = (
         )
         for flag in ("--linear-attention-type", "--experimental-attention-variant")
     ),
+    same("--hybrid-layer-pattern:1 --mamba-state-dim:1 --mamba-head-dim:1 --mamba-num-groups:1 --mamba-num-heads:1"),
+    becomes("--hybrid-override-pattern:1", "--hybrid-layer-pattern {}"),
+    left_out("--is-hybrid-model --disable-mamba-mem-eff-path", "--hybrid-layer-pattern says it; " + _KERNELS),
+    refused("--hybrid-attention-ratio:1 --hybrid-mlp-ratio:1", "--hybrid-layer-pattern says what each layer is"),
     left_out("--cache-mla-latents --mla-down-proj-fusion", "latents are kept while text is generated; " + _KERNELS),
     Row("--mtp-num-layers:1", "same", "the same", values={"0": ""}),
     same("--mtp-loss-scaling-factor:1"),
     refused("--mtp-use-repeated-layer --mtp-standalone", "each layer of --mtp-num-layers has weights of its own"),
     refused(
-        "--hybrid-attention-ratio:1 --hybrid-mlp-ratio:1 --hybrid-override-pattern:1 --hybrid-layer-pattern:1 "
-        "--is-hybrid-model --mamba-state-dim:1 --mamba-head-dim:1 --mamba-num-groups:1 --mamba-num-heads:1 "
-        "--disable-mamba-mem-eff-path --dsa-indexer-n-heads:1 "
+        "--dsa-indexer-n-heads:1 "
         "--dsa-indexer-head-dim:1 --dsa-indexer-topk:1 --dsa-indexer-loss-coeff:1 --heterogeneous-layers-config-path:1 "
         "--heterogeneous-layers-config-encoded-json:1 --use-mup --mup-width-mult:1 --mup-base-hidden-size:1 "
         "--enable-mhc-connections --num-residual-streams:1 --decoder-num-layers:1 --decoder-seq-length:1 "

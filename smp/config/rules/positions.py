@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from smp.config.command_line.fields import flag_of, given, require
-from smp.config.layer_pattern import no_rope, windowed
+from smp.config.layer_pattern import attends, no_rope, windowed
 from smp.config.model import ModelConfig
 from smp.config.schema import ConfigError
 
@@ -27,7 +27,7 @@ def check_positions(model: ModelConfig) -> None:
     assert model.kv_channels is not None, "filled in before"
     rotated = model.rotary_channels
     require(
-        kind != "rope" or (rotated > 0 and rotated % 2 == 0 and model.rotary_percent <= 1),
+        kind != "rope" or not any(attends(model)) or (rotated > 0 and rotated % 2 == 0 and model.rotary_percent <= 1),
         f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} rotates {rotated} channels: "
         "RoPE needs an even number above 0 and at most all of them; change one of the two",
     )

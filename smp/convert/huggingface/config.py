@@ -106,7 +106,7 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
     usual = config.kv_channels is not None and config.softmax_scale == config.kv_channels**-0.5
     return {
         "layer_types": None if config.layer_types is None or set(kinds) == {"attention"} else " ".join(kinds),
-        "linear_attention_freq": skip_pattern(linear(config), ones=True) if any(linear(config)) else None,
+        "linear_attention_freq": skip_pattern(linear(config), ones=True) if config.linear_attention_type else None,
         "window_attn_skip_freq": skip_pattern(windows, ones=True) if any(windows) else None,
         "no_rope_freq": skip_pattern(turned, ones=False) if any(turned) else None,
         "rotary_base_local": None if same or not with_both else local,

@@ -132,7 +132,7 @@ def _check_copies(weights: LinkedWeights, copied: Iterable[Link]) -> None:
             raise CheckpointError(f"{store.where(name)}: tensor {name} differs from {own}, which it is a copy of")
 
 
-_STACKED = ".mlp.experts.down_proj"
+_STACKED = (".mlp.experts.down_proj", ".mixer.experts.down_proj")
 """The end of a name in files in which all experts of a layer lie in one tensor."""
 
 

@@ -29,6 +29,7 @@ from smp.convert.huggingface.families import (
 from smp.convert.huggingface.family import ExpertKeys, Family
 from smp.convert.huggingface.llama4 import LLAMA4
 from smp.convert.huggingface.own import COHERE2, FALCON, GEMMA, GEMMA3, GPT_OSS, OLMO3, QWEN3_NEXT, SMOLLM3
+from smp.convert.huggingface.state_space import STATE_SPACE_FAMILIES
 from smp.convert.layout import Fused, Table
 
 
@@ -493,5 +494,5 @@ _MORE = (
         own=LLAMA4,
     ),
 )
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*FIRST_FAMILIES, *_MORE)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*FIRST_FAMILIES, *_MORE, *STATE_SPACE_FAMILIES)}
 """By ``model_type``."""

@@ -116,6 +116,8 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (0,),
     "qk_l2_norm": (False,),
     "is_hybrid_model": (False,),
+    "hybrid_override_pattern": (),
+    "hybrid_layer_pattern": (),
     "softmax_type": ("vanilla",),
     "softmax_scale": (),
     "attention_output_gate": (False,),
@@ -140,7 +142,7 @@ _NOT_THERE = (
         "quick_geglu",
         "softmax_type",
     ),
-    *("linear_attention_type", "attention_output_gate"),
+    *("linear_attention_type", "attention_output_gate", "hybrid_layer_pattern"),
     *("mtp_num_layers", "attention_chunk_size", "qk_l2_norm", "attn_temperature_tuning", "moe_apply_probs_on_input"),
 )
 """Settings that Megatron's GPT, as it is run by its own scripts, has at their default only."""
