@@ -1,6 +1,6 @@
-"""A step (forward and backward) of a layer of Qwen3-Next beside that of transformers' PyTorch path, in turns.
+"""A step (forward and backward) of a layer of a hybrid beside that of transformers' PyTorch path, in turns.
 
-    python benchmarks/hybrids.py                    # a gated delta net with experts behind it, and attention likewise
+    python benchmarks/hybrids.py    # Qwen3-Next's gated delta net and attention with experts behind, Mamba-2 layers
     python benchmarks/hybrids.py --tokens 2048
 
 Both compute the same from the same weights, in fp32, which is checked first. Processor time, medians over rounds and
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, NemotronHConfig, Qwen3NextConfig
 from transformers.utils import logging
 
 from smp.config import Layout
@@ -38,12 +38,29 @@ SIZES: dict[str, Any] = {
     **{"shared_expert_intermediate_size": 256, "vocab_size": 512, "intermediate_size": 512},
 }
 """A quarter of Qwen3-Next's widths; its head widths."""
+_GRANITE: dict[str, Any] = {
+    **{"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "vocab_size": 512},
+    **{"num_local_experts": 0, "shared_intermediate_size": 2048, "layer_types": ["linear_attention"]},
+}
+"""A quarter of Granite 4.0 H Micro's widths."""
+_NEMOTRON: dict[str, Any] = {
+    **{"hidden_size": 1024, "mamba_num_heads": 32, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128},
+    **{"vocab_size": 512, "layers_block_type": ["linear_attention"]},
+}
+"""A quarter of Nemotron-H 8B's widths, all its groups."""
+MODELS: dict[str, Any] = {
+    "Qwen3-Next, gated delta net and experts": lambda: Qwen3NextConfig(**SIZES, layer_types=["linear_attention"]),
+    "Qwen3-Next, gated attention and experts": lambda: Qwen3NextConfig(**SIZES, layer_types=["full_attention"]),
+    "Granite 4, Mamba-2 and MLP": lambda: GraniteMoeHybridConfig(**_GRANITE),
+    "Nemotron-H, Mamba-2 alone": lambda: NemotronHConfig(**_NEMOTRON),
+}
 
 
 def models(kind: str, folder: str, context: ParallelContext) -> tuple[Any, Any]:
     """Theirs, and ours with the same weights."""
     torch.manual_seed(0)
-    theirs = Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, layer_types=[kind]))
+    theirs = AutoModelForCausalLM.from_config(MODELS[kind](), dtype=torch.float32)
     theirs.save_pretrained(folder)
     ours = GPT(resolved(**(read_architecture(folder) or {})), context, device="cpu")
     load_hf(ours, folder)
@@ -89,7 +106,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     context, ids = build_context(Layout(), "cpu"), torch.randint(0, SIZES["vocab_size"], (1, arguments.tokens))
     print(f"{arguments.tokens} tokens, fp32, {arguments.rounds} rounds, 1 thread, torch {torch.__version__}")
-    for kind in ("linear_attention", "full_attention"):
+    for kind in MODELS:
         with tempfile.TemporaryDirectory() as folder:
             theirs, ours = models(kind, folder, context)
         losses = step_of_theirs(theirs, ids).item(), step_of_ours(ours, ids).item()
@@ -101,7 +118,7 @@ def main() -> None:
         their, our = (statistics.median(column) for column in zip(*rows, strict=True))
         ratio = statistics.median(a / b for a, b in rows)
         limit = of_products(ours, arguments.tokens)
-        print(f"{kind:<17} transformers {their:.3f} s, smp {our:.3f} s, {ratio:.2f}x; products alone {limit:.3f} s")
+        print(f"{kind:<40} transformers {their:.3f} s, smp {our:.3f} s, {ratio:.2f}x; products alone {limit:.3f} s")
     dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from smp.config import Config, ConfigError, Layout, ModelConfig, load_config, resolve
-from smp.config.layer_specs import DeltaNetMixer, ExpertsSpec, LatentMixer, MLPSpec
+from smp.config.layer_specs import DeltaNetMixer, ExpertsSpec, LatentMixer, MambaMixer, MLPSpec
 from smp.config.layers import in_runs, layer_specs
 from smp.config.resolve import resolve_model
 from smp.config.rules.finetune import LoraConfig
@@ -127,3 +127,56 @@ def test_a_named_size_with_so_few_layers_that_none_has_attention() -> None:
     assert model.linear_attention_type and not model.attention_output_gate and not model.qk_layernorm
     with pytest.raises(ConfigError, match="--window-size 8: all layers have"):
         read_settings([*words.split(), "--window-size", "8"], PRESETS, 1)
+
+
+def pattern(letters: str, **changes: object) -> ModelConfig:
+    return named("debug", hybrid_layer_pattern=letters, num_layers=len(letters), mamba_head_dim=16, **changes)
+
+
+def test_a_layer_is_one_part_where_a_pattern_says_so() -> None:
+    specs = layer_specs(pattern("M-*E", num_experts=4))
+    assert [spec.mixer is None for spec in specs] == [False, True, False, True]
+    assert [spec.feed_forward is None for spec in specs] == [True, False, True, False]
+    assert isinstance(specs[0].mixer, MambaMixer) and specs[3].has_experts and not specs[1].has_experts
+    assert specs[0].mixer.value_heads == 2 * 128 // 16 and str(specs[1]).startswith("MLP")
+    behind = named("debug", linear_attention_type="mamba2", linear_attention_freq="2", mamba_head_dim=16)
+    assert [isinstance(spec.mixer, MambaMixer) for spec in layer_specs(behind)] == [True, False] * 2
+    assert all(spec.feed_forward is not None for spec in layer_specs(behind))
+
+
+@pytest.mark.parametrize(
+    ("letters", "settings", "message"),
+    [
+        ("M|*-", {}, "'|' is no kind of layer; M is Mamba-2, * attention, - an MLP, E experts"),
+        ("M*-", {"num_layers": 4}, "names 3 layers of 4; give --num-layers 3"),
+        ("M*-", {"num_experts": 4}, "leaves no layer with experts (E); leave out --num-experts"),
+        ("M*E", {}, "has layers with experts: give --num-experts"),
+        ("*-", {"mamba_state_dim": 16}, "--mamba-state-dim 16: --hybrid-layer-pattern *- has no layer with Mamba-2"),
+        ("MM", {"ffn_hidden_size": 64, "num_query_groups": None}, "has no layer with an MLP (-) or experts (E)"),
+        ("M-", {"qk_layernorm": True, "num_query_groups": None}, "--qk-layernorm: --hybrid-layer-pattern M- has no"),
+        ("M*-", {"parallel_residual": True}, "--parallel-residual and --hybrid-layer-pattern M*- exclude each other"),
+        ("M*-", {"linear_attention_type": "mamba2"}, "both say what layers are"),
+        ("M*-", {"mamba_num_groups": 3}, "--mamba-num-heads 16 is not divisible by --mamba-num-groups 3"),
+        ("M*-", {"mamba_dt_min": 0.2, "mamba_dt_max": 0.1}, "--mamba-dt-max 0.1 is not above --mamba-dt-min 0.2"),
+        ("M*-", {"mamba_head_dim": 24}, "2 x --hidden-size 128 is not divisible by --mamba-head-dim 24"),
+    ],
+)
+def test_a_pattern_that_cannot_be_is_one_line(letters: str, settings: dict[str, object], message: str) -> None:
+    changes = {"num_layers": len(letters), "mamba_head_dim": 16} | settings
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        layer_specs(named("debug", hybrid_layer_pattern=letters, **changes))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensor-model-parallel-size 4 --mamba-num-groups 2", "--mamba-num-groups 2 is neither 1 nor divisible by"),
+        ("--tensor-model-parallel-size 8 --mamba-num-heads 4 --mamba-num-groups 1", "--mamba-num-heads 4 is not divis"),
+        ("--fp8-format e4m3 --fp8-emulate", "--fp8-format e4m3 and --hybrid-layer-pattern MM exclude each other"),
+        ("--context-parallel-size 2 --cp-comm-type a2a --mamba-num-groups 1", "not --mamba-num-groups 1 / --tensor"),
+    ],
+)
+def test_what_mamba_has_not_is_refused(flags: str, message: str) -> None:
+    words = "--mock-data --vocab-size 100 --train-iters 1 --hidden-size 64 --num-layers 2 --hybrid-layer-pattern MM "
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(load_config([*words.split(), *flags.split()], {}), 8)

@@ -1,4 +1,5 @@
-"""The gated delta rule in chunks against the rule by its definition, and the convolution against torch's."""
+"""The gated delta rule and Mamba-2's recurrence in chunks against their definitions, and the convolution against
+torch's."""
 
 from __future__ import annotations
 
@@ -12,9 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from smp.kernels.recurrences import state_space
 from smp.kernels.recurrences.causal_conv import causal_conv
 from smp.kernels.recurrences.delta_rule import CHUNK, Pair, chunked, gated_delta_rule, step_by_step
 
+RULES = {
+    "delta rule": (step_by_step, chunked),
+    "state space": (state_space.step_by_step, state_space.chunked),
+}
+of_each_rule = pytest.mark.parametrize("rule", RULES)
 ROWS, KEY_HEADS, HEADS, KEY, VALUE = 2, 2, 4, 6, 5
 LENGTHS = (1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7)
 
@@ -55,26 +62,32 @@ def errors(got: list[torch.Tensor], want: list[torch.Tensor]) -> list[float]:
     return [((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in zip(got, want, strict=True)]
 
 
+@of_each_rule
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_chunks_are_steps(length: int, packed: bool, state: bool) -> None:
+def test_chunks_are_steps(length: int, packed: bool, state: bool, rule: str) -> None:
     tensors, begins = drawn(length)[: 6 if state else 5], begins_of(length) if packed else None
+    step_by_step, chunked = RULES[rule]
     want = differentiated(step_by_step, tensors, begins)
     assert len(want) == 2 + len(tensors)
     assert max(errors(differentiated(chunked, tensors, begins), want)) <= 1e-12
 
 
-def test_a_state_is_carried_on() -> None:
+@of_each_rule
+def test_a_state_is_carried_on(rule: str) -> None:
     """Of two halves the second begins with the first one's state."""
     *tokens, state = drawn(90)
+    chunked = RULES[rule][1]
     whole, last = chunked(*tokens, None, state)
     first, between = chunked(*(x[:, :37] for x in tokens), None, state)
     second, end = chunked(*(x[:, 37:] for x in tokens), None, between)
     assert max(errors([torch.cat((first, second), 1), end], [whole, last])) <= 1e-12
 
 
-def test_packed_documents_are_separate_ones() -> None:
+@of_each_rule
+def test_packed_documents_are_separate_ones(rule: str) -> None:
+    chunked = RULES[rule][1]
     *tokens, _ = drawn(70)
     begins = torch.zeros(ROWS, 70, dtype=torch.bool)
     begins[:, [0, 11, 12]] = True
@@ -84,8 +97,10 @@ def test_packed_documents_are_separate_ones() -> None:
         assert errors([packed[:, start:end]], [alone])[0] <= 1e-12
 
 
-def test_sums_are_in_fp32() -> None:
+@of_each_rule
+def test_sums_are_in_fp32(rule: str) -> None:
     """Of bf16 inputs the result is as near as one rounding of the output."""
+    step_by_step, chunked = RULES[rule]
     *rounded, _ = drawn(100, torch.bfloat16)
     exact = step_by_step(*(x.double() for x in rounded))[0]
     out, last = chunked(*rounded)
@@ -103,17 +118,21 @@ def forgetful(length: int, g: float) -> list[torch.Tensor]:
     return tokens
 
 
+@of_each_rule
 @pytest.mark.parametrize("g", [-100.0, -1000.0])
-def test_strong_forgetting_rounds_nothing_else(g: float) -> None:
+def test_strong_forgetting_rounds_nothing_else(g: float, rule: str) -> None:
     """Sums of g are large then, and mild decays behind them are differences of sums."""
+    step_by_step, chunked = RULES[rule]
     tokens = forgetful(150, g)
     want = differentiated(step_by_step, [x.double() for x in tokens], None)
     assert max(errors([x.double() for x in differentiated(chunked, tokens, None)], want)) <= 1e-6
 
 
+@of_each_rule
 @pytest.mark.parametrize("g", [-100.0, -1000.0])
-def test_what_a_document_forgets_changes_no_other(g: float) -> None:
+def test_what_a_document_forgets_changes_no_other(g: float, rule: str) -> None:
     """Up to the order of sums in products: what a document's tokens are in a chunk depends on those before it."""
+    chunked = RULES[rule][1]
     tokens, begins = forgetful(70, g), torch.zeros(ROWS, 70, dtype=torch.bool)
     begins[:, [0, 40]] = True
     packed = chunked(*tokens, begins)[0]
@@ -177,17 +196,18 @@ def test_flash_linear_attention_gets_nothing_in_fp32(fla: Fla) -> None:
     assert fla.calls == 0
 
 
-@pytest.mark.parametrize(("size", "length"), [(2, 9), (4, 9), (4, 150)])
-def test_the_convolution_is_torchs(size: int, length: int) -> None:
+@pytest.mark.parametrize(("size", "length", "biased"), [(2, 9, False), (4, 9, True), (4, 150, True), (4, 150, False)])
+def test_the_convolution_is_torchs(size: int, length: int, biased: bool) -> None:
     draw: dict[str, Any] = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
     x, weight = torch.randn(ROWS, length, 7, **draw), torch.randn(7, size, **draw)
     results = []
     for ours in (True, False):
-        leaves = [y.clone().requires_grad_() for y in (x, weight)]
+        leaves = [y.clone().requires_grad_() for y in (x, weight, *([weight[:, 0] + 1] if biased else []))]
         if ours:
-            y = causal_conv(*leaves)
+            y = causal_conv(leaves[0], leaves[1], bias=leaves[2] if biased else None)
         else:
-            whole = F.conv1d(leaves[0].transpose(1, 2), leaves[1][:, None], padding=size - 1, groups=7)
+            bias = leaves[2] if biased else None
+            whole = F.conv1d(leaves[0].transpose(1, 2), leaves[1][:, None], bias, padding=size - 1, groups=7)
             y = F.silu(whole[..., :length]).transpose(1, 2)
         (y * torch.arange(y.numel()).view(y.shape).cos()).sum().backward()
         results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])

@@ -13,7 +13,7 @@ from smp.config.rules.context_parallel import check_context_parallel
 from smp.config.rules.foreign import check_foreign
 from smp.config.rules.fp8 import check_fp8
 from smp.config.rules.latent import check_latent
-from smp.config.rules.linear import check_linear
+from smp.config.rules.linear import check_linear, check_pattern
 from smp.config.rules.moe import check_moe, check_moe_model
 from smp.config.rules.mtp import check_mtp, check_mtp_model
 from smp.config.rules.offload import check_offload
@@ -193,9 +193,10 @@ def _check_kernels(config: Config) -> None:
 def check_model(model: ModelConfig) -> None:
     """Check what a model with its defaults filled in says as a whole."""
     check_effects(Config(model=model), "model")
-    check_linear(model, tp=1)
+    check_pattern(model)
     _check_heads_and_widths(model, tp=1)
     check_latent(model)
+    check_linear(model, tp=1)
     _check_activation(model)
     _check_norms(model)
     check_positions(model)

@@ -14,7 +14,7 @@ from smp.config.schema import Config, DataConfig, LoraConfig
 
 ALL = "all-linear"
 """peft's word for them in --lora-target-modules."""
-ALL_LINEAR = "query,key,value,output,gate,up,down,query_down,query_up,key_value_down,key_value_up,beta,decay"
+ALL_LINEAR = "query,key,value,output,gate,up,down,query_down,query_up,key_value_down,key_value_up,beta,decay,step"
 """Every linear layer of any model but experts; the last four are latent attention's."""
 
 

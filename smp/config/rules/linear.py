@@ -28,8 +28,6 @@ def check_linear(model: ModelConfig, tp: int) -> None:
     Raises:
         ConfigError: one line that names the flag, and what works.
     """
-    if model.hybrid_layer_pattern is not None:
-        _check_pattern(model)
     if model.linear_attention_type is not None:
         require(
             model.layer_types is None,
@@ -44,9 +42,15 @@ def check_linear(model: ModelConfig, tp: int) -> None:
         _check_without_attention(model)
 
 
-def _check_pattern(model: ModelConfig) -> None:
+def check_pattern(model: ModelConfig) -> None:
+    """Check --hybrid-layer-pattern of a model with its defaults filled in, before anything that asks what layers are.
+
+    Raises:
+        ConfigError: one line that names the flag, and what works.
+    """
     letters, known = model.hybrid_layer_pattern, MAMBA + ATTENTION + MLP + EXPERTS
-    assert letters is not None
+    if letters is None:
+        return
     where = f"--hybrid-layer-pattern {letters}"
     for flag in given(model, "layer_types", "linear_attention_type"):
         require(False, f"{flag} and {where} both say what layers are; leave out one")

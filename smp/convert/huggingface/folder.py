@@ -132,7 +132,7 @@ def _check_copies(weights: LinkedWeights, copied: Iterable[Link]) -> None:
             raise CheckpointError(f"{store.where(name)}: tensor {name} differs from {own}, which it is a copy of")
 
 
-_STACKED = (".mlp.experts.down_proj", ".mixer.experts.down_proj")
+_STACKED = tuple(f".{module}.experts.down_proj" for module in ("mlp", "mixer", "block_sparse_moe"))
 """The end of a name in files in which all experts of a layer lie in one tensor."""
 
 
@@ -146,7 +146,8 @@ def _spelled(wanted: Iterable[Link], store: PieceStore, family: Family) -> list[
     """Links as this folder spells them: base models leave out the first word, and some names changed over time."""
     first = family.table.block.split(".")[0] + "."
     # Files of a base model, which transformers saves without the head, lack the model's name in front.
-    bare = not any(name.startswith(first) for name in store.tensors)
+    fronts = first, *(f"{new}." for new in family.renamed.values())
+    bare = not any(name.startswith(fronts) for name in store.tensors)
 
     def rename(name: str) -> str:
         if bare:

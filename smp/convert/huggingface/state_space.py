@@ -234,6 +234,12 @@ _GRANITE = Family(
         LLAMA_MODULES | _SHARED_MLP | _GRANITE_EXPERT,
         LLAMA_ENDS,
         recurrent=_mixer("mamba"),
+        stacked={
+            "mlp.router": "block_sparse_moe.router",
+            "mlp.experts.gate": Fused("block_sparse_moe.experts.gate_up_proj", "halves", "gate"),
+            "mlp.experts.up": Fused("block_sparse_moe.experts.gate_up_proj", "halves", "up"),
+            "mlp.experts.down": "block_sparse_moe.experts.down_proj",
+        },
     ),
     fields={key: name for key, name in LLAMA_FIELDS.items() if key not in ("intermediate_size", "head_dim")},
     defaults=LLAMA_DEFAULTS
@@ -293,6 +299,7 @@ _NEMOTRON = Family(
     activation_key=None,
     rope_keys=None,
     skipped=("mtp.",),
+    renamed={"backbone": "model"},
     own=Own(_read_nemotron, _write_nemotron),
 )
 STATE_SPACE_FAMILIES = (_MAMBA2, _GRANITE, _NEMOTRON)

@@ -17,7 +17,6 @@ from smp.launch.hyperpod.values import module_names
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _UNREAD = {
     r"gemma-?4": "Gemma 4's layers that share keys and values",
-    r"nemotron-?3": "Mamba layers of Nemotron 3",
 }
 """Names of the hub, and what of their architecture finetune.py does not read yet."""
 COMMON: dict[str, Key] = {
