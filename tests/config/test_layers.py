@@ -151,7 +151,7 @@ def test_a_layer_is_one_part_where_a_pattern_says_so() -> None:
         ("M*-", {"num_layers": 4}, "names 3 layers of 4; give --num-layers 3"),
         ("M*-", {"num_experts": 4}, "leaves no layer with experts (E); leave out --num-experts"),
         ("M*E", {}, "has layers with experts: give --num-experts"),
-        ("*-", {"mamba_state_dim": 16}, "--mamba-state-dim 16: --hybrid-layer-pattern *- has no layer with Mamba-2"),
+        ("*-", {"mamba_state_dim": 16}, "--mamba-head-dim 16: --hybrid-layer-pattern *- has no layer with Mamba-2"),
         ("MM", {"ffn_hidden_size": 64, "num_query_groups": None}, "has no layer with an MLP (-) or experts (E)"),
         ("M-", {"qk_layernorm": True, "num_query_groups": None}, "--qk-layernorm: --hybrid-layer-pattern M- has no"),
         ("M*-", {"parallel_residual": True}, "--parallel-residual and --hybrid-layer-pattern M*- exclude each other"),
@@ -170,9 +170,15 @@ def test_a_pattern_that_cannot_be_is_one_line(letters: str, settings: dict[str, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tensor-model-parallel-size 4 --mamba-num-groups 2", "--mamba-num-groups 2 is neither 1 nor divisible by"),
+        (
+            "--tensor-model-parallel-size 4 --mamba-num-heads 4 --mamba-num-groups 2",
+            "--mamba-num-groups 2 is neither 1 nor divisible by",
+        ),
         ("--tensor-model-parallel-size 8 --mamba-num-heads 4 --mamba-num-groups 1", "--mamba-num-heads 4 is not divis"),
-        ("--fp8-format e4m3 --fp8-emulate", "--fp8-format e4m3 and --hybrid-layer-pattern MM exclude each other"),
+        (
+            "--fp8-format e4m3 --fp8-emulate --mamba-num-groups 1",
+            "--fp8-format e4m3 and --hybrid-layer-pattern MM exclude each other",
+        ),
         ("--context-parallel-size 2 --cp-comm-type a2a --mamba-num-groups 1", "not --mamba-num-groups 1 / --tensor"),
     ],
 )
