@@ -221,7 +221,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "one group": {
         **{"linear_attention_type": "mamba2", "mamba_num_heads": 8, "mamba_num_groups": 1, "mamba_head_dim": 3},
-        **{"mamba_state_dim": 5, "norm_epsilon": 1e-3, "kv_channels": None, "num_query_groups": None},
+        **{"mamba_state_dim": 5, "norm_epsilon": 1e-3, "linear_attention_freq": "2"},
     },
     "nemotron": {
         **{"hybrid_layer_pattern": "M*-M", "swiglu": False, "squared_relu": True, "position_embedding_type": "none"},
