@@ -60,6 +60,7 @@ MODELS = {
     "nemotron": SIZES
     | {
         **{"hybrid_layer_pattern": "M*-ME", "num_layers": 5, "swiglu": False, "squared_relu": True, "num_experts": 4},
+        "moe_ffn_hidden_size": 24,
         **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 6, "mamba_state_dim": 5},
         **{"norm_epsilon": 0.3, "position_embedding_type": "none"},
     },

@@ -73,6 +73,8 @@ def settings(name: str, spread: Spread) -> tuple[Config, Layout]:
     exchange = "a2a" if "bloom" in name else "p2p"  # the one that knows ALiBi
     config = config_of(Case(problem, replace(spread, accumulation=4 // spread.data_parallel, exchange=exchange)))
     model = ModelConfig(**MODELS[name.split(" with ")[0].removesuffix(" 4")] | {"num_layers": layers})
+    if model.hybrid_layer_pattern is not None:
+        model = replace(model, hybrid_layer_pattern=model.hybrid_layer_pattern[:layers])
     return replace(config, model=model), Layout.from_config(config.parallel, spread.world_size)
 
 
