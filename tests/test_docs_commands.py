@@ -89,9 +89,9 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tokenizer(folder / name)
         config = to_hf(resolve_model(ModelConfig(**PRESETS[size])), "bfloat16")
         (folder / name / "config.json").write_text(json.dumps(config))
-    write_tokenizer(folder / "Nemotron-H-8B")  # whose sizes are the defaults of its class
-    (folder / "Nemotron-H-8B/config.json").write_text('{"model_type": "nemotron_h"}')
-    (folder / "config.json").write_text('{"model_type": "nemotron_h"}')
+    write_tokenizer(folder / "Falcon-H1-7B")  # whose sizes are the defaults of its class
+    (folder / "Falcon-H1-7B/config.json").write_text('{"model_type": "falcon_h1"}')
+    (folder / "config.json").write_text('{"model_type": "falcon_h1"}')
     write_samples(folder)
     (folder / "sft.jsonl").rename(folder / "chats.jsonl")
     (folder / "held-out.jsonl").write_text((folder / "chats.jsonl").read_text())

@@ -160,7 +160,7 @@ _NEMOTRON_EXPERTS = ExpertKeys("n_routed_experts", router="sigmoid", own_width=T
 def _read_nemotron(reader: Reader, values: Values) -> Values:
     """The kinds of layers are a list in transformers 5, before letters, which are Megatron's."""
     kinds = reader.content.get("layers_block_type", reader.content.get("layer_types"))
-    letters = reader.content.get("hybrid_override_pattern")
+    letters = reader.content.get("hybrid_override_pattern", "ME*-")
     if kinds is not None or not isinstance(letters, str):
         letters = _letters(reader, kinds, MAMBA + ATTENTION + MLP + EXPERTS, None)
     found: dict[str, Any] = {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
