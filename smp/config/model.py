@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -309,6 +310,11 @@ class ModelConfig:
     def is_foreign(self) -> bool:
         """Whether transformers computes it: then the other settings only say how large it is."""
         return self.transformers_config is not None
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether transformers computes it and it has a part for images."""
+        return self.transformers_config is not None and "vision_config" in json.loads(self.transformers_config)
 
     @property
     def gated(self) -> bool:

@@ -17,6 +17,7 @@ from smp.config.model import ModelConfig
 from smp.config.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveFacts
 from smp.config.parallel import ParallelConfig
 from smp.config.rollouts import ONLINE, RolloutConfig
+from smp.config.vision import VisionConfig
 
 
 class ConfigError(ValueError):
@@ -353,6 +354,7 @@ class Config:
     objective: ObjectiveConfig | None = None
     rollouts: RolloutConfig | None = None
     distillation: DistillationConfig | None = None
+    vision: VisionConfig | None = None
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

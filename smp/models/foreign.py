@@ -46,17 +46,19 @@ class Parts:
 
 
 def new_module(content: str) -> Any:
-    """The causal language model of a config.json's ``content``, on the meta device, in fp32.
+    """The language model of a config.json's ``content``, with its part for images if it has one, on the meta device, in
+    fp32.
 
     Raises:
         ConfigError: transformers has none of this type, or it cannot be built without memory.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = transformers_config(json.loads(content), "config.json")
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            module = kind.from_config(config, dtype=torch.float32)
     except Exception as error:  # of any kind: each class checks its own configuration
         raise ConfigError(f"--model-implementation transformers: {config.model_type}: {_one_line(error)}") from None
     if not hasattr(module, "get_output_embeddings") or module.get_output_embeddings() is None:
@@ -68,9 +70,10 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def blocks_of(module: Any) -> list[tuple[str, nn.Module]]:
     """The decoder's layers by their names, in order: the list of modules with most elements, which is in no other."""
-    lists = {name: child for name, child in module.named_modules() if isinstance(child, nn.ModuleList)}
+    top = decoder_of(module)
+    lists = {name: child for name, child in module.get_submodule(top).named_modules(prefix=top) if _is_list(child)}
     outer = {n: c for n, c in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
     if not outer:
         raise ConfigError(f"--model-implementation transformers: {type(module).__name__} has no list of layers")
@@ -78,12 +81,67 @@ def blocks_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{i}", layer) for i, layer in enumerate(outer[name])]
 
 
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList)
+
+
+def decoder_of(module: Any) -> str:
+    """The name of the decoder in a model that also sees images; of any other the model is its own: empty."""
+    if getattr(module.config, "vision_config", None) is None:
+        return ""
+    decoder = module.get_decoder()
+    return next(name for name, child in module.named_modules() if child is decoder)
+
+
+def tower_blocks(module: Any) -> list[nn.Module]:
+    """Layers of what sees images, in order; none: the model sees none."""
+    top = decoder_of(module)
+    if not top:
+        return []
+    lists = [c for n, c in module.named_modules() if _is_list(c) and not f"{n}.".startswith(f"{top}.") and len(c)]
+    layers = [c for c in lists if all("GradientCheckpointingLayer" in map(_name, type(m).__mro__) for m in c)]
+    return [layer for layers in layers for layer in layers]
+
+
+def _name(kind: type) -> str:
+    return kind.__name__
+
+
+PARTS = ("vision_model", "projector", "language_model")
+_PROJECTORS = ("projector", "connector", "merger", "projection", "vision_adapter", "aligner")
+_TOWERS = ("visual", "vision", "image_encoder", "vit")
+
+
+def vision_part(name: str) -> str:
+    """Which of :data:`PARTS` a parameter of a vision-language model belongs to, by its name."""
+    words = name.split(".")
+    if any(part in word for word in words for part in _PROJECTORS) and "language_model" not in words:
+        return "projector"
+    return "vision_model" if any(word.startswith(part) for word in words for part in _TOWERS) else "language_model"
+
+
+def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
+    """Stop training some of :data:`PARTS`.
+
+    Raises:
+        ConfigError: the model has nothing of one of them.
+    """
+    of: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS}
+    for name, parameter in model.named_parameters():
+        of[vision_part(name)].append(parameter)
+    for part in parts:
+        if not of[part]:
+            raise ConfigError(f"--freeze-{part.replace('_', '-')}: this model has no such part; leave it out")
+        for parameter in of[part]:
+            parameter.requires_grad_(False)
+
+
 @cache
 def parts_of(content: str) -> Parts:
     """Of the model of a config.json's ``content``."""
     module = new_module(content)
     chosen = _experts_of_a_token(module.config.get_text_config(decoder=True))
-    named = dict(module.named_parameters())
+    named, images = dict(module.named_parameters()), bool(decoder_of(module))
     matrices = {id(p) for m in module.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
     head, tables = module.get_output_embeddings(), {id(module.get_input_embeddings().weight)}
 
@@ -93,6 +151,8 @@ def parts_of(content: str) -> Parts:
         linear = id(p) in matrices and p.ndim == 2
         used = math.prod(shape[1:]) * experts if experts is not None else math.prod(shape)
         counts = p.ndim > 1 and (id(p) not in tables or p is head.weight)
+        if images and vision_part(name) != "language_model":  # of images, of which the text does not tell how many
+            counts = False
         return Parameter(name, shape, linear=linear, flops=2 * used * counts, chosen=experts)
 
     blocks = []

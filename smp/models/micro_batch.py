@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from smp.data.tuning.image_batches import ImageTensors
 from smp.kernels.sequence_cut import SequenceCut
 from smp.layers.heads.answers import AnswerLoss
 from smp.layers.heads.distillation import Distilled
@@ -52,6 +53,7 @@ class MicroBatch:
         distilled: the loss of each token is by what a teacher says of it, and not its label's cross-entropy.
         further: of each layer of multi-token prediction.
         cache: keys and values of the tokens before these, while text is generated; without labels.
+        images: what the model takes of images beside the tokens.
     """
 
     input_ids: torch.Tensor
@@ -66,6 +68,7 @@ class MicroBatch:
     distilled: Distilled | None = None
     further: tuple[Further, ...] = ()
     cache: CacheView | None = None
+    images: ImageTensors | None = None
 
     def whole_lengths(self) -> torch.Tensor:
         """``sequence_lengths``, made where they are not given."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
+from smp.data.tuning.image_batches import ImageBatch
 from smp.kernels.sequence_cut import cut_sequences
 from smp.kernels.transfer import to_device
 from smp.models.micro_batch import Further, MicroBatch
@@ -91,6 +92,7 @@ def token_micro_batch(
         cut=cut,
         sequence_lengths=None if batch.sequence_lengths is None else own.of(batch.sequence_lengths[i]),
         further=tuple(ahead(k) for k in range(1, further + 1)),
+        images=batch.images[i].each(lambda t: to_device(t, device)) if isinstance(batch, ImageBatch) else None,
     )
 
 

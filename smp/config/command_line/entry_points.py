@@ -60,6 +60,7 @@ FINETUNE = EntryPoint(
         "objective": None,
         "rollouts": None,
         "distillation": None,
+        "vision": None,
         "optim": None,
         "training": None,
         "checkpoint": (

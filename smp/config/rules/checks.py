@@ -21,6 +21,7 @@ from smp.config.rules.positions import check_positions
 from smp.config.rules.qlora import check_qlora
 from smp.config.schedule import lengths
 from smp.config.schema import CheckpointConfig, Config, ConfigError, DataConfig, OptimizerConfig, TrainingConfig
+from smp.config.rules.vision import check_vision
 
 # Every number is above zero, except these: at least 0 and below 1 ...
 _FRACTIONS = {
@@ -77,6 +78,7 @@ def check_ranges(config: Config) -> None:
 
 def check_combinations(config: Config, layout: Layout) -> None:
     """Check what a config with its defaults filled in says as a whole."""
+    check_vision(config)
     if config.model.is_foreign:
         check_foreign(config)
     else:

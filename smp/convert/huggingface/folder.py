@@ -51,8 +51,11 @@ COMPANIONS = (
     "chat_template.json",
     "additional_chat_templates",
     "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
-"""Files and folders that go with a model unchanged: tokenizer, chat template, generation settings."""
+"""Files and folders that go with a model unchanged: tokenizer, chat template, generation settings, processor."""
 
 CARRIED = "hf"
 """Folder inside of a converted checkpoint with config.json, tokenizer and the like of the folder that it came from."""

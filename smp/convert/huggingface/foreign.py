@@ -67,7 +67,9 @@ def _theirs_or(content: Mapping[str, Any], where: str, unknown: ConfigError) -> 
         from transformers.models.auto import modeling_auto
     except ImportError:
         raise unknown from None
-    if content.get("model_type") not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    kind = content.get("model_type")
+    sees_images = "vision_config" in content and kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if not sees_images and kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise unknown
     return foreign_model(content, where)
 

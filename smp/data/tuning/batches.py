@@ -14,6 +14,7 @@ from smp.data.keyed_random import keyed_permutation
 from smp.data.loader import RankBatch, unlabelled
 from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.encode import Encoded
+from smp.data.tuning.image_batches import ImageBatch, ImageReader
 from smp.data.tuning.samples import Samples, fingerprint
 from smp.data.tuning.sequences import Sequences
 
@@ -74,6 +75,7 @@ class TuningDataset:
         trim: leave out columns at the end of a micro-batch that hold padding only. Not for pipelines and compiled
             models, which want one shape.
         numbered: batches say which token of the samples each label is.
+        images: reads those of the samples; None: the model sees none.
         notes: what the user should hear.
     """
 
@@ -87,6 +89,7 @@ class TuningDataset:
         scores: bool = False,
         trim: bool = False,
         numbered: bool = False,
+        images: ImageReader | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         self.notes = notes
@@ -94,7 +97,7 @@ class TuningDataset:
         self.predicted = 0 if scores else 1  # tokens at the end of a text that are not read
         self.seq_length = sequences.length
         self.rows = 2 if pairs else 1  # of a sample
-        self.numbered = numbered
+        self.numbered, self.images = numbered, images
         self.packed = sequences.packed
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
@@ -133,6 +136,11 @@ class TuningDataset:
         if self.numbered:
             numbers = np.stack([self._numbers(held) for held in texts]).reshape(*rows.shape, self.seq_length)
             return NumberedBatch(**fields, numbers=torch.from_numpy(numbers))
+        if self.images is not None:
+            lengths = fields["lengths"] or (self.seq_length,) * len(rows)
+            shares = [texts[i * rows.shape[1] :][: rows.shape[1]] for i in range(len(rows))]
+            read = (self.images.micro_batch(held, n) for held, n in zip(shares, lengths, strict=True))
+            return ImageBatch(**fields, images=tuple(read))
         if self.rows == 1:
             return RankBatch(**fields)
         answers = torch.tensor([int(h[0]) if len(h) and r else -1 for h, r in zip(texts, real.flat, strict=True)])

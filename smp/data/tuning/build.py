@@ -18,11 +18,14 @@ from smp.config.schema import Config, ConfigError
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder, marked
 from smp.data.tuning.files import read_records
+from smp.data.tuning.images import PLACE
+from smp.data.tuning.processor import open_processor
 from smp.data.tuning.prompts import Prompt, read_prompts
 from smp.data.tuning.samples import Report, Samples, collect
 from smp.data.tuning.sequences import Sequences, lay_out, split_samples
 from smp.data.tuning.shapes import label_of
 from smp.data.tuning.tokenizer import TuningTokenizer
+from smp.data.tuning.vision import ImageProcessor, VisionEncoder
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class TuningData:
         train, valid: sequences of the two parts.
         pairs: whether two sequences are a pair of answers.
         lines: what the user should hear.
+        images: what has made samples with images; None: the model sees none.
     """
 
     tokenizer: TuningTokenizer
@@ -45,6 +49,7 @@ class TuningData:
     valid: Sequences
     pairs: bool
     lines: tuple[str, ...]
+    images: VisionEncoder | None = None
 
     @property
     def samples_per_epoch(self) -> int:
@@ -173,8 +178,8 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     data, facts = config.data, config.objective_facts
     assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
     assert data.packing is not None and data.packing != "stream", "filled in before"
-    template = chat_template_of(data.chat_template, tokenizer)
-    encoder = Encoder(tokenizer, template, mask_prompt=data.mask_prompt, as_messages=data.apply_chat_template)
+    template = chat_template_of(data.chat_template, tokenizer, place=PLACE if config.model.sees_images else None)
+    encoder = _encoder(config, tokenizer, template)
     read = partial(
         collect,
         encode={"sample": encoder.sample, "pair": encoder.pair, "labelled": encoder.labelled}[facts.reads],
@@ -183,6 +188,7 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
         threshold=data.bad_sample_threshold,
         keep_end=data.truncation_side == "left",
         label=label_of if facts.reads == "labelled" else None,
+        images=config.model.sees_images,
     )
     with _named("--data-path"):
         samples, report = read(read_records(shlex.split(data.data_path)))
@@ -204,11 +210,30 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
             )
     parts = (_described(name, part) for name, part in (("training", train), ("validation", valid)))
     lines = [*told, *_without_tokens(template), *parts]
-    return TuningData(tokenizer, samples, texts, train, valid, rows == 2, tuple(lines))
+    images = encoder if isinstance(encoder, VisionEncoder) else None
+    return TuningData(tokenizer, samples, texts, train, valid, rows == 2, tuple(lines), images)
 
 
-def chat_template_of(path: str | None, tokenizer: TuningTokenizer) -> ChatTemplate | None:
-    """Of --chat-template, or the tokenizer's; None: there is none. Raises ConfigError when it cannot be used."""
+def _encoder(config: Config, tokenizer: TuningTokenizer, template: ChatTemplate | None) -> Encoder:
+    data, vision = config.data, config.vision
+    options = {"mask_prompt": data.mask_prompt, "as_messages": data.apply_chat_template}
+    if not config.model.sees_images:
+        return Encoder(tokenizer, template, **options)
+    assert vision is not None, "settings of a fine-tuning run"
+    if template is None:
+        raise ConfigError("--load has no chat template, which says where images are: give --chat-template")
+    processor = ImageProcessor(open_processor(tokenizer.folder), template)
+    folder = None if vision.image_folder is None else Path(vision.image_folder)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--image-folder {folder}: there is no such folder")
+    return VisionEncoder(tokenizer, template, processor, folder, **options)
+
+
+def chat_template_of(
+    path: str | None, tokenizer: TuningTokenizer, place: str | None = None
+) -> ChatTemplate | None:
+    """Of --chat-template, or the tokenizer's; None: there is none. Raises ConfigError when it cannot be used.
+    ``place`` stands for an image in messages, which the template gets as content parts then."""
     try:
         source = tokenizer.template if path is None else Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -216,7 +241,7 @@ def chat_template_of(path: str | None, tokenizer: TuningTokenizer) -> ChatTempla
     if path is not None and _is_json(source):
         raise ConfigError(f"--chat-template {path} is JSON: write the template in it to a file of its own")
     try:
-        return None if source is None else ChatTemplate(source, tokenizer.template_tokens)
+        return None if source is None else ChatTemplate(source, tokenizer.template_tokens, place)
     except ValueError as error:
         raise ConfigError(f"--chat-template {path}: {error}" if path else f"the tokenizer's: {error}") from error
 

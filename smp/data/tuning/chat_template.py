@@ -53,12 +53,16 @@ class ChatTemplate:
     """One template: a Jinja program, and names and texts of special tokens that it may use, such as ``eos_token``.
     Raises ValueError when it is not valid Jinja.
 
+    Args:
+        place: stands for an image within a message: the template gets what a message says as content parts then.
+
     Attributes:
         marks_assistant: it has generation blocks.
         empty_tokens: special tokens that it names and the tokenizer does not have: nothing stands in their place.
     """
 
-    def __init__(self, source: str, tokens: dict[str, str]) -> None:
+    def __init__(self, source: str, tokens: dict[str, str], place: str | None = None) -> None:
+        self.place = place
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -213,6 +217,8 @@ class ChatTemplate:
     def _render(self, messages: Sequence[dict[str, Any]], tools: Any, *, ask: bool) -> str:
         try:
             said = [_with_reasoning(message) for message in messages]
+            if self.place is not None:
+                said = [{**message, "content": _parts(_content(message), self.place)} for message in said]
             return self._template.render(messages=said, tools=tools, add_generation_prompt=ask, **self.tokens)
         except jinja2.TemplateError as error:
             raise BadSampleError(f"the chat template refuses it: {error}") from None
@@ -227,6 +233,15 @@ def _not_shown(what: str, hint: str = "") -> BadSampleError:
 def _content(message: dict[str, Any]) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else ""
+
+
+def _parts(content: str, place: str) -> list[dict[str, str]]:
+    """What a message says as content parts, ``place`` standing for an image."""
+    parts: list[dict[str, str]] = []
+    for i, text in enumerate(content.split(place)):
+        parts += [{"type": "image"}] if i else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts or [{"type": "text", "text": ""}]
 
 
 def _refuse_marks(messages: Sequence[dict[str, Any]]) -> None:

@@ -81,12 +81,20 @@ class Encoder:
 
     def _encode(self, sample: Sample, record: dict[str, Any]) -> Encoded:
         ids, trained = self._plain(sample) if isinstance(sample, Plain) else self._conversation(sample)
+        return self._finished(ids, trained, sample, record)
+
+    def _finished(
+        self, ids: list[int], trained: list[bool], sample: Sample, record: dict[str, Any], never: Sequence[bool] = ()
+    ) -> Encoded:
+        """``never``: tokens that are not trained, whatever is asked for."""
         if isinstance(record, Row):
             self.note(sample, record)
             if isinstance(sample, Conversation):
                 record.unended = record.unended or _unended(self.tokenizer, ids, trained)
         if not self.mask_prompt:
             trained = [True] * len(ids)
+        if never:
+            trained = [train and not left for train, left in zip(trained, never, strict=True)]
         if not any(trained[1:]):  # the first token is never predicted
             raise BadSampleError("nothing in it is trained")
         return np.array(ids, np.int32), np.array(trained, np.bool_)
@@ -132,7 +140,7 @@ class Encoder:
     def _conversation(self, sample: Conversation) -> tuple[list[int], list[bool]]:
         text, spans = self._template().render(sample)
         ids, offsets = self.tokenizer.encode_at(text)
-        return ids, _without_line_ends(self.tokenizer, ids, _within(offsets, spans))
+        return ids, without_line_ends(self.tokenizer, ids, within(offsets, spans))
 
     def _template(self) -> ChatTemplate:
         if self.template is None and (file := self.tokenizer.unread_template) is not None:
@@ -146,7 +154,7 @@ class Encoder:
         return self.template
 
 
-def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+def within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Whether each token has a character of one of the spans, which are in order: also one that begins in the prompt's
     last white space and holds the answer's first characters, as in transformers' assistant mask."""
     starts = [first for first, _ in spans]
@@ -162,7 +170,7 @@ def _unended(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) ->
     return any(ids[i] not in tokenizer.special for i in last)
 
 
-def _without_line_ends(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> list[bool]:
+def without_line_ends(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> list[bool]:
     """Templates write a line end after the token that ends a turn. The model never gets to write it: it has stopped."""
     out = list(trained)
     for i in range(1, len(ids)):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp.data.files.text_files import expand_paths, is_blank, kind_of, parse_record, read_chunks
+
+if TYPE_CHECKING:
+    from smp.data.tuning.samples import Shown
 
 Record = bytes | dict[str, Any]
 """One sample as it is in a file: a line of .jsonl, or a row."""
@@ -36,10 +39,14 @@ class Row(dict[str, Any]):
         in_part: the chat template leaves out a part of what a message says.
         as_text: its prompt and answer are texts, beside a chat template that they are not rendered by.
         unended: something that its assistant says ends without a special token that is trained.
+        where: it stands, ``file:line``.
+        shown: the images that it shows, with the text around them.
     """
 
-    def __init__(self, content: dict[str, Any]) -> None:
+    def __init__(self, content: dict[str, Any], where: str = "") -> None:
         super().__init__(content)
+        self.where = where
+        self.shown: Shown | None = None
         self.read, self.hidden = set[str](), set[str]()
         self.in_part = self.as_text = self.unended = False
 
@@ -56,8 +63,8 @@ class Row(dict[str, Any]):
         return [key for key, value in self.items() if key not in self.read and value not in (None, "", [], {})]
 
 
-def parse(record: Record) -> Row:
-    """What stands there. Raises ValueError when that is no JSON object."""
+def parse(record: Record, where: str = "") -> Row:
+    """What stands there, at ``where``. Raises ValueError when that is no JSON object."""
     found = record if isinstance(record, dict) else parse_record(record)
     # A column that other rows use is null here: the sample does not have it.
-    return Row({key: value for key, value in found.items() if value is not None})
+    return Row({key: value for key, value in found.items() if value is not None}, where)

@@ -13,9 +13,27 @@ import xxhash
 
 from smp.data.tuning.encode import Encoded
 from smp.data.tuning.files import Record, parse
+from smp.data.tuning.images import ImageSource
 from smp.data.tuning.messages import BadSampleError
 
 _NAMED = 5
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Images of a text.
+
+    Attributes:
+        where: it stands, ``file:line``.
+        text: as the chat template renders it, with a place for each image.
+        images: in their order.
+        tokens: (first, last + 1) of the tokens from the first image to the last.
+    """
+
+    where: str
+    text: str
+    images: tuple[ImageSource, ...]
+    tokens: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -27,12 +45,14 @@ class Samples:
         trained: bool like ``tokens``: the model is trained to say this token.
         offsets: int64 (texts + 1,), where each text begins.
         desirable: bool (texts,), what the label of each says; None: they have none.
+        shown: of each text its images, None where it has none; None: the model sees no images.
     """
 
     tokens: npt.NDArray[np.int32]
     trained: npt.NDArray[np.bool_]
     offsets: npt.NDArray[np.int64]
     desirable: npt.NDArray[np.bool_] | None = None
+    shown: tuple[Shown | None, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -44,8 +64,11 @@ class Samples:
 
     def fingerprint(self) -> str:
         """Of all that is in it."""
-        arrays = [self.tokens, self.trained, self.offsets]
-        return " ".join(map(fingerprint, arrays if self.desirable is None else [*arrays, self.desirable]))
+        arrays: list[npt.NDArray[Any]] = [self.tokens, self.trained, self.offsets]
+        seen = [image.digest for shown in self.shown or () if shown is not None for image in shown.images]
+        arrays += [] if self.desirable is None else [self.desirable]
+        arrays += [np.frombuffer("".join(seen).encode(), np.uint8)] if seen else []
+        return " ".join(map(fingerprint, arrays))
 
     def first(self, texts: int) -> Samples:
         """The first ``texts`` of them, under the same numbers."""
@@ -63,6 +86,7 @@ class Samples:
             np.concatenate([self.trained, other.trained]),
             np.concatenate([self.offsets, self.offsets[-1] + other.offsets[1:]]),
             labels,
+            None if self.shown is None or other.shown is None else (*self.shown, *other.shown),
         )
 
     def __getitem__(self, text: int) -> Encoded:
@@ -93,6 +117,7 @@ class Report:
         as_text: samples whose prompt and answer are texts, beside a chat template.
         unended: samples of which the chat template ends something that is trained without a special token.
         bad: (where, why) of samples that were left out.
+        images: of all samples.
     """
 
     records: int = 0
@@ -109,6 +134,7 @@ class Report:
     as_text: int = 0
     unended: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
+    images: list[ImageSource] = field(default_factory=list)
 
     def lines(self, what: str = "samples") -> list[str]:
         """For people; ``what`` it is a report of."""
@@ -117,7 +143,7 @@ class Report:
             f"{what}: {self.used:,} of {self.records:,} used, {self.tokens:,} tokens, {self.supervised:,} of them "
             f"trained ({share:.1f} %), {self.truncated:,} texts cut at the sequence length, {len(self.bad):,} dropped"
         )
-        notes = []
+        notes = self._of_images()
         if self.desirable is not None:
             notes = [f"labels: {self.desirable:,} desirable, {self.used - self.desirable:,} undesirable"]
         elif self.labels:
@@ -127,6 +153,15 @@ class Report:
         if self.unread:
             notes.append(f"note: rows also have {_counted(self.unread)}: not used")
         return [text, *notes, *self.beside_template("samples have a prompt and an answer as text"), *self.dropped()]
+
+    def _of_images(self) -> list[str]:
+        if not self.images:
+            return []
+        held = sum(len(image.data) for image in self.images if image.data is not None)
+        others = Counter(image.mode for image in self.images if image.mode != "RGB")
+        converted = f", {sum(others.values()):,} converted to RGB, of {_counted(others)}" if others else ""
+        memory = f", {held / 1e6:,.1f} MB of them held in memory" if held else ""
+        return [f"images: {len(self.images):,}{memory}{converted}"]
 
     def beside_template(self, texts: str) -> list[str]:
         """What the chat template does not show, or is not asked for; ``texts``: what the latter are."""
@@ -171,6 +206,7 @@ def collect(
     threshold: float,
     keep_end: bool = False,
     label: Callable[[dict[str, Any]], bool] | None = None,
+    images: bool = False,
 ) -> tuple[Samples, Report]:
     """Encode every record.
 
@@ -182,16 +218,17 @@ def collect(
         threshold: largest fraction of records that may be dropped.
         keep_end: cut the beginnings of long texts, not their ends.
         label: says whether the one text of a record is desirable.
+        images: records may show some, which ``encode`` leaves in their ``shown``.
 
     Raises:
         ValueError: no sample is left, or more than ``threshold`` were dropped; the message names some.
     """
-    report, texts, labels = Report(), list[Encoded](), list[bool]()
+    report, texts, labels, shown = Report(), list[Encoded](), list[bool](), list[Shown | None]()
     for where, record in records:
         report.records += 1
         try:
-            content = parse(record)
-            found, cut = _cut(encode(content), seq_length, keep_end)
+            content = parse(record, where)
+            found, cut = _cut(encode(content), seq_length, keep_end, content.shown)
             labels += [] if label is None else [label(content)]
         except ValueError as error:
             report.bad.append((where, str(error)))
@@ -206,6 +243,8 @@ def collect(
         report.truncated += cut
         report.equal += len(found) == 2 and np.array_equal(found[0][0], found[1][0])
         texts += found
+        shown.append(content.shown)
+        report.images += [] if content.shown is None else content.shown.images
     check_report(report, threshold)
     lengths = np.array([len(ids) for ids, _ in texts], np.int64)
     samples = Samples(
@@ -213,6 +252,7 @@ def collect(
         np.concatenate([trained for _, trained in texts]),
         np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
         None if label is None else np.array(labels, np.bool_),
+        tuple(shown) if images else None,
     )
     report.desirable = None if label is None else sum(labels)
     # Once for all, and not for each text.
@@ -222,9 +262,19 @@ def collect(
     return samples, report
 
 
-def _cut(texts: list[Encoded], seq_length: int, keep_end: bool) -> tuple[list[Encoded], int]:
-    """Texts of at most ``seq_length`` + 1 tokens, and how many were longer."""
+def _cut(
+    texts: list[Encoded], seq_length: int, keep_end: bool, shown: Shown | None
+) -> tuple[list[Encoded], int]:
+    """Texts of at most ``seq_length`` + 1 tokens, and how many were longer. Images are not cut."""
     longest = seq_length + 1
+    if shown is not None:
+        first, last = shown.tokens
+        length = len(texts[0][0])
+        if first < length - longest if keep_end else last > longest:
+            raise BadSampleError(
+                f"its images take tokens {first} to {last} of {length}, and its {'last' if keep_end else 'first'} "
+                f"{longest} would cut them: give a larger --seq-length"
+            )
     kept = [_end(text, longest) if keep_end else (text[0][:longest], text[1][:longest]) for text in texts]
     for _, trained in kept:
         if not trained[1:].any():

@@ -33,6 +33,7 @@ class TuningTokenizer(ABC):
         template: source of the chat template, or None.
         unread_template: a file with a chat template that lies beside and is not read; None: there is none.
         template_tokens: special tokens that the template may name.
+        folder: of its files.
     """
 
     vocab_size: int
@@ -43,6 +44,7 @@ class TuningTokenizer(ABC):
     template: str | None = None
     unread_template: Path | None = None
     template_tokens: dict[str, str]
+    folder: Path
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -80,6 +82,7 @@ class FolderTokenizer(TuningTokenizer):
     def __init__(self, folder: Path) -> None:
         if not (folder / "tokenizer.json").is_file():
             raise ValueError(no_tokenizer(folder))
+        self.folder = folder
         self._tokenizer = open_tokenizer_json(folder / "tokenizer.json")
         _keep_blanks(self._tokenizer)
         config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
@@ -122,7 +125,7 @@ class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.path = path
+        self.path, self.folder = path, path.parent
         self.eos, self.before = self.eod, []
         pieces = self.control_pieces()
         self.template_tokens = {name: text for name, (text, _) in pieces.items()}

@@ -27,7 +27,7 @@ from smp.hf.state import adopt
 from smp.hf.transform import transform
 from smp.kernels import TORCH, Kernels
 from smp.layers.heads.head import ModelOutput
-from smp.models.foreign import blocks_of, new_module
+from smp.models.foreign import blocks_of, new_module, tower_blocks
 from smp.models.micro_batch import MicroBatch
 from smp.models.protocol import Model, OutputShard
 from smp.parallel.context import ParallelContext
@@ -68,7 +68,7 @@ class TransformersModel(Model):
         if own := [name for name, _ in module.named_parameters(recurse=False)]:
             raise ConfigError(f"--model-implementation transformers: {type(module).__name__} itself has {own[0]}")
         self._output = OutputMatrix(module, kernels.cross_entropy)
-        self._blocks = [_as_block(layer) for _, layer in blocks_of(module)]
+        self._blocks = [_as_block(layer) for layer in [*tower_blocks(module), *(b for _, b in blocks_of(module))]]
         names = inspect.signature(type(module).forward).parameters
         self._asked = {"use_cache": False} if "use_cache" in names else {}
         self._slices = context.tp.size() if context.sequence_parallel else 1
@@ -96,7 +96,7 @@ class TransformersModel(Model):
         return self._blocks
 
     def fsdp_units(self) -> list[nn.Module | list[nn.Module]]:
-        """Each decoder layer; the two matrices of the vocabulary, unless they are one: then all the rest is one unit,
+        """Each layer of the decoder and of what sees images; the two matrices of the vocabulary, unless they are one: then all the rest is one unit,
         which is gathered around the whole forward pass."""
         units: list[nn.Module | list[nn.Module]] = list(self._blocks)
         table, head = self.module.get_input_embeddings(), self.head
@@ -113,7 +113,10 @@ class TransformersModel(Model):
         batch = micro_batch
         if (batch.labels is None) != (batch.loss_weights is None):
             raise ValueError("a loss needs labels and loss_weights, logits neither")
-        arguments: dict[str, Any] = {"input_ids": self._even(batch.input_ids), **self._asked}
+        arguments: dict[str, Any] = {"input_ids": self._even(self._tokens(batch)), **self._asked}
+        if batch.images is not None:
+            arguments |= batch.images.values
+            arguments |= {name: self._even(of_tokens) for name, of_tokens in batch.images.tokens.items()}
         if batch.document_ids is not None:
             if self.no_documents:
                 raise ConfigError(self.no_documents)
@@ -124,10 +127,16 @@ class TransformersModel(Model):
             logits = self.module(**arguments).logits[:, : batch.input_ids.shape[1]]
         return ModelOutput(logits=logits) if result.output is None else result.output
 
+    @staticmethod
+    def _tokens(batch: MicroBatch) -> torch.Tensor:
+        """(batch, length), with those of an image behind that stands in for images which no text has."""
+        filler = None if batch.images is None else batch.images.filler
+        return batch.input_ids if filler is None else torch.cat((batch.input_ids, filler), 1)
+
     def _even(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, length) with as many columns as ranks that have some of the tokens each can share evenly: zeros, each
-        of which is a document of its own."""
-        return F.pad(tokens, (0, -tokens.shape[1] % self._slices))
+        """(batch, length, ...) with as many columns as ranks that have some of the tokens each can share evenly: zeros,
+        each of which is a document of its own."""
+        return F.pad(tokens, (*(0, 0) * (tokens.ndim - 2), 0, -tokens.shape[1] % self._slices))
 
 
 def _without_dropout(module: nn.Module) -> list[str]:

@@ -62,7 +62,7 @@ _OWN = (
         for field in fields(group)
     ),
     *("load", "ckpt_step", "tokenizer_model", "chat_template", "apply_chat_template", "mask_prompt"),
-    "train_epochs",
+    *("freeze_vision_model", "freeze_projector", "freeze_language_model", "train_epochs"),
 )
 """Those of them that a resume compares."""
 

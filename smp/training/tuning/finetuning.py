@@ -19,6 +19,7 @@ from smp.data.build import Datasets
 from smp.data.loader import ReadBatch
 from smp.data.tuning.batches import PairBatch, TuningDataset
 from smp.data.tuning.build import PromptData, TuningData
+from smp.data.tuning.image_batches import ImageReader
 from smp.data.tuning.sequences import Sequences, lay_out
 from smp.kernels import Kernels
 from smp.layers.adapters.lora import adapters_off
@@ -118,7 +119,16 @@ def _dataset(
         scores=config.objective_facts.has_scores,
         trim=trims(config),
         numbered=config.distillation is not None and config.distillation.logits_load_dir is not None,
+        images=_images(config, data),
         notes=notes,
+    )
+
+
+def _images(config: Config, data: TuningData) -> ImageReader | None:
+    if data.images is None:
+        return None
+    return ImageReader(
+        data.samples, data.images.processor, data.images.begins, keep_end=config.data.truncation_side == "left"
     )
 
 

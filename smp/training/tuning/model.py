@@ -32,6 +32,7 @@ from smp.layers.adapters.dora import begin_magnitudes
 from smp.layers.adapters.lora import adaptable, adapters_of, attach, choose
 from smp.layers.adapters.quantized import Blocks, fill, quantize_layers, quantized_layers, read_blocks, whole_shape
 from smp.layers.linear import linear_layers
+from smp.models.foreign import freeze_parts
 from smp.models.protocol import Model
 from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box
@@ -195,6 +196,8 @@ def tune(model: Model, config: Config, plan: AdapterPlan | None, *, trainable: b
         attach(model, plan.sizes, dropout=lora.lora_dropout or 0.0, seed=config.training.seed, dora=plan.dora)
         if config.objective_facts.has_scores and model.head is not None:
             model.head.requires_grad_(True)  # the row of scores is trained as a whole
+    if config.vision is not None and config.vision.frozen:
+        freeze_parts(model, config.vision.frozen)
     if not trainable:
         model.requires_grad_(False)
     if lora.load_in_4bit:

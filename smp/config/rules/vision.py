@@ -1,0 +1,45 @@
+"""What the settings of a run on a vision-language model must satisfy."""
+
+from __future__ import annotations
+
+from smp.config.command_line.fields import flag_of, given, require
+from smp.config.schema import Config
+
+_NOT_HERE = "--load is a vision-language model, and {}; {}"
+
+
+def check_vision(config: Config) -> None:
+    """Raise ConfigError for what does not go with a model that sees images, or with one that does not."""
+    vision = config.vision
+    if not config.model.sees_images:
+        flags = [] if vision is None else given(vision, *vars(vision))
+        require(not flags, f"{', '.join(flags)}: the model in --load sees no images here; leave it out")
+        return
+    require(
+        config.objective is not None,
+        "--model-config of a vision-language model: pretrain_gpt.py has no images; take the config.json of its language "
+        "model, or fine-tune",
+    )
+    assert vision is not None and config.objective is not None
+    name = config.objective.objective
+    require(name == "sft", f"--objective {name}: {_NOT_HERE.format('images go with --objective sft', 'leave it out')}")
+    packing = config.data.packing == "best-fit"
+    require(not packing or packs(config), "--packing best-fit: " + _NOT_HERE.format(_MASKS, "give --packing off"))
+    require(
+        not config.parallel.compile,
+        "--compile: " + _NOT_HERE.format("every batch of images has other shapes", "leave it out"),
+    )
+    frozen = [flag_of(f"freeze_{part}") for part in vision.frozen]
+    require(
+        not (config.has_adapters and frozen),
+        f"{', '.join(frozen)}: beside adapters, which are in the language model, all of it is frozen; leave it out",
+    )
+    require(len(frozen) < 3, f"{', '.join(frozen)}: nothing is left to train; leave one out")
+
+
+_MASKS = "this type counts positions, or makes masks, over whole sequences"
+
+
+def packs(config: Config) -> bool:
+    """Whether samples of this type of model can share a sequence."""
+    return False
