@@ -3,6 +3,7 @@
 # make finetune-demo   the demo's model learns to write docstrings (LoRA), in minutes on a CPU
 # make moe-demo        a mixture of experts beside a dense model of as many active parameters, in minutes on a CPU
 # make rl-demo         a tiny model learns to sort digits by rewards alone (GRPO), in minutes on a CPU
+# make vision-demo     a tiny vision-language model learns to name drawn shapes, in minutes on a CPU
 # make test     tests; make test-slow: the long ones; make check: lint, format, types, import directions
 # make test-slurm   jobs on a throwaway Slurm of this machine; says what to install where there is none
 # make parity   the errors of the parity matrix, written to docs/parity.md
@@ -28,7 +29,7 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip
 READY = $(VENV)/.ready
 
-.PHONY: env demo finetune-demo moe-demo rl-demo test test-slow test-slurm parity fuzz-parity check bench bench-cpu gpu gpu-check gpu-multi clean
+.PHONY: env demo finetune-demo moe-demo rl-demo vision-demo test test-slow test-slurm parity fuzz-parity check bench bench-cpu gpu gpu-check gpu-multi clean
 .DELETE_ON_ERROR:
 
 env: $(READY)
@@ -53,6 +54,9 @@ moe-demo: $(READY)
 
 rl-demo: $(READY)
 	$(BIN)/python tools/demo.py --rl
+
+vision-demo: $(READY)
+	$(BIN)/python examples/vision_demo.py demo/vision
 
 # Two workers: a file whose tests start up to eight processes, and one that waits for something else. Bytecode is kept:
 # programs that tests start import the package hundreds of times.

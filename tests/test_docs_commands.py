@@ -27,6 +27,7 @@ from smp.training.settings import read_settings
 from smp.training.tuning.settings import read_finetune_settings
 from tests.training.flag_runs import run_here
 from tests.training.tiny_hf import write_model, write_pieces, write_samples, write_tokenizer
+from tests.training.tiny_vision import MAKERS, save_processor
 
 pytest.importorskip("tokenizers")
 ROOT = Path(__file__).parents[1]
@@ -92,6 +93,10 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(folder / "Falcon-H1-7B")  # whose sizes are the defaults of its class
     (folder / "Falcon-H1-7B/config.json").write_text('{"model_type": "falcon_h1"}')
     (folder / "config.json").write_text('{"model_type": "falcon_h1"}')
+    seeing, processor = MAKERS["qwen2_5_vl"]()
+    seeing.text_config.max_position_embeddings = 8192
+    seeing.save_pretrained(folder / "Qwen2.5-VL-7B-Instruct")
+    save_processor(processor, folder / "Qwen2.5-VL-7B-Instruct")
     write_samples(folder)
     (folder / "sft.jsonl").rename(folder / "chats.jsonl")
     (folder / "held-out.jsonl").write_text((folder / "chats.jsonl").read_text())

@@ -13,7 +13,7 @@ from smp.data.tuning.processor import image_class
 
 TEXT = {
     **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 2},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 2},
 }
 WORDS = ["what is in the picture", "a red circle and a blue square", "which one is green", "the second of them"]
 PARTS = (
@@ -27,7 +27,7 @@ TEMPLATE = (
 """ChatML with content parts; IMAGE stands for the placeholder."""
 
 
-def tokenizer_of(special: list[str], **named: str) -> Any:
+def tokenizer_of(special: list[str], **named: Any) -> Any:
     """A byte-level BPE; the special tokens come first, ``named`` become attributes of it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -91,8 +91,187 @@ def _ids(ids: dict[str, int]) -> dict[str, int]:
     }
 
 
+def _text(**more: Any) -> dict[str, Any]:
+    return {**TEXT, "vocab_size": 320, "pad_token_id": 3, **more}
+
+
+_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def _chat(place: str) -> str:
+    return TEMPLATE.replace("IMAGE", place)
+
+
+def _llava() -> Made:
+    import transformers as hf
+
+    tokenizer = tokenizer_of(["<image>"])
+    images = hf.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    vision = {"model_type": "clip_vision_model", **_TOWER, "image_size": 28, "patch_size": 14}
+    config = hf.LlavaConfig(
+        text_config={"model_type": "llama", **_text()},
+        vision_config=vision,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+    )
+    kind = image_class(hf.LlavaProcessor)
+    made = kind(
+        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+    made.chat_template = _chat("<image>\n")
+    return config, made
+
+
+def _gemma3() -> Made:
+    import transformers as hf
+
+    names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    tokenizer = tokenizer_of(list(names.values()), extra_special_tokens=names)
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(text) for name, text in names.items()}
+    for name, number in ids.items():
+        setattr(tokenizer, name, number)
+    siglip = {"image_size": 28, "patch_size": 7, "vision_use_head": False}  # as in Google's
+    images = hf.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    config = hf.Gemma3Config(
+        text_config=_text(head_dim=8, sliding_window=16, query_pre_attn_scalar=8),
+        vision_config={"model_type": "siglip_vision_model", **_TOWER, **siglip},
+        mm_tokens_per_image=4,
+        boi_token_index=ids["boi_token_id"],
+        eoi_token_index=ids["eoi_token_id"],
+        image_token_index=ids["image_token_id"],
+    )
+    made = image_class(hf.Gemma3Processor)(images, tokenizer, image_seq_length=4)
+    made.chat_template = _chat("<start_of_image>")
+    return config, made
+
+
+def _idefics3(kind: str) -> Made:
+    import transformers as hf
+
+    special = ["<image>", "<fake_token_around_image>", "<global-img>"]
+    tokenizer = tokenizer_of(special)
+    smol = kind == "smolvlm"
+    images = (hf.SmolVLMImageProcessorPil if smol else hf.Idefics3ImageProcessorPil)(
+        size={"longest_edge": 56}, max_image_size={"longest_edge": 28}, do_image_splitting=True
+    )
+    sizes = {
+        "vision_config": {**_TOWER, "image_size": 28, "patch_size": 7},
+        "text_config": {"model_type": "llama", **_text()},
+        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+        "scale_factor": 2,
+        "pad_token_id": 3,
+    }
+    config = hf.SmolVLMConfig(**sizes) if smol else hf.Idefics3Config(**sizes)
+    made = image_class(hf.SmolVLMProcessor if smol else hf.Idefics3Processor)(
+        *([images, tokenizer, None] if smol else [images, tokenizer]), image_seq_len=4
+    )
+    made.chat_template = _chat("<image>")
+    return config, made
+
+
+def _mllama() -> Made:
+    import transformers as hf
+
+    tokenizer = tokenizer_of(["<|image|>"])
+    images = hf.MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=2)
+    vision = {**_TOWER, "num_global_layers": 1, "attention_heads": 4, "image_size": 28, "patch_size": 14}
+    vision |= {"max_num_tiles": 2, "intermediate_layers_indices": [0], "vision_output_dim": 64}
+    vision |= {"supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]}
+    text = _text(cross_attention_layers=[1], num_hidden_layers=3)
+    token = tokenizer.convert_tokens_to_ids("<|image|>")
+    # as Meta's: the placeholder is behind the output matrix's rows
+    config = hf.MllamaConfig(vision_config=vision, text_config=text, image_token_index=token)
+    made = image_class(hf.MllamaProcessor)(images, tokenizer)
+    made.chat_template = "{{ bos_token }}" + _chat("<|image|>")  # the processor writes it, else
+    return config, made
+
+
+def _internvl() -> Made:
+    import transformers as hf
+
+    names = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    tokenizer = tokenizer_of(list(names.values()), extra_special_tokens=names)
+    for name, text in names.items():
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(text))
+    images = hf.GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, crop_to_patches=False)
+    vision = {**_TOWER, "image_size": [28, 28], "patch_size": [7, 7], "use_mean_pooling": True}
+    config = hf.InternVLConfig(
+        vision_config=vision,
+        text_config={"model_type": "qwen2", **_text()},
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        downsample_ratio=0.5,
+    )
+    made = image_class(hf.InternVLProcessor)(images, tokenizer, None, image_seq_length=4)
+    made.chat_template = _chat("<IMG_CONTEXT>\n")
+    return config, made
+
+
+def _mistral3() -> Made:
+    import transformers as hf
+
+    tokenizer = tokenizer_of(["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
+    images = hf.PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size={"height": 14, "width": 14})
+    vision = {"model_type": "pixtral", **_TOWER, "head_dim": 8, "image_size": 56, "patch_size": 7}
+    config = hf.Mistral3Config(
+        vision_config=vision,
+        text_config={"model_type": "mistral", **_text(head_dim=8)},
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+    )
+    made = image_class(hf.PixtralProcessor)(images, tokenizer, patch_size=7, spatial_merge_size=2)
+    made.chat_template = _chat("[IMG]")
+    return config, made
+
+
+def _glm4v() -> Made:
+    import transformers as hf
+
+    special = [
+        "<|begin_of_image|>",
+        "<|end_of_image|>",
+        "<|image|>",
+        "<|begin_of_video|>",
+        "<|end_of_video|>",
+        "<|video|>",
+    ]
+    tokenizer = tokenizer_of(special)
+    ids = dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True))
+    images = hf.Glm4vImageProcessorPil(patch_size=14, size={"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 16})
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 14, "image_size": 56, "out_hidden_size": 32}
+    config = hf.Glm4vConfig(
+        vision_config={**vision, "intermediate_size": 48},
+        text_config=_text(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}),
+        image_token_id=ids["<|image|>"],
+        video_token_id=ids["<|video|>"],
+        image_start_token_id=ids["<|begin_of_image|>"],
+        image_end_token_id=ids["<|end_of_image|>"],
+        video_start_token_id=ids["<|begin_of_video|>"],
+        video_end_token_id=ids["<|end_of_video|>"],
+    )
+    made = image_class(hf.Glm4vProcessor)(images, tokenizer, None)
+    made.chat_template = _chat("<|begin_of_image|><|image|><|end_of_image|>")
+    return config, made
+
+
 MAKERS: dict[str, Callable[[], Made]] = {
-    **{kind: (lambda kind=kind: _qwen(kind)) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
+    "qwen2_vl": lambda: _qwen("qwen2_vl"),
+    "qwen2_5_vl": lambda: _qwen("qwen2_5_vl"),
+    "qwen3_vl": lambda: _qwen("qwen3_vl"),
+    "llava": _llava,
+    "gemma3": _gemma3,
+    "idefics3": lambda: _idefics3("idefics3"),
+    "smolvlm": lambda: _idefics3("smolvlm"),
+    "mllama": _mllama,
+    "internvl": _internvl,
+    "mistral3": _mistral3,
+    "glm4v": _glm4v,
 }
 
 
@@ -113,12 +292,21 @@ def write_vision_type(folder: Path, kind: str) -> Path:
     return folder
 
 
+_SETTINGS = (
+    *("patch_size", "vision_feature_select_strategy", "num_additional_image_tokens", "image_seq_length"),
+    *("image_seq_len", "spatial_merge_size"),
+)
+"""What some classes of processors take beside their parts."""
+
+
 def save_processor(processor: Any, folder: Path) -> None:
     """Part by part: transformers saves a processor without its video part not as a whole."""
     processor.tokenizer.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(processor.chat_template)
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": type(processor).__name__}))
+    settings = {name: value for name in _SETTINGS if (value := getattr(processor, name, None)) is not None}
+    settings["processor_class"] = type(processor).__name__
+    (folder / "processor_config.json").write_text(json.dumps(settings))
 
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 220)}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from smp.data.tuning.processor import open_processor
 from smp.models.micro_batch import MicroBatch
-from tests.training.any_model_lab import LR
+from tests.training.any_model_lab import LR, documents
 
 
 def load(folder: Path) -> Any:
@@ -76,16 +76,12 @@ def vision_loop(
     for step in steps:
         total = torch.zeros(())
         for batch in step:
-            assert batch.labels is not None and batch.loss_weights is not None
-            for ids, labels, weights in zip(batch.input_ids, batch.labels, batch.loss_weights, strict=True):
-                if not weights.any():
-                    continue
+            for ids, labels, weights in documents(batch):
                 made = dict(inputs.of(ids))
-                count = made["input_ids"].shape[1] - 1
-                assert torch.equal(made["input_ids"][0, :count], ids[:count]), "its own processor gives the same tokens"
+                count = len(ids)
+                assert torch.equal(made["input_ids"][0, :count], ids), "its own processor gives the same tokens"
                 logits = model(**made, use_cache=False).logits[0, :count].float()
-                loss = F.cross_entropy(logits, labels[:count], reduction="none", ignore_index=-100)
-                loss = (loss * weights[:count]).sum()
+                loss = (F.cross_entropy(logits, labels, reduction="none", ignore_index=-100) * weights).sum()
                 loss.backward()
                 total += loss.detach()
         losses.append(total.item())

@@ -19,9 +19,9 @@ from smp.config.rules.mtp import check_mtp, check_mtp_model
 from smp.config.rules.offload import check_offload
 from smp.config.rules.positions import check_positions
 from smp.config.rules.qlora import check_qlora
+from smp.config.rules.vision import check_vision
 from smp.config.schedule import lengths
 from smp.config.schema import CheckpointConfig, Config, ConfigError, DataConfig, OptimizerConfig, TrainingConfig
-from smp.config.rules.vision import check_vision
 
 # Every number is above zero, except these: at least 0 and below 1 ...
 _FRACTIONS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from smp.config.command_line.fields import flag_of, given, require
 from smp.config.schema import Config
 
@@ -17,12 +19,18 @@ def check_vision(config: Config) -> None:
         return
     require(
         config.objective is not None,
-        "--model-config of a vision-language model: pretrain_gpt.py has no images; take the config.json of its language "
-        "model, or fine-tune",
+        "--model-config of a vision-language model: pretrain_gpt.py has no images; take the config.json of its "
+        "language model, or fine-tune",
     )
     assert vision is not None and config.objective is not None
     name = config.objective.objective
     require(name == "sft", f"--objective {name}: {_NOT_HERE.format('images go with --objective sft', 'leave it out')}")
+    kind = _kind(config)
+    require(
+        kind != "mllama",
+        "--load is an Mllama: transformers' cross-attention gives samples of one batch other gradients than each by "
+        "itself, so a layout would change what is learned; it is not trained here",
+    )
     packing = config.data.packing == "best-fit"
     require(not packing or packs(config), "--packing best-fit: " + _NOT_HERE.format(_MASKS, "give --packing off"))
     require(
@@ -40,6 +48,16 @@ def check_vision(config: Config) -> None:
 _MASKS = "this type counts positions, or makes masks, over whole sequences"
 
 
+PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "internvl", "idefics3")
+"""Types whose masks follow from positions, and whose positions can be those of each sample."""
+
+
 def packs(config: Config) -> bool:
     """Whether samples of this type of model can share a sequence."""
-    return False
+    return _kind(config) in PACKED
+
+
+def _kind(config: Config) -> str | None:
+    """transformers' ``model_type``."""
+    kind: str | None = json.loads(config.model.transformers_config or "{}").get("model_type")
+    return kind

@@ -229,9 +229,7 @@ def _encoder(config: Config, tokenizer: TuningTokenizer, template: ChatTemplate 
     return VisionEncoder(tokenizer, template, processor, folder, **options)
 
 
-def chat_template_of(
-    path: str | None, tokenizer: TuningTokenizer, place: str | None = None
-) -> ChatTemplate | None:
+def chat_template_of(path: str | None, tokenizer: TuningTokenizer, place: str | None = None) -> ChatTemplate | None:
     """Of --chat-template, or the tokenizer's; None: there is none. Raises ConfigError when it cannot be used.
     ``place`` stands for an image in messages, which the template gets as content parts then."""
     try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -149,7 +148,9 @@ def _example(processor: ImageProcessor) -> tuple[Tensors, frozenset[str], frozen
     if strange:
         raise ConfigError(f"the processor of --load gives {strange[0]}, which is no tensor: it cannot be used here")
     columns = [of["input_ids"].shape[1] for of in (one, two)]
-    of_tokens = {n for n in one if all(t.ndim > 1 and t.shape[1] == c for t, c in zip((one[n], two[n]), columns, strict=True))}
+    of_tokens = {
+        n for n in one if all(t.ndim > 1 and t.shape[1] == c for t, c in zip((one[n], two[n]), columns, strict=True))
+    }
     of_rows = {name for name in one if name not in of_tokens and len(two[name]) == 1}
     return one, frozenset(of_tokens), frozenset(of_rows)
 
@@ -190,6 +191,6 @@ def _largest(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def _padded(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """With zeros behind, up to ``shape``."""
     more = [(0, size - have) for have, size in zip(tensor.shape, shape, strict=True)]
-    return F.pad(tensor, [n for pair in reversed(more) for n in pair]) if tuple(tensor.shape) != tuple(shape) else tensor
-
-
+    return (
+        F.pad(tensor, [n for pair in reversed(more) for n in pair]) if tuple(tensor.shape) != tuple(shape) else tensor
+    )

@@ -1,8 +1,9 @@
 """Images of samples: where a record says they are, and the pictures themselves, checked.
 
-A record has them as content parts of its messages (``{"type": "image", "path": ...}``, OpenAI's ``image_url``), or in a
-column ``images`` (``image``) whose places are written as ``<image>`` in the text, as LLaVA does. Each may be the path of
-a file, a data URL, base64 or bytes (``{"bytes": ..., "path": ...}``, as Hugging Face's datasets keep them in tables).
+A record has them as content parts of its messages (``{"type": "image", "path": ...}``, OpenAI's ``image_url``), or in
+a column ``images`` (``image``) whose places are written as ``<image>`` in the text, as LLaVA does. Each may be the path
+of a file, a data URL, base64 or bytes (``{"bytes": ..., "path": ...}``, as Hugging Face's datasets keep them
+in tables).
 """
 
 from __future__ import annotations

@@ -123,7 +123,10 @@ def _joined(parts: list[Any], where: str) -> str:
     for part in parts:
         kind = part.get("type")
         if kind not in ("text", "input_text", "output_text"):
-            raise BadSampleError(f"{where}: a content part of type {kind}, where only text is trained on")
+            hint = (
+                "; --model-implementation transformers sees images, if the model does" if "image" in str(kind) else ""
+            )
+            raise BadSampleError(f"{where}: a content part of type {kind}, where only text is trained on{hint}")
     return "".join(text_of(part.get("text"), f"a content part of {where}") for part in parts)
 
 

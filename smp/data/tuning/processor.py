@@ -84,4 +84,6 @@ def _tried(folder: Path, make: Callable[[], Any]) -> Any:
         said = " ".join(str(missing).split())[:200]
         raise ConfigError(f"--load {folder}: its processor needs what is not installed: {said}") from None
     except Exception as error:  # of any kind: each class reads its own files
-        raise ConfigError(f"--load {folder}: its processor cannot be made: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(
+            f"--load {folder}: its processor cannot be made: {' '.join(str(error).split())[:300]}"
+        ) from None

@@ -145,9 +145,9 @@ class Report:
         )
         notes = self._of_images()
         if self.desirable is not None:
-            notes = [f"labels: {self.desirable:,} desirable, {self.used - self.desirable:,} undesirable"]
+            notes += [f"labels: {self.desirable:,} desirable, {self.used - self.desirable:,} undesirable"]
         elif self.labels:
-            notes = [f"note: {self.labels:,} samples have a label, which this --objective does not read"]
+            notes += [f"note: {self.labels:,} samples have a label, which this --objective does not read"]
         if self.equal:
             notes.append(f"note: {self.equal:,} pairs have two equal answers: nothing is learned by comparing them")
         if self.unread:
@@ -262,9 +262,7 @@ def collect(
     return samples, report
 
 
-def _cut(
-    texts: list[Encoded], seq_length: int, keep_end: bool, shown: Shown | None
-) -> tuple[list[Encoded], int]:
+def _cut(texts: list[Encoded], seq_length: int, keep_end: bool, shown: Shown | None) -> tuple[list[Encoded], int]:
     """Texts of at most ``seq_length`` + 1 tokens, and how many were longer. Images are not cut."""
     longest = seq_length + 1
     if shown is not None:

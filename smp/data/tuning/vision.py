@@ -56,12 +56,16 @@ class ImageProcessor:
             ValueError: it does not take them.
         """
         if text.count(self.place) != len(images):
-            raise BadSampleError(f"there are {text.count(self.place)} times {self.place} in its text, for {len(images)} images")
+            raise BadSampleError(
+                f"there are {text.count(self.place)} times {self.place} in its text, for {len(images)} images"
+            )
         try:
             out = self._processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=special)
         except Exception as error:  # of any kind: each class has rules of its own
             said = " ".join(str(error).split())[:200]
-            raise BadSampleError(f"{type(self._processor).__name__} refuses it: {said or type(error).__name__}") from None
+            raise BadSampleError(
+                f"{type(self._processor).__name__} refuses it: {said or type(error).__name__}"
+            ) from None
         return self._heard.text, dict(out)
 
 

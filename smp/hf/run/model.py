@@ -22,12 +22,13 @@ from smp.hf.loading.delayed import DelayedParamIniter, allocate
 from smp.hf.planning.plan import dropouts
 from smp.hf.run.documents import refusal_of_documents
 from smp.hf.run.head import OutputMatrix
+from smp.hf.run.images import document_positions, with_filler
 from smp.hf.run.lora import offer
 from smp.hf.state import adopt
 from smp.hf.transform import transform
 from smp.kernels import TORCH, Kernels
 from smp.layers.heads.head import ModelOutput
-from smp.models.foreign import blocks_of, new_module, tower_blocks
+from smp.models.foreign import blocks_of, decoder_of, new_module, tower_blocks
 from smp.models.micro_batch import MicroBatch
 from smp.models.protocol import Model, OutputShard
 from smp.parallel.context import ParallelContext
@@ -57,6 +58,7 @@ class TransformersModel(Model):
         assert config.transformers_config is not None, "the model of another implementation"
         self.config, self.notes = config, []
         module = new_module(config.transformers_config)
+        _refuse_inner_images(module, context)
         self.notes += _without_dropout(module)
         adopt(context)
         transform(module)
@@ -96,8 +98,8 @@ class TransformersModel(Model):
         return self._blocks
 
     def fsdp_units(self) -> list[nn.Module | list[nn.Module]]:
-        """Each layer of the decoder and of what sees images; the two matrices of the vocabulary, unless they are one: then all the rest is one unit,
-        which is gathered around the whole forward pass."""
+        """Each layer of the decoder and of what sees images; the two matrices of the vocabulary, unless they are one:
+        then all the rest is one unit, which is gathered around the whole forward pass."""
         units: list[nn.Module | list[nn.Module]] = list(self._blocks)
         table, head = self.module.get_input_embeddings(), self.head
         shared = {id(p) for p in table.parameters()} & {id(p) for p in head.parameters()}  # type: ignore[union-attr]
@@ -113,7 +115,7 @@ class TransformersModel(Model):
         batch = micro_batch
         if (batch.labels is None) != (batch.loss_weights is None):
             raise ValueError("a loss needs labels and loss_weights, logits neither")
-        arguments: dict[str, Any] = {"input_ids": self._even(self._tokens(batch)), **self._asked}
+        arguments: dict[str, Any] = {"input_ids": self._even(with_filler(batch)), **self._asked}
         if batch.images is not None:
             arguments |= batch.images.values
             arguments |= {name: self._even(of_tokens) for name, of_tokens in batch.images.tokens.items()}
@@ -122,21 +124,31 @@ class TransformersModel(Model):
                 raise ConfigError(self.no_documents)
             # Documents are known by positions that begin anew: transformers masks what lies before.
             assert batch.position_ids is not None, "positions of documents begin anew"
-            arguments["position_ids"] = self._even(batch.position_ids)
+            arguments["position_ids"] = self._even_columns(document_positions(self.module, batch))
         with self._output.wanted(batch) as result:
             logits = self.module(**arguments).logits[:, : batch.input_ids.shape[1]]
         return ModelOutput(logits=logits) if result.output is None else result.output
-
-    @staticmethod
-    def _tokens(batch: MicroBatch) -> torch.Tensor:
-        """(batch, length), with those of an image behind that stands in for images which no text has."""
-        filler = None if batch.images is None else batch.images.filler
-        return batch.input_ids if filler is None else torch.cat((batch.input_ids, filler), 1)
 
     def _even(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, length, ...) with as many columns as ranks that have some of the tokens each can share evenly: zeros,
         each of which is a document of its own."""
         return F.pad(tokens, (*(0, 0) * (tokens.ndim - 2), 0, -tokens.shape[1] % self._slices))
+
+    def _even_columns(self, positions: torch.Tensor) -> torch.Tensor:
+        """The same of (..., length)."""
+        return F.pad(positions, (0, -positions.shape[-1] % self._slices))
+
+
+def _refuse_inner_images(module: Any, context: ParallelContext) -> None:
+    """Features of images that the decoder adds between its layers are of all tokens (Qwen3-VL)."""
+    if not context.sequence_parallel or not decoder_of(module):
+        return
+    inner = inspect.signature(type(module.get_decoder()).forward).parameters
+    if any(name.startswith("deepstack") for name in inner):
+        raise ConfigError(
+            f"--sequence-parallel: {type(module).__name__} adds features of images between its layers, at places among "
+            "all tokens; leave it out"
+        )
 
 
 def _without_dropout(module: nn.Module) -> list[str]:

@@ -1,0 +1,163 @@
+"""Vision-language models train as in a plain loop of transformers with its own processor, in every layout."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smp.config import ConfigError
+from smp.models.foreign import vision_part
+from smp.training.tuning.settings import read_finetune_settings
+from tests.distributed import run_distributed
+from tests.parity.result import TOLERANCE
+from tests.programs import run_program
+from tests.training.any_model_lab import LR, largest_error, tune_types
+from tests.training.flag_runs import proves
+from tests.training.tiny_vision import write_vision_type
+from tests.training.tuning_lab import together
+from tests.training.vision_lab import load, vision_loop
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = (
+    f"--seq-length 256 --micro-batch-size 2 --global-batch-size 8 --lr {LR} --optimizer sgd --weight-decay 0 "
+    "--train-iters 5 --model-implementation transformers"
+)
+LAYOUTS = {
+    "alone": (1, ""),
+    "packed": (1, "--packing best-fit"),
+    "frozen": (1, "--freeze-vision-model --freeze-projector"),
+    "projector": (1, "--freeze-vision-model --freeze-language-model"),
+    "LoRA": (1, "--lora-rank 4"),
+    "shard 2": (2, "--recompute-granularity full"),
+    "tp 2": (2, "--tensor-model-parallel-size 2"),
+    "LoRA, tp 2": (2, "--lora-rank 4 --tensor-model-parallel-size 2"),
+    "frozen, shard 2": (2, "--freeze-vision-model --freeze-projector"),
+    "bf16, shard 2": (2, "--bf16"),
+}
+KIND = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_vision_type(tmp_path_factory.mktemp("vision") / KIND, KIND)
+
+
+def flags_of(folder: Path, more: str) -> str:
+    more = more if "--packing" in more else f"--packing off {more}"
+    return f"--load {folder} --data-path {folder}/vl.jsonl --log-dir {folder}/logs {COMMON} {more}"
+
+
+Runs = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Runs:
+    out: Runs = {}
+    for world in (1, 2):
+        here = [layout for layout, (processes, _) in LAYOUTS.items() if processes == world]
+        ranks = run_distributed(tune_types, world, [flags_of(folder, LAYOUTS[layout][1]) for layout in here])
+        for i, layout in enumerate(here):
+            every = [r[i] for r in ranks]
+            out[layout] = every[0] if "refused" in every[0] else together(every)
+    return out
+
+
+def test_a_run_equals_a_plain_loop_of_transformers(runs: Runs, folder: Path) -> None:
+    want = vision_loop(folder, runs["alone"]["batches"])
+    assert len(set(want["losses"])) == 5
+    for layout in ("alone", "shard 2", "tp 2"):
+        errors = largest_error(runs[layout], want)
+        assert max(errors.values()) <= TOLERANCE, (layout, errors)
+    packed = runs["packed"]
+    assert max(len(b.document_ids.unique()) for step in packed["batches"] for b in step) > 2
+    assert max(largest_error(packed, vision_loop(folder, packed["batches"])).values()) <= TOLERANCE
+    near = max(abs(a - b) / b for a, b in zip(runs["bf16, shard 2"]["losses"], want["losses"], strict=True))
+    assert near < 0.02
+
+
+def test_some_micro_batches_have_no_image_and_others_several(runs: Runs) -> None:
+    batches = [batch for step in runs["alone"]["batches"] for batch in step]
+    assert any(batch.images.filler is not None for batch in batches), "one stands in, so that ranks do the same"
+    assert max(len(batch.images.values["image_grid_thw"]) for batch in batches) > 2
+
+
+@proves("freeze_vision_model", "freeze_projector")
+def test_frozen_parts_stay_as_they_are(runs: Runs, folder: Path) -> None:
+    want = vision_loop(folder, runs["frozen"]["batches"], frozen=["visual."])
+    assert {vision_part(name) for name in want["final"]} == {"language_model"}
+    for layout in ("frozen", "frozen, shard 2"):
+        assert max(largest_error(runs[layout], want).values()) <= TOLERANCE, layout
+
+
+def test_adapters_are_on_the_language_model_and_equal_those_on_two_ranks(runs: Runs) -> None:
+    one, two = runs["LoRA"], runs["LoRA, tp 2"]
+    assert max(largest_error(two, one).values()) <= TOLERANCE
+    assert all(name.startswith("model.language_model.layers.") for name in one["final"])
+    assert {name.split(".")[-3] for name in one["final"]} >= {"q_proj", "down_proj"}
+
+
+def run(folder: Path, words: str, processes: int = 1) -> str:
+    common = f"--log-dir {folder}/logs --no-tensorboard --no-progress-bar --log-interval 1"
+    done = run_program(ROOT / "finetune.py", f"{words} {common}".split(), folder, processes)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_run_goes_on_in_another_layout_and_ends_as_a_folder_with_a_processor(folder: Path, tmp_path: Path) -> None:
+    argv = flags_of(folder, "")
+    out = run(tmp_path, f"{argv} --save {tmp_path}/whole --save-hf")
+    assert "images: 32" in out
+    run(tmp_path, f"{argv} --save {tmp_path}/same --exit-interval 3")
+    run(tmp_path, f"{argv} --save {tmp_path}/same --resume --save-hf")
+    run(tmp_path, f"{argv} --save {tmp_path}/other --exit-interval 3 --tensor-model-parallel-size 2", 2)
+    out = run(tmp_path, f"{argv} --save {tmp_path}/other --resume --save-hf", 2)
+    assert "at iteration 3" in out
+    whole, same, other = (load(tmp_path / name / "hf_model").state_dict() for name in ("whole", "same", "other"))
+    assert whole.keys() == load(folder).state_dict().keys()
+    for name, tensor in whole.items():
+        assert torch.equal(same[name], tensor), name
+        assert (other[name] - tensor).norm() <= TOLERANCE * tensor.norm().clamp(min=1e-3), name
+    files = {path.name for path in (tmp_path / "whole/hf_model").iterdir()}
+    assert files >= {"config.json", "preprocessor_config.json", "processor_config.json", "chat_template.jinja"}
+
+
+@proves("image_folder")
+def test_images_are_found_in_a_folder_of_their_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "vl.jsonl").write_text((folder / "vl.jsonl").read_text())
+    argv = flags_of(folder, "").replace(f"{folder}/vl.jsonl", f"{tmp_path}/vl.jsonl")
+    with pytest.raises(ConfigError, match=r"vl.jsonl:2: image .*1-0.png cannot be read"):
+        read_finetune_settings(argv.split(), 1)
+    _, data = read_finetune_settings([*argv.split(), "--image-folder", str(folder)], 1)
+    assert data is not None and "images: 32" in data.lines
+
+
+@proves("freeze_language_model")
+def test_a_frozen_language_model_leaves_the_projector_to_train(runs: Runs) -> None:
+    names = set(runs["projector"]["final"])
+    assert {vision_part(name) for name in names} == {"projector"} and runs["projector"]["losses"][1:] != runs["alone"][
+        "losses"
+    ][1:]
+    assert len(set(runs["projector"]["losses"])) == 5
+
+
+REFUSED = {
+    "--objective dpo": "--objective dpo: --load is a vision-language model",
+    "--compile": "--compile: --load is a vision-language model",
+    "--lora-rank 2 --freeze-projector": "--freeze-projector: beside adapters",
+    "--freeze-vision-model --freeze-projector --freeze-language-model": "nothing is left to train",
+    "--image-folder none": "--image-folder none: there is no such folder",
+}
+
+
+def test_what_does_not_go_with_images_is_refused_by_name(folder: Path) -> None:
+    for words, said in REFUSED.items():
+        argv = flags_of(folder, words)
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            read_finetune_settings(argv.split(), 1)
