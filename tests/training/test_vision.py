@@ -152,7 +152,7 @@ REFUSED = {
     "--compile": "--compile: --load is a vision-language model",
     "--lora-rank 2 --freeze-projector": "--freeze-projector: beside adapters",
     "--freeze-vision-model --freeze-projector --freeze-language-model": "nothing is left to train",
-    "--image-folder none": "--image-folder none: there is no such folder",
+    "--image-folder nowhere": "--image-folder nowhere: there is no such folder",
 }
 
 
