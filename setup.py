@@ -73,7 +73,7 @@ BASE = [
     "tqdm",
     "xxhash>=3",
 ]
-HF = ["transformers>=5", "accelerate>=1.10", "huggingface_hub>=1"]  # accelerate: of transformers.Trainer
+HF = ["transformers>=5", "accelerate>=1.10", "huggingface_hub>=1", "pillow>=10"]  # accelerate: of transformers.Trainer
 DATA = ["pyarrow", "tiktoken"]  # kinds of files and tokenizers
 GIGATOKEN = ["gigatoken", "awkward"]  # a faster library for preprocessing, and the arrays that it returns
 S3 = ["s3fs>=2024.10"]

@@ -34,7 +34,7 @@ def open_processor(folder: str | Path) -> Any:
         import PIL.Image  # noqa: F401
         from transformers import AutoProcessor
     except ImportError as missing:
-        raise ConfigError(f"images need {missing.name}: {pip_install('pillow transformers')}") from None
+        raise ConfigError(f"images need {missing.name}: {pip_install('pillow', 'transformers')}") from None
     made = _tried(folder, lambda: AutoProcessor.from_pretrained(folder) if _has_torchvision() else _of_images(folder))
     if getattr(made, "image_processor", None) is None or not hasattr(made, "tokenizer"):
         raise ConfigError(f"--load {folder}: {type(made).__name__} takes no images beside text")
