@@ -1,4 +1,4 @@
-"""The table of docs/vision-language.md: tiny models of many types, beside a plain loop of transformers.
+"""Numbers for docs/vision-language.md: tiny models of many types, beside a plain loop of transformers.
 
     python -m tests.training.vision_table [TYPE ...]
 
@@ -16,7 +16,7 @@ from typing import Any
 from smp.models.foreign import vision_part
 from tests.distributed import run_distributed
 from tests.training.any_model_lab import LR, largest_error, tune_types
-from tests.training.any_model_table import END, shown
+from tests.training.any_model_table import shown
 from tests.training.tiny_vision import MAKERS, write_vision_type
 from tests.training.tuning_lab import together
 from tests.training.vision_lab import load, vision_loop
@@ -31,8 +31,6 @@ COLUMNS = {
     "LoRA, TP 2": (2, "--packing off --lora-rank 4 --tensor-model-parallel-size 2"),
 }
 STEPS = f"--train-iters 5 --seq-length 448 --micro-batch-size 2 --global-batch-size 8 --lr {LR} --optimizer sgd"
-PAGE = Path(__file__).parents[2] / "docs/vision-language.md"
-BEGIN = "<!-- table: written by python -m tests.training.vision_table -->"
 WORDS = {
     "between its layers": "refused: images between layers",
     "is a vision-language model": "refused",
@@ -97,5 +95,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         for some in sys.argv[1:] or MAKERS:
             found |= measure([some], Path(scratch))
-            before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-            PAGE.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{rest.partition(END)[2]}", "utf-8")
+            print(table(found), flush=True)
