@@ -204,7 +204,7 @@ def test_reading(folder: Path, tmp_path: Path) -> None:
     shutil.copyfile(tmp_path / "template", tmp_path / "pieces/chat_template.jinja")
     code, _, err = command(folder, f"{argv} --bad-sample-threshold 0.5 --tokenizer-model {tmp_path}/pieces")
     assert code == 2 and err.startswith("error: --data-path 4 of 4 samples cannot be used") and err.count("\n") == 1
-    assert f"the chat template in {tmp_path}/pieces/chat_template.jinja is not read beside" in err
+    assert f"the chat template in {tmp_path}/pieces/chat_template.jinja is not read with" in err
 
 
 @proves("apply_chat_template")
