@@ -164,6 +164,8 @@ def _read_nemotron(reader: Reader, values: Values) -> Values:
     if kinds is not None or not isinstance(letters, str):
         letters = _letters(reader, kinds, MAMBA + ATTENTION + MLP + EXPERTS, None)
     found: dict[str, Any] = {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
+    if MLP not in letters and EXPERTS not in letters:  # then what is said of them means nothing
+        found |= {"ffn_hidden_size": None, "swiglu": True, "squared_relu": False}
     if MAMBA in letters:
         found |= _read_mixer(reader, _NEMOTRON_KEYS)
     if EXPERTS in letters:
