@@ -11,7 +11,7 @@ from smp.config.command_line.fields import require
 from smp.config.model import ModelConfig
 from smp.config.schema import ConfigError
 
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 
 
 def windowed(model: ModelConfig) -> tuple[bool, ...]:
@@ -174,10 +174,10 @@ def _value(node: ast.expr) -> int | list[int]:
             return [number for number in numbers if isinstance(number, int)]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             one, two = _value(left), _value(right)
-            if isinstance(one, list) and isinstance(two, list) and len(one) + len(two) <= _MOST_LAYERS:
+            if isinstance(one, list) and isinstance(two, list) and len(one) + len(two) <= MOST_LAYERS:
                 return one + two
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             one, two = _value(left), _value(right)
-            if isinstance(one, list) and isinstance(two, int) and len(one) * two <= _MOST_LAYERS:
+            if isinstance(one, list) and isinstance(two, int) and len(one) * two <= MOST_LAYERS:
                 return one * two
     raise ValueError

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from smp.config.command_line.fields import require, without_effect
 from smp.config.layer_pattern import (
+    MOST_LAYERS,
     OF_ATTENTION,
     attends,
     has_feed_forward,
@@ -188,7 +189,7 @@ def effective(model: ModelConfig, keep: Container[str] = ()) -> ModelConfig:
     # again and again: what needed one of these has no effect now
     while idle := [s for s in without_effect(Config(model=model), "model") if s.name not in keep]:
         model = replace(model, **{setting.name: setting.default for setting in idle})
-    if any(attends(model)):
+    if not 0 < model.num_layers <= MOST_LAYERS or any(attends(model)):  # of a number that is refused nothing is asked
         return model
     # Of a named size or a folder, of which so few layers are taken that none has attention.
     names = [name for name in (*OF_ATTENTION, "num_query_groups", "kv_channels") if name not in keep]
