@@ -61,7 +61,7 @@ def test_what_megatron_does_not_compute_is_refused(kind: str, tmp_path: Path) ->
         ConfigError,
         match="Megatron's GPT has no --(parallel-residual|rope-original-max-position|rope-scaling-type (yarn|dynamic)|"
         "norm-placement|position-embedding-type alibi|attention-chunk-size|add-attention-output-bias|add-mlp-bias|"
-        "linear-attention-type)",
+        "linear-attention-type|hybrid-layer-pattern)",
     ):
         convert(theirs, tmp_path / "megatron", "megatron")
     assert list(tmp_path.iterdir()) == [theirs]
