@@ -224,6 +224,7 @@ _GRANITE |= {"attention_multiplier": 0.2, "shared_intermediate_size": 28, "rms_n
 _NEMOTRON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, **_IDS}
 _NEMOTRON |= {"num_key_value_heads": 2, "intermediate_size": 52, "mamba_num_heads": 8, "mamba_head_dim": 6}
 _NEMOTRON |= {"n_groups": 4, "ssm_state_size": 7, "layer_norm_epsilon": 0.3, "max_position_embeddings": 64}
+# Widths of experts are multiples of 8: transformers' product of all experts in bf16 wants rows of 16 bytes.
 STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": (
         "Mamba2",
@@ -234,13 +235,13 @@ STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid-moe": (
         "GraniteMoeHybrid",
         {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": "rope"}
-        | {"intermediate_size": 20},
+        | {"intermediate_size": 24},
     ),
     "nemotron-h": ("NemotronH", {**_NEMOTRON, "hybrid_override_pattern": "M*-M"}),
     "nemotron-h-moe": (
         "NemotronH",
         {**_NEMOTRON, "hybrid_override_pattern": "ME*-", "n_routed_experts": 4, "num_experts_per_tok": 2}
-        | {"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5},
+        | {"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5},
     ),
 }
 TINY |= SCALED | HYBRID | STATE_SPACE
