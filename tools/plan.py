@@ -63,6 +63,17 @@ KNOWN_BETTER = {
     "watts": "watts",
 }
 """Options and the fields of ``Device`` that they set."""
+EXPERTS_IN_BF16 = (
+    "Mixtures of experts in bf16 are what the formula knows least: with published runs of Megatron it is off by 53 % "
+    "(median, Blackwell) and 110 % (the one on Hopper); see docs/planning-errors.md."
+)
+TOP = 10
+"""Layouts that are shown unless --top says how many."""
+OF_A_RUN = (
+    *("tokens", "gpu_hour_price", "watts", "mtbf_hours", "save_seconds", "recovery_seconds", "spares", "repair_hours"),
+    *("step_spread_percent", "what_if", "top", "output"),
+)
+"""Options that say more of ranked layouts: curves and measurements have none."""
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
@@ -96,7 +107,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
     parser.add_argument("--csv", help="with --scaling: file for its points (default: printed)")
     parser.add_argument("--curve", help="with --scaling: file for a picture of it (png, svg, pdf)")
     parser.add_argument("--measure", metavar="FILE", help="measure one device of this machine, write FILE, and stop")
-    parser.add_argument("--top", type=int, default=10, help="number of layouts to show")
+    parser.add_argument("--top", type=int, help=f"number of layouts to show (default: {TOP})")
     parser.add_argument("--output", help="file for a picture of where the time goes (png, svg, pdf)")
     return parser.parse_known_args(argv)
 
@@ -201,6 +212,8 @@ def _check(given: Any) -> None:
         if value is not None and not 1 <= value < math.inf:
             raise ConfigError(f"--{name} {value} has to be at least 1")
     _check_idle(given)
+    if given.what_if is not None:
+        changed_by(given)
     if given.gpu == CPU:
         return
     device = device_of(given)
@@ -210,7 +223,11 @@ def _check(given: Any) -> None:
 
 
 def _check_idle(given: Any) -> None:
-    """Raise ConfigError for an option without another one that it needs."""
+    """Raise ConfigError for an option without another one that it needs, or beside one that leaves it nothing to do."""
+    for one, idle in (("measure", (*OF_A_RUN, "scaling", "csv", "curve")), ("scaling", OF_A_RUN)):
+        for option in idle if getattr(given, one) is not None else ():
+            if getattr(given, option) is not None:
+                raise ConfigError(f"--{option.replace('_', '-')} has no effect with --{one}")
     for option, needed in (("gpu_hour_price", "tokens"), ("watts", "tokens"), ("csv", "scaling"), ("curve", "scaling")):
         if getattr(given, option) is not None and getattr(given, needed) is None:
             raise ConfigError(f"--{option.replace('_', '-')} has no effect without --{needed}")
@@ -287,19 +304,38 @@ def command(given: Any, flags: Sequence[str], best: Candidate, device: Device) -
 
 def outlook(given: Any, best: Candidate, device: Device, goodput: float) -> str:
     """What all tokens take."""
-    watts = given.watts or (None if given.gpu == CPU else device.watts)
+    watts = given.watts or (None if given.gpu == CPU else device.watts or None)
     per_second = best.tokens_per_second() * given.gpus
     found = Outlook.of(given.tokens, per_second, given.gpus, goodput, price=given.gpu_hour_price, watts=watts)
     return f"{given.tokens:g} tokens with the first layout: {found}"
 
 
-def what_if(given: Any, flags: Sequence[str], best: Candidate) -> str:
-    """The first layout with other flags, of training or of this tool."""
-    changed, more = read_arguments(["--gpus", str(given.gpus), "--gpu", given.gpu, *shlex.split(given.what_if)])
+def changed_by(given: Any) -> tuple[Any, list[str]]:
+    """This tool's options with those of --what-if, and its flags of training.
+
+    Raises:
+        ConfigError: one of them changes no step.
+    """
+    try:
+        words = shlex.split(given.what_if)
+    except ValueError as error:
+        raise ConfigError(f"--what-if {given.what_if!r}: {error}") from None
+    changed, more = read_arguments(["--gpus", str(given.gpus), "--gpu", given.gpu, *words])
+    for name, value in vars(changed).items():
+        if value is not None and (name == "watts" or name not in ("gpus", "gpu", *KNOWN_BETTER)):
+            raise ConfigError(f"--what-if: --{name.replace('_', '-')} changes no step")
+    if changed.gpu == CPU:
+        raise ConfigError("--what-if: --gpu cpu is measured, not predicted; plan for it by itself")
     for name, value in vars(given).items():
         if name not in ("what_if", "gpus", "gpu") and getattr(changed, name) is None:
             setattr(changed, name, value)
     _check(changed)
+    return changed, more
+
+
+def what_if(given: Any, flags: Sequence[str], best: Candidate) -> str:
+    """The first layout with other flags, of training or of this tool."""
+    changed, more = changed_by(given)
     start = [*flags, *shlex.split(best.flags), "--global-batch-size", str(best.config.data.global_batch_size)]
     asked = asked_for([*start, *more], changed.gpus)
     why = list[ConfigError]()
@@ -356,6 +392,8 @@ def plan(argv: Sequence[str] | None) -> None:
     given, flags = read_arguments(argv)
     _check(given)
     if given.measure:
+        if flags:
+            raise ConfigError(f"{flags[0]} has no effect with --measure")
         measure_device(given)
         return
     if given.gpu != CPU and device_of(given).family != "cpu" and "bf16" not in read_values(flags, PRETRAIN, ""):
@@ -364,11 +402,14 @@ def plan(argv: Sequence[str] | None) -> None:
         scale(given, flags)
         return
     fitting, tried, device = predicted(given, flags)
-    best = fitting[: given.top]
+    best = fitting[: given.top or TOP]
     how = "predicted from times of what they call" if given.gpu == CPU else "predicted, not measured"
     print(f"{len(fitting)} of {tried} layouts fit; {how}:\n{table(best, device)}")
     if line := undecided(best, device):
         print(line)
+    model, parallel = best[0].config.model, best[0].config.parallel
+    if given.gpu != CPU and model.num_experts and parallel.fp8_format is None:
+        print(EXPERTS_IN_BF16)
     print(f"\nCommand of the first layout; add data and --train-iters:\n{command(given, flags, best[0], device)}")
     _more(given, flags, best[0], device)
     if given.output:

@@ -2,7 +2,7 @@
 
 Peaks are vendors' figures for dense bf16 (H100: 989 TFLOP/s; the 1,979 that are often quoted are with sparsity). The
 shares are assumptions, the same for all models: they were taken from public measurements of the kernels and not fitted
-to the whole runs that ``docs/planning.md`` compares with.
+to the whole runs of ``docs/planning-errors.md``, but for what the 300s of Blackwell do more than the 200s.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ShareErrors:
-    """Relative standard deviations of what a device is taken to do. The defaults are assumptions, for devices that
-    nobody measured: how far shares of published runs lie from those here (docs/planning-errors.md)."""
+    """Relative standard deviations of what a device is taken to do. The defaults, for devices that nobody measured, are
+    those of the factors that fit published runs (published/fit.yaml): the root of the mean square of their logarithms,
+    over trainers and kinds of GPU. Nothing tells the host's, which is an assumption."""
 
-    product: float = 0.12
-    attention: float = 0.25
+    product: float = 0.41
+    attention: float = 0.38
     memory: float = 0.25
-    link: float = 0.25
+    link: float = 0.14
     host: float = 0.5
 
 
@@ -43,7 +44,7 @@ class Device:
         leaf: devices below one leaf of the network, on all rails; 0: all.
         oversubscription: of the spine between leaves.
         contention: of the spine, by other jobs: they leave 1 / contention of it.
-        watts: that a device may take, by its data sheet.
+        watts: that a device may take, by its data sheet; 0: nobody said.
         errors: of its shares.
         tiles: output tiles of a matrix product that run at once: its multiprocessors.
         product_share: of ``peak``, by a large product.
@@ -55,7 +56,6 @@ class Device:
         fp8_peak: FLOP/s of dense products of 8-bit numbers; 0: it has none.
         fp8_share: of ``fp8_peak``, by a large product.
         host_link: bytes/s between the device and the host's memory, each way.
-        exposed: share of what tensor and expert parallelism exchange that something waits for; smp waits for all.
         family: generation, by which published runs are compared.
     """
 
@@ -75,7 +75,6 @@ class Device:
     fp8_peak: float = 0.0
     fp8_share: float = 0.62
     host_link: float = 55e9
-    exposed: float = 1.0
     family: str = "hopper"
     domain: int = 0
     leaf: int = 0

@@ -14,7 +14,7 @@ nothing fails, so nodes away are the calls of a telephone exchange with s + 1 li
 Erlang's B of s + 1 and T / M, whatever the distribution of repair times. The rest of the time is as above.
 
 A step ends with its slowest process. With n processes whose times have standard deviation d (of a mean of 1), the mean
-step takes 1 + d E(n), E(n) being the mean of the largest of n standard normal numbers: 4.3 of 100,000.
+step takes 1 + d E(n), E(n) being the mean of the largest of n standard normal numbers: 4.4 of 100,000.
 """
 
 from __future__ import annotations

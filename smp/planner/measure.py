@@ -3,7 +3,7 @@
 Products, attention and element-wise passes of the sizes that training has, each many times. A share is the median over
 sizes; its error bar is how far sizes lie apart (a planner that knows one share for all sizes is off by that), or the
 spread of repetitions where that is larger. Links cannot be measured with one device: they stay as the data sheet has
-them, with the error of an assumption.
+them, with the error of an assumption. So does the share of FP8's peak that products reach, which is not timed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ CPU_SIZES = ((512, 512, 512), (1024, 768, 512), (512, 512, 1536))
 """Rows, columns and inner size of products."""
 REPEATS = 15
 LEAST_ERROR = 0.01
+MAY_BE_ZERO = ("latency", "launch", "fp8_peak", "domain", "leaf", "watts")
+"""Fields of ``Device`` by which nothing is divided, or whose 0 says that there is none."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def measured(base: Device, where: torch.device) -> Device:
             2 * products.value,  # halved again for fp32, which is what was measured
             float(size), memory.value, link, link, devices_per_node=1, tiles=1, product_share=1.0,
             attention_share=attention.value / products.value, memory_share=1.0, link_share=1.0,
-            launch=1 / launch.value, family="cpu", errors=errors,
+            launch=1 / launch.value, family="cpu", watts=0.0, errors=errors,
         )  # fmt: skip
     return replace(
         base,
@@ -148,9 +150,13 @@ def read_device(path: Path) -> Device:
         said: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         errors = ShareErrors(**said.pop("errors"))
         device = Device(**said, errors=errors)
-        numbers = [getattr(device, f.name) for f in fields(device) if f.name not in ("errors", "family")]
-        if not all(isinstance(n, int | float) and n >= 0 for n in [*numbers, *vars(errors).values()]):
+        numbers = {f.name: getattr(device, f.name) for f in fields(device) if f.name not in ("errors", "family")}
+        if not all(
+            isinstance(n, int | float) and 0 <= n < math.inf for n in [*numbers.values(), *vars(errors).values()]
+        ):
             raise ValueError("every value is a number of at least 0")
+        if nothing := [name for name, n in numbers.items() if n == 0 and name not in MAY_BE_ZERO]:
+            raise ValueError(f"{', '.join(nothing)}: 0 has to be above 0")
     except (OSError, TypeError, ValueError, AttributeError, KeyError, yaml.YAMLError) as error:
         raise ConfigError(f"--gpu {path} is no file that --measure wrote: {error}") from None
     return device

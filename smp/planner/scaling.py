@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
-from smp.config import Config
+from smp.config import Config, ConfigError
 from smp.planner.devices import Device
 from smp.planner.search import Candidate, candidates, ranked
 
@@ -18,10 +19,11 @@ HEADER = ("scaling", "gpus", "global_batch_size", "step_seconds", "tokens_per_se
 
 @dataclass(frozen=True)
 class Point:
-    """The best layout on so many devices; None: none fits or works."""
+    """The best layout on so many devices with this batch; None: none fits or works."""
 
     kind: Kind
     gpus: int
+    batch: int
     best: Candidate | None
 
     @property
@@ -42,15 +44,30 @@ def sizes(gpus: int, each: int) -> list[int]:
 def curve(
     kind: Kind, asked: Config, gpus: int, device: Device, decided: Collection[str], tell: Callable[[str], None]
 ) -> list[Point]:
-    """Points from a node to ``gpus`` devices; ``asked`` says the batch of the last."""
+    """Points from a node to ``gpus`` devices; ``asked`` says the batch of the last. A size whose devices have no whole
+    number of its samples is left out of a weak curve.
+
+    Raises:
+        ConfigError: all but the last are left out.
+    """
     batch, points = asked.data.global_batch_size, list[Point]()
-    assert batch is not None, "a size is given or chosen"
-    for size in sizes(gpus, device.devices_per_node):
+    if batch is None:
+        raise ConfigError("--scaling needs one batch: give --global-batch-size, not --step-batch-size-schedule")
+    all_sizes = sizes(gpus, device.devices_per_node)
+    whole = [size for size in all_sizes if kind == "strong" or batch * size % gpus == 0]
+    if len(whole) == 1 < len(all_sizes):
+        raise ConfigError(
+            f"--scaling weak: of --global-batch-size {batch} on {gpus} GPUs no smaller size has a whole number of "
+            f"samples; give a multiple of {gpus // math.gcd(*all_sizes)}"
+        )
+    if left_out := set(all_sizes) - set(whole):
+        tell(f"{kind} scaling: no whole number of samples on {', '.join(map(str, sorted(left_out)))} devices")
+    for size in whole:
         tell(f"{kind} scaling: {size:,} devices")
-        share = max(1, batch * size // gpus) if kind == "weak" else batch
+        share = batch * size // gpus if kind == "weak" else batch
         config = replace(asked, data=replace(asked.data, global_batch_size=share))
         best = ranked(list(candidates(config, size, device, decided)))
-        points.append(Point(kind, size, best[0] if best else None))
+        points.append(Point(kind, size, share, best[0] if best else None))
     return points
 
 
@@ -61,17 +78,21 @@ def efficiency(points: Sequence[Point], point: Point) -> float:
 
 
 def write_csv(curves: Sequence[Sequence[Point]], file: TextIO) -> None:
-    """A line for each point; where no layout works its numbers are empty."""
+    """A line for each point; where no layout works what it takes is empty."""
     lines = csv.writer(file, lineterminator="\n")
     lines.writerow(HEADER)
     for points in curves:
         for point in points:
-            numbers: list[object] = ["", "", "", "", "no layout"]
+            numbers: list[object] = ["", "", "", "no layout"]
             if (best := point.best) is not None:
                 assert best.time is not None
-                numbers = [best.config.data.global_batch_size, f"{best.time.total:.6g}", f"{point.rate:.6g}"]
-                numbers += [f"{efficiency(points, point):.4f}", best.flags]
-            lines.writerow([point.kind, point.gpus, *numbers])
+                numbers = [
+                    f"{best.time.total:.6g}",
+                    f"{point.rate:.6g}",
+                    f"{efficiency(points, point):.4f}",
+                    best.flags,
+                ]
+            lines.writerow([point.kind, point.gpus, point.batch, *numbers])
 
 
 def draw(curves: Sequence[Sequence[Point]], path: Path) -> None:

@@ -158,9 +158,10 @@ def _schedules(parallel: ParallelConfig, given: _Given) -> Iterator[ParallelConf
 def _sharding(
     parallel: ParallelConfig, data_ranks: int, device: Device, stride: int, given: _Given
 ) -> Iterator[ParallelConfig]:
-    """Over all data-parallel ranks or those of a node; gathered for each micro-batch, or once per step."""
-    # Ranks of a node beside those that tensor and context parallelism take.
-    inside = device.connected // stride
+    """Over all data-parallel ranks or those of an NVLink domain; gathered for each micro-batch, or once per step."""
+    # As many ranks of an NVLink domain, beside those that tensor and context parallelism take, as make whole groups:
+    # of a rack of 72 GPUs 64, where a job has 128.
+    inside = max((n for n in _divisors(data_ranks) if n * stride <= device.connected), default=1)
     degrees = [0, *([inside] if 1 < inside < data_ranks else [])]
     for degree in given("hybrid_shard_degree", parallel.hybrid_shard_degree, degrees):
         strategies = ["optim_grads_params", *(["optim_grads", "optim"] if data_ranks > 1 else [])]

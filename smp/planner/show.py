@@ -43,7 +43,7 @@ def what_binds(found: Candidate) -> str:
 
 
 def table(best: Sequence[Candidate], device: Device) -> str:
-    """Fastest first, with half of the interval that holds a step's time in nine of ten cases."""
+    """Fastest first, with half of the interval round a step's time."""
     lines = [f"{'step':>9}{'':8}{'tokens/s/GPU':>14}{'MFU':>8}{'memory':>11}  flags"]
     for found in best:
         assert found.time is not None
@@ -83,6 +83,6 @@ def undecided(best: Sequence[Candidate], device: Device) -> str:
     if len(best) < 2:
         return ""
     if alike == 1:
-        return "The first layout is surer than nine in ten to be the fastest of these."
+        return "The first layout is faster than the others by more than the prediction's error."
     said = f"{alike} of these {len(best)}, the first counted, cannot be told apart"
     return f"{said}: they differ by less than the prediction's error."

@@ -206,13 +206,13 @@ class StepModel:
         gathers move ``in_8_bits`` bytes of a number; 0: as many as the others."""
         bytes_ = self.tokens * self.config.model.hidden_size * self.width
         gathered = bytes_ * in_8_bits / self.width if in_8_bits and self.config.parallel.sequence_parallel else bytes_
-        return self.device.exposed * (2 * self._collective(bytes_, "tp") + 2 * self._collective(gathered, "tp"))
+        return 2 * self._collective(bytes_, "tp") + 2 * self._collective(gathered, "tp")
 
     def _expert_exchange(self) -> float:
         """Seconds of both all-to-alls of a pass, which nothing hides."""
         model, ep = self.config.model, self.layout.ep
         rows = self._tokens_to_experts() * model.moe_router_topk * model.hidden_size * self.width
-        return self.device.exposed * 2 * self.device.fabric.all_to_all(rows, ep, self._stride("ep"))
+        return 2 * self.device.fabric.all_to_all(rows, ep, self._stride("ep"))
 
     def _tokens_to_experts(self) -> float:
         """Of this rank: those of the ranks that share every matrix of an expert."""

@@ -14,11 +14,12 @@ from smp.planner.devices import ShareErrors
 from smp.planner.search import Candidate
 from smp.planner.seconds import StepTime
 
-MODEL = 0.06
+MODEL = 0.08
 """Relative standard deviation of the formula with fitted shares: two thirds of the published runs that were used to fit
 them are within it (docs/planning-errors.md)."""
 SURE = 1.645
-"""Standard deviations on either side that hold 90 %."""
+"""Standard deviations on either side: they would hold 90 % of normal errors. docs/planning-errors.md counts how many of
+the published runs they hold."""
 DIVIDED_BY = {
     "products": "product",
     "attention": "attention",
@@ -44,13 +45,13 @@ def weights(time: StepTime) -> Mapping[str, float]:
 
 
 def relative_error(time: StepTime, errors: ShareErrors) -> float:
-    """Half of the interval that holds the step's time in nine of ten cases, as a share of it."""
+    """Half of the interval round the step's time, as a share of it: ``SURE`` standard deviations."""
     variance = sum((weight * getattr(errors, share)) ** 2 for share, weight in weights(time).items())
     return SURE * math.sqrt(MODEL**2 + variance)
 
 
 def told_apart(one: StepTime, other: StepTime, errors: ShareErrors) -> bool:
-    """Whether the order of two layouts on a device is surer than nine in ten."""
+    """Whether two layouts on a device differ by more than ``SURE`` standard deviations of their difference."""
     a, b = weights(one), weights(other)
     shared = sum(((a[share] - b[share]) * getattr(errors, share)) ** 2 for share in a)
     return abs(math.log(one.total / other.total)) > SURE * math.sqrt(shared + 2 * MODEL**2)

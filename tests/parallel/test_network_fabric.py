@@ -45,6 +45,19 @@ def test_an_all_to_all_takes_its_slowest_way() -> None:
     assert FABRIC.all_to_all(1e9, 1, 1) == 0
 
 
+def test_a_message_of_a_pipeline_has_one_card() -> None:
+    """A ring through the same GPUs has those of all its ranks in a domain."""
+    size, latency = 1e8, FABRIC.latency
+    assert FABRIC.message(size, 4, 2) == pytest.approx(size / 400e9 + latency)
+    assert FABRIC.message(size, 8, 2) == pytest.approx(size / 50e9 + latency)
+    assert FABRIC.rate(8, 2) == 4 * 50e9
+    # 8 of a leaf's 32 GPUs send over its spine, which is as wide as 32 / 3 cards, or as 32 / 8.
+    for narrow, rate in ((3.0, 50e9), (8.0, 25e9)):
+        spine = replace(FABRIC, leaf=32, oversubscription=narrow)
+        assert spine.message(size, 8, 8) == pytest.approx(size / rate + latency)
+        assert spine.message(size, 4, 8) == pytest.approx(size / 50e9 + latency)
+
+
 def test_a_larger_domain_brings_more_ranks_together() -> None:
     times = [replace(FABRIC, domain=domain).ring(1e9, 64, 8) for domain in (8, 16, 32, 64, 512)]
     assert times == sorted(times, reverse=True) and times[0] > 5 * times[-1]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from statistics import NormalDist
 
 import numpy as np
 
-from smp.planner.goodput import Numbers, Reliability, _normal
+from smp.planner.goodput import Numbers, Reliability
 
 POINTS = np.linspace(-9, 9, 3601)
-BELOW = _normal(POINTS)
+BELOW = np.array([NormalDist().cdf(point) for point in POINTS])
 
 
 def drawn_share(

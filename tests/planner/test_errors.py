@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from smp.planner.devices import DEVICES
-from smp.planner.published.errors import PAGE, page, percentile, row_of
+from smp.planner.devices import DEVICES, ShareErrors
+from smp.planner.published.errors import PAGE, factors, page, percentile, row_of
 from smp.planner.published.fit import cost, scaled
 from smp.planner.published.runs import Factors, Run, runs, sources
 from smp.planner.step_time import StepModel
+from smp.planner.uncertainty import MODEL
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +64,23 @@ def test_held_out_errors_are_within_their_bounds() -> None:
     assert percentile(errors, 0.9) <= 20
 
 
+def test_errors_of_shares_are_those_of_the_fitted_factors() -> None:
+    """And the docs say of the interval what the page has counted."""
+    names = {"product": "product_share", "attention": "attention_share", "memory": "memory_share", "link": "link_share"}
+    for share, name in names.items():
+        logs = [math.log(getattr(one, name)) for one in factors().values()]
+        rms = math.sqrt(sum(value**2 for value in logs) / len(logs))
+        assert getattr(ShareErrors(), share) == pytest.approx(rms, abs=0.005), share
+    rows = [line.split("|") for line in listed().splitlines() if line.count("|") == 10 and " % |" in line]
+    used = [abs(float(re.sub("[ %]", "", row[8]))) for row in rows if not row[9].strip()]
+    assert sum(error <= 100 * MODEL for error in used) / len(used) == pytest.approx(2 / 3, abs=0.02)
+    (counted,) = re.findall(r"rows \((\d+) %\); .* predicts (\d+) % of the rows too fast", listed())
+    said = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    assert f"inside in {counted[0]} %" in said and f"and {counted[1]} % of the rows are predicted too fast" in said
+    (everything,) = re.findall(r"\| all \| 260 \| (\d+)\.\d \| (\d+)\.\d ", listed())
+    assert "a median of {} %, at the 90th percentile by {} %".format(*everything) in said
+
+
 def test_parts_scale_as_the_model_says() -> None:
     """The fit's first order beside the formula, for factors that move everything."""
     run = next(run for run in runs() if run.tp == 2 and run.pp == 1)
@@ -69,4 +88,4 @@ def test_parts_scale_as_the_model_says() -> None:
     slow = StepModel(run.config, run.layout, then.of(DEVICES[run.gpu]), run.plan).predict().total
     parts = StepModel(run.config, run.layout, DEVICES[run.gpu], run.plan).predict()
     assert scaled(parts, now, then, fp8=False) == pytest.approx(slow, rel=0.03)
-    assert cost([(run, parts)], now, now) < cost([(run, parts)], now, Factors(exposed=0.01, host=100.0))
+    assert cost([(run, parts)], now, now) < cost([(run, parts)], now, Factors(memory_share=0.01))

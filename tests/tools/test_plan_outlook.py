@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from smp.config import Layout, load_config, resolve
 from smp.models.presets import PRESETS
 from smp.planner.devices import DEVICES, ShareErrors
 from smp.planner.outlook import Outlook
+from smp.planner.published.errors import PAGE
 from smp.planner.scaling import sizes
+from smp.planner.search import candidates
 from smp.planner.seconds import StepTime
 from smp.planner.step_time import StepModel
 from smp.planner.uncertainty import relative_error, told_apart
-from tools.plan import device_of, main, read_arguments
+from tools.plan import EXPERTS_IN_BF16, asked_for, device_of, main, read_arguments
 
 SMALL = "--model llama3.2-1b --seq-length 2048 --pipeline-model-parallel-size 1 --micro-batch-size 1"
 QUICK = f"{SMALL} --recompute-granularity none --data-parallel-sharding-strategy optim_grads_params"
@@ -109,10 +112,53 @@ def test_a_measured_device_is_planned_for(tmp_path: Path, capsys: pytest.Capture
     sizes_ = "--vocab-size 512 --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64"
     out = said(f"--gpus 1 --gpu {path} {sizes_} --global-batch-size 4 --top 1", capsys)
     assert "layouts fit" in out and "±" in out
-    path.write_text("peak: fast\n")
-    assert main(f"--gpus 1 --gpu {path} {sizes_}".split()) == 2
-    assert "is no file that --measure wrote" in capsys.readouterr().err
-    assert main(f"--gpus 1 --gpu h100 --measure {path}".split()) in (0, 2)  # without a GPU it is refused
+    assert "MWh" not in said(f"--gpus 1 --gpu {path} {sizes_} --global-batch-size 4 --top 1 --tokens 1e6", capsys)
+    for wrong in ("peak: fast\n", re.sub("peak: .*", "peak: 0", text, count=1)):
+        path.write_text(wrong)
+        assert main(f"--gpus 1 --gpu {path} {sizes_}".split()) == 2
+        assert "is no file that --measure wrote" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    path = tmp_path / "mine.yaml"
+    assert main(f"--gpus 1 --gpu h100 --measure {path}".split()) == 2 and not path.exists()
+    assert "this machine has no GPU to measure as h100" in capsys.readouterr().err
+
+
+def test_a_weak_curve_starts_where_the_batch_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"--gpus 512 --gpu h100 {QUICK} --tensor-model-parallel-size 8 --scaling weak --global-batch-size"
+    rows = list(csv.DictReader(said(f"{flags} 64", capsys).splitlines()))
+    assert [(row["gpus"], row["global_batch_size"]) for row in rows] == [
+        ("8", "1"), ("32", "4"), ("128", "16"), ("512", "64")
+    ]  # fmt: skip
+    rows = list(csv.DictReader(said(f"{flags} 24", capsys).splitlines()))
+    assert [(row["gpus"], row["global_batch_size"]) for row in rows] == [("128", "6"), ("512", "24")]
+    assert main(f"{flags} 21".split()) == 2
+    assert "give a multiple of 64" in capsys.readouterr().err
+
+
+def test_hybrid_sharding_of_a_rack_is_tried() -> None:
+    """A rack's 72 GPUs divide no power of two."""
+    asked = asked_for(f"{SMALL} --recompute-granularity none".split(), 128)
+    decided = {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "recompute_granularity",
+        "micro_batch_size",
+    }
+    found = list(candidates(asked, 128, DEVICES["gb200"], decided))
+    assert {one.config.parallel.hybrid_shard_degree for one in found} == {0, 64}
+
+
+def test_mixtures_in_bf16_are_warned_of_as_the_page_of_errors_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--model olmoe-1b-7b --seq-length 2048 --pipeline-model-parallel-size 1 --micro-batch-size 1 --top 1"
+    assert EXPERTS_IN_BF16 in said(f"--gpus 8 --gpu h100 --global-batch-size 32 {flags}", capsys)
+    page = (Path(__file__).parents[2] / PAGE).read_text(encoding="utf-8")
+    for row in ("| megatron experts blackwell | 10 | 52.7 |", "| megatron experts hopper | 1 | 109.6 |"):
+        assert row in page, "the numbers of EXPERTS_IN_BF16 are these, rounded"
 
 
 def test_layouts_that_differ_by_less_than_the_error_are_alike() -> None:
@@ -123,7 +169,7 @@ def test_layouts_that_differ_by_less_than_the_error_are_alike() -> None:
     linked = replace(NONE, products=0.6, tensor=0.65)
     assert told_apart(one, replace(linked, tensor=0.65), replace(errors, product=0.0, link=0.0))
     assert not told_apart(one, linked, replace(errors, link=0.9))
-    assert relative_error(one, replace(errors, product=0.3)) > relative_error(one, errors) > 0.09
+    assert relative_error(one, replace(errors, product=0.5)) > relative_error(one, errors) > 0.6
 
 
 @pytest.mark.parametrize(
@@ -136,6 +182,18 @@ def test_layouts_that_differ_by_less_than_the_error_are_alike() -> None:
         ("--tokens -1", "--tokens -1.0 has to be above 0"),
         ("--spares 2", "--spares needs --mtbf-hours, --save-seconds and --recovery-seconds"),
         ("--mtbf-hours 9 --save-seconds 1 --recovery-seconds 1 --spares 2", "give both"),
+        ("--scaling weak --tokens 1e9", "--tokens has no effect with --scaling"),
+        ("--scaling weak --top 3", "--top has no effect with --scaling"),
+        ("--scaling weak --what-if=--fp8-format", "--what-if has no effect with --scaling"),
+        ("--scaling weak --output a.png", "--output has no effect with --scaling"),
+        ("--scaling weak --step-batch-size-schedule 0:8,100:16", "--scaling needs one batch: give --global-batch-size"),
+        ("--measure a.yaml --top 3", "--top has no effect with --measure"),
+        ("--measure a.yaml --scaling weak", "--scaling has no effect with --measure"),
+        ("--measure a.yaml", "--model has no effect with --measure"),
+        ("--what-if=--tokens=5", "--what-if: --tokens changes no step"),
+        ("--what-if=--watts=5", "--what-if: --watts changes no step"),
+        ("--what-if=--gpu=cpu", "--what-if: --gpu cpu is measured, not predicted"),
+        ("--what-if='", '--what-if "\'": No closing quotation'),
         ("--gpu h1000", "--gpu h1000 is none of cpu, a100"),
     ],
 )

@@ -77,5 +77,12 @@ class Fabric:
         return max(times) + self.latency * (ranks - 1)
 
     def message(self, size: float, ranks: int, stride: int) -> float:
-        """Seconds between neighbours of a pipeline."""
-        return self.latency + size / self.rate(ranks, stride)
+        """Seconds between neighbours of a pipeline, the slowest pair of ``ranks``: a GPU's message has one card."""
+        rate = self.local
+        if ranks * stride > self.domain:
+            rate = min(rate, self.card)
+        if self.leaf and ranks * stride > self.leaf:
+            # Of a leaf's GPUs those of one stage send into the spine, and share it.
+            senders = min(1.0, stride / self.leaf)
+            rate = min(rate, self.card / (senders * self.oversubscription * self.contention))
+        return self.latency + size / rate

@@ -40,11 +40,9 @@ def scaled(parts: StepTime, now: Factors, then: Factors, fp8: bool) -> float:
     seconds = {part: getattr(parts, part) for part in DIVIDED_BY if part != "offload"}
     for part, share in DIVIDED_BY.items():
         if part in seconds:
-            seconds[part] *= slower(_NAMES[share]) if share in _NAMES else 1 / slower("host")
+            seconds[part] *= slower(_NAMES[share]) if share in _NAMES else 1.0
     if fp8:
         seconds["products"] = parts.products * slower("fp8_share")
-    for part in ("tensor", "experts"):
-        seconds[part] /= slower("exposed")
     work = sum(getattr(parts, part) for part in seconds)
     return sum(seconds.values()) * (1 + (parts.bubble + parts.offload) / work)
 
@@ -75,7 +73,7 @@ def _moved(rows: Sequence[tuple[Run, StepTime]], now: Factors) -> Factors:
         for name in vars(now):
             for move in MOVES:
                 value = getattr(best, name) * move
-                if not 0.66 < value / getattr(now, name) < 1.5 or (name == "exposed" and value > 1):
+                if not 0.66 < value / getattr(now, name) < 1.5:
                     continue
                 tried = replace(best, **{name: value})
                 if (price := cost(rows, now, tried)) < least - 1e-9:

@@ -22,6 +22,7 @@ from smp.models.presets import PRESETS
 from smp.pipeline.plan import Plan, plan_pipeline
 from smp.planner.devices import DEVICES, Device
 from smp.planner.search import shortened
+from smp.planner.seconds import StepTime
 from smp.planner.step_time import StepModel
 
 HERE = Path(__file__).parent
@@ -34,25 +35,18 @@ _FP8 = {"fp8": "tensorwise", "mxfp8": "tensorwise", "rowwise": "rowwise"}
 
 @dataclass(frozen=True)
 class Factors:
-    """What a trainer's kernels do of a device's shares, and what it hides; each a factor of ``Device``'s value.
-
-    Attributes:
-        exposed: of what tensor and expert parallelism exchange.
-        host: of the time to issue an operation.
-    """
+    """What a trainer's kernels do of a device's shares; each a factor of ``Device``'s value."""
 
     product_share: float = 1.0
     fp8_share: float = 1.0
     attention_share: float = 1.0
     memory_share: float = 1.0
     link_share: float = 1.0
-    exposed: float = 1.0
-    host: float = 1.0
 
     def of(self, device: Device) -> Device:
         """The device as this trainer drives it."""
-        shares: dict[str, Any] = {f.name: getattr(device, f.name) * getattr(self, f.name) for f in fields(self)[:5]}
-        return replace(device, **shares, exposed=self.exposed, launch=device.launch * self.host)
+        shares: dict[str, Any] = {f.name: getattr(device, f.name) * getattr(self, f.name) for f in fields(self)}
+        return replace(device, **shares)
 
 
 @dataclass(frozen=True)
@@ -141,9 +135,12 @@ class Run:
         assert self.tokens is not None, "one of both is given"
         return self.tokens * self.flops / 1e12
 
-    def predicted(self, factors: Factors) -> float:
-        """TFLOP/s of a GPU."""
-        step = StepModel(self.config, self.layout, factors.of(DEVICES[self.gpu]), self.plan).predict()
+    def step(self, factors: Factors) -> StepTime:
+        """What it takes by the formula."""
+        return StepModel(self.config, self.layout, factors.of(DEVICES[self.gpu]), self.plan).predict()
+
+    def rate(self, step: StepTime) -> float:
+        """TFLOP/s of a GPU whose steps take this."""
         return self.gbs * self.seq / step.total / self.gpus * self.flops / 1e12
 
 
