@@ -112,12 +112,17 @@ def prepare(folder: Path, python: Callable[..., str]) -> None:
     )
 
 
+PICTURE = "loss.png"
+"""Made when the demo's model is trained to its end."""
+
+
 def run(folder: Path, processes: int, flags: Sequence[str]) -> None:
     """All steps, then the summary."""
     tokenizer, data = folder / "tokenizer.model", folder / "corpus_text_document"
-    checkpoints, logs, picture = folder / "checkpoints", folder / "logs", folder / "loss.png"
+    checkpoints, logs, picture = folder / "checkpoints", folder / "logs", folder / PICTURE
     for old in (checkpoints, logs):
         shutil.rmtree(ROOT / old, ignore_errors=True)
+    (ROOT / picture).unlink(missing_ok=True)
     python = Runner(processes).python
     with_tokenizer = ("--tokenizer-model", tokenizer)
     prepare(folder, python)
@@ -295,7 +300,8 @@ def work(argv: Sequence[str] | None) -> None:
     if not args.finetune:
         run(folder, processes, [*flags, *extra])
         return
-    if not (ROOT / folder / "checkpoints" / "latest").is_file():
+    if not (ROOT / folder / PICTURE).is_file():
+        print("the demo's model is trained first: there is none, or its training was interrupted", flush=True)
         run(folder, processes, flags)
     finetune(folder, processes, [*flags, *extra])
 
