@@ -171,6 +171,7 @@ training_config:
 """
 TEXTS = {"llmft": LLMFT, "verl": VERL, "nemo": NEMO, "grpo": GRPO}
 A = "recipes.training_config.actor_rollout_ref."
+ALG = "recipes.training_config.algorithm."
 ARGS, MODEL = "recipes.training_config.training_args.", "recipes.training_config.model_config."
 EVAL = "recipes.training_config.datasets."
 DATA, ENGINE, TRAINER = (f"recipes.training_config.{name}." for name in ("data", "engine", "trainer"))
@@ -380,6 +381,13 @@ def test_checkpointless_becomes_settings(files: Path) -> None:
         ),
         ("grpo", [A + "actor.use_kl_loss=false"], {"beta": 0.0}),
         ("grpo", [A + "actor.use_dynamic_bsz=false"], {"micro_batch_size": 2}),
+        ("grpo", [A + "actor.use_kl_loss=false", ALG + "use_kl_in_reward=true", "+" + ALG + "kl_penalty=low_var_kl"],
+         {"beta": 0.001, "kl_placement": "reward", "kl_estimator": "k3"}),
+        ("grpo", [A + "actor.use_kl_loss=false", ALG + "use_kl_in_reward=true"], {"kl_estimator": "k1"}),
+        ("grpo", [A + "actor.use_kl_loss=false", ALG + "use_kl_in_reward=true", ALG + "kl_ctrl.kl_coef=0.0"],
+         {"beta": 0.0, "kl_placement": None}),
+        ("grpo", [A + "actor.use_kl_loss=false", A + "actor.policy_loss.loss_mode=gspo"],
+         {"objective": "gspo", "loss_type": None, "delta": None, "epsilon": 0.2, "epsilon_high": 0.28}),
         ("grpo", [A + "actor.loss_agg_mode=seq-mean-token-sum-norm"], {"loss_type": "dr_grpo"}),
         ("grpo", ["recipes.training_config.algorithm.rollout_correction.rollout_is=sequence"],
          {"importance_sampling_mode": "sequence_truncate", "importance_sampling_clip_max": 2.0}),
@@ -432,7 +440,9 @@ def test_other_values_of_keys(files: Path, name: str, words: list[str], expected
             "+" + DATA + "apply_chat_template_kwargs.enable_thinking=false",
             "enable_thinking: false cannot be had",
         ),
-        ("grpo", "recipes.training_config.algorithm.use_kl_in_reward=true", "take recipes.kl_placement=reward"),
+        ("grpo", ALG + "use_kl_in_reward=true", "use_kl_loss and use_kl_in_reward cannot be had together: take one"),
+        ("grpo", A + "actor.policy_loss.loss_mode=clip_cov", "clip_cov cannot be had: take vanilla, gspo"),
+        ("grpo", A + "actor.policy_loss.loss_mode=gspo", "token-mean of the KL term alone cannot be had"),
         ("nemo", "recipes.callbacks.1.test_fault_config.fault_prob_random=0.5", "faults are not injected"),
         ("nemo", "recipes.log.name=bert_340m", "log.name: bert_340m begins with none of"),
         ("nemo", "recipes.strategy.num_distributed_optimizer_instances=3", "3 does not divide the 4 data-parallel"),

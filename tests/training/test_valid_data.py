@@ -134,6 +134,7 @@ def test_training_does_not_depend_on_them(folder: Path, tmp_path: Path) -> None:
     [
         ("--split 1,0,0", "read where --eval-interval or --eval-epochs says when"),
         ("--eval-interval 2 --split 90,10", "--split 90,10 divides --data-path, and validation is --valid-data-path"),
+        ("--eval-interval 2 --split 95,5,0", "--split 95,5,0 divides --data-path"),  # the default, typed
         ("--eval-interval 2 --eval-epochs 1", "--eval-interval 2 and --eval-epochs 1.0 are both given"),
         ("--eval-epochs 1 --valid-data-path {0}/none.jsonl", "--valid-data-path {0}/none.jsonl"),
         ("--eval-epochs 1 --valid-data-path {0}/dpo.jsonl", "--valid-data-path 24 of 24 samples cannot be used"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from smp.config.command_line.entry_points import FINETUNE
@@ -18,8 +19,9 @@ ALL_LINEAR = "query,key,value,output,gate,up,down,query_down,query_up,key_value_
 """Every linear layer of any model but experts; the last four are latent attention's."""
 
 
-def fill_in(config: Config) -> Config:
-    """A copy with the defaults that follow from other settings.
+def fill_in(config: Config, typed: Collection[str] = ()) -> Config:
+    """A copy with the defaults that follow from other settings; ``typed``: flags of the command
+    line.
 
     Raises:
         ConfigError: settings that cannot work; one line that names the flag to change.
@@ -27,7 +29,7 @@ def fill_in(config: Config) -> Config:
     lora, objective = config.lora, config.objective
     assert lora is not None and objective is not None, "settings of a fine-tuning run"
     check_ranges(config)
-    _check_source(config)
+    _check_source(config, typed)
     _check_lora(lora)
     require(
         config.optim.decoupled_lr is None or not config.has_adapters,
@@ -67,7 +69,7 @@ def _laid_out(data: DataConfig, alone: bool) -> DataConfig:
     return replace(data, packing=packing, reset_attention_mask=packed, reset_position_ids=packed)
 
 
-def _check_source(config: Config) -> None:
+def _check_source(config: Config, typed: Collection[str]) -> None:
     data, training, checkpoint = config.data, config.training, config.checkpoint
     check_paths(checkpoint.load, checkpoint.save)
     require(checkpoint.load is not None, "what to fine-tune is missing: give --load, the folder of a model")
@@ -80,7 +82,7 @@ def _check_source(config: Config) -> None:
         bool(lengths) or training.dry_run or data.preview > 0 or saves,
         "how long to train is missing: give --train-epochs, --train-iters or --train-samples",
     )
-    _check_parts(config, evaluates=saves or training.evaluates)
+    _check_parts(config, typed, evaluates=saves or training.evaluates)
     for alternatives in (
         given(training, "eval_interval", "eval_epochs"),
         given(training, "eval_iters", "full_validation"),
@@ -89,7 +91,7 @@ def _check_source(config: Config) -> None:
         require(len(alternatives) < 2, f"{' and '.join(alternatives)} are both given; give one")
 
 
-def _check_parts(config: Config, *, evaluates: bool) -> None:
+def _check_parts(config: Config, typed: Collection[str], *, evaluates: bool) -> None:
     """What is trained on, and what is for validation; ``evaluates``: the latter is read."""
     data = config.data
     if data.valid_data_path is None:
@@ -97,8 +99,9 @@ def _check_parts(config: Config, *, evaluates: bool) -> None:
     flag = f"--valid-data-path {data.valid_data_path}"
     require(data.data_path is not None, f"{flag} needs --data-path")
     require(evaluates, f"{flag} is read where --eval-interval or --eval-epochs says when; give one, or leave it out")
-    usual = settings(FINETUNE)["split"].default
-    require(data.split == usual, f"--split {data.split} divides --data-path, and validation is {flag}; leave one out")
+    # A file of --config may be a dry run's, which has all defaults.
+    divides = "--split" in typed or data.split != settings(FINETUNE)["split"].default
+    require(not divides, f"--split {data.split} divides --data-path, and validation is {flag}; leave one out")
 
 
 def _check_lora(lora: LoraConfig) -> None:

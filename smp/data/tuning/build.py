@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smp.config.blend import parse_split
+from smp.config.command_line.fields import given
 from smp.config.schema import Config, ConfigError
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder, marked
@@ -170,7 +171,8 @@ def _parts(config: Config, own: int, count: int, what: str) -> tuple[npt.NDArray
     if len(train) == 0:
         raise ConfigError(f"--split {split} leaves none of {count} {what} to train on")
     if config.training.evaluates and len(valid) == 0:
-        raise ConfigError(f"--eval-interval: --split {split} leaves none of {count} {what} for validation")
+        flag = given(config.training, "eval_interval", "eval_epochs")[0]
+        raise ConfigError(f"{flag}: --split {split} leaves none of {count} {what} for validation")
     return train, valid
 
 

@@ -141,18 +141,18 @@ class ChatTemplate:
         tagged = (i for i, message in enumerate(messages) if _TAG.search(_content(message)))
         if any(self._ends_shown(conversation, i) in ((True, False), (False, True)) for i in tagged):
             return True
-        reasoned = [i for i, message in enumerate(messages) if any(message.get(name) for name in _REASONING)]
-        text = _unmark(self._render(messages, conversation.tools, ask=False))[0] if reasoned else ""
-        return not all(self._tells(conversation, i, _REASONING, text, ask=False) for i in reasoned)
+        if not any(message.get(name) for message in messages for name in _REASONING):
+            return False
+        text = _unmark(self._render(messages, conversation.tools, ask=False))[0]
+        return self._first_untold(conversation, _REASONING, text, ask=False) is not None
 
     def _check_shown(self, conversation: Conversation, text: str, *, ask: bool) -> None:
         """What every message says is in ``text``, as are tools and calls of them: a template may leave out a role."""
         if conversation.tools and not self._tells(conversation, None, (), text, ask=ask):
             raise _not_shown("it has tools")
-        for i, message in enumerate(conversation.messages):
-            for name in ("tool_calls", "function_call"):
-                if message.get(name) and not self._tells(conversation, i, (name,), text, ask=ask):
-                    raise _not_shown(f"message {i} has {name}")
+        for name in ("tool_calls", "function_call"):
+            if (untold := self._first_untold(conversation, (name,), text, ask=ask)) is not None:
+                raise _not_shown(f"message {untold} has {name}")
         for i, message in enumerate(conversation.messages):
             content, kind = _content(message).strip(), (str(message["role"]), i == 0)
             if not content or (kind in self._shown and content in text):
@@ -163,6 +163,31 @@ class ChatTemplate:
                     "--chat-template one that does"
                 )
             self._shown.add(kind)
+
+    def _first_untold(self, conversation: Conversation, names: Sequence[str], text: str, *, ask: bool) -> int | None:
+        """The first message that says something under ``names`` of which ``text`` tells nothing.
+
+        One rendering answers for all messages whose marks it shows; the others are asked one by one, as each asks for
+        a rendering of the whole conversation.
+        """
+        having = [i for i, message in enumerate(conversation.messages) if any(message.get(name) for name in names)]
+        shown = self._with_marks_shown(conversation, having, names, ask=ask) if len(having) > 1 else set()
+        rest = (i for i in having if i not in shown)
+        return next((i for i in rest if not self._tells(conversation, i, names, text, ask=ask)), None)
+
+    def _with_marks_shown(
+        self, conversation: Conversation, numbers: Sequence[int], names: Sequence[str], *, ask: bool
+    ) -> set[int]:
+        """Those of the messages ``numbers`` of which a mark in what they say under ``names`` is in the text."""
+        marks = {i: f"{_FRONT}{i}{_BACK}" for i in numbers}
+        messages = list(conversation.messages)
+        for i, mark in marks.items():
+            messages[i] = {k: _with_mark(value, mark) if k in names else value for k, value in messages[i].items()}
+        try:
+            text = self._render(messages, conversation.tools, ask=ask)
+        except BadSampleError:  # it looks at names
+            return set()
+        return {i for i, mark in marks.items() if mark in text or json.dumps(mark)[1:-1] in text}
 
     def _tells(self, conversation: Conversation, i: int | None, names: Sequence[str], text: str, *, ask: bool) -> bool:
         """Whether ``text`` would be another one without what message ``i`` says under ``names``, or without tools."""
@@ -233,6 +258,17 @@ def _not_shown(what: str, hint: str = "") -> BadSampleError:
 def _content(message: dict[str, Any]) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else ""
+
+
+def _with_mark(value: Any, mark: str) -> Any:
+    """A text with a mark in front, or calls with one in front of the names of what they call."""
+    if isinstance(value, str):
+        return mark + value
+    if isinstance(value, list):
+        return [_with_mark(item, mark) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _with_mark(item, mark) if key in ("function", "name") else item for key, item in value.items()}
 
 
 def _parts(content: str, place: str) -> list[dict[str, str]]:

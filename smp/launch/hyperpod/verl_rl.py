@@ -16,6 +16,7 @@ from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to
 
 _T = "training_config."
 _A = _T + "actor_rollout_ref."
+_ALG = _T + "algorithm."
 _ENGINES = (_A + "actor.fsdp_config.", _A + "actor.megatron.")
 _LOSSES = {
     "token-mean": "dapo",
@@ -89,11 +90,58 @@ def _ulysses(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _kl(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"beta": (get(_A + "actor.kl_loss_coef") or 0.0) if value else 0.0}
+    """Of either key: only one of them can be true."""
+    in_loss, in_reward = get(_A + "actor.use_kl_loss"), get(_ALG + "use_kl_in_reward")
+    if in_loss and in_reward:
+        raise ConfigError("use_kl_loss and use_kl_in_reward cannot be had together: take one")
+    if not in_reward:
+        return {"beta": (get(_A + "actor.kl_loss_coef") or 0.0) if in_loss else 0.0}
+    if get(_ALG + "adv_estimator") == "reinforce_plus_plus":
+        raise ConfigError("with reinforce_plus_plus it cannot be had: all tokens of a completion have one advantage")
+    coefficient, penalty = get(_ALG + "kl_ctrl.kl_coef"), get(_ALG + "kl_penalty") or "kl"
+    if penalty not in _KL:
+        raise ConfigError(f"kl_penalty {penalty} cannot be had: take one of {', '.join(_KL)}")
+    if coefficient == 0:
+        return {"beta": 0.0}
+    beta = 0.001 if coefficient is None else coefficient  # verl's own
+    return {"beta": beta, "kl_placement": "reward", "kl_estimator": _KL[penalty]}
 
 
-def _delta(value: Any, get: Get) -> Mapping[str, Any]:
+def _kl_of_loss(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if get(_ALG + "use_kl_in_reward"):
+        return "kl_penalty says it of a KL in the reward"
+    return _one_of("kl_estimator", _KL).convert(value, get)
+
+
+def _kl_controller(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if get(_ALG + "use_kl_in_reward") and value != "fixed":
+        raise ConfigError(f"{value} cannot be had: the coefficient is fixed")
+    return {} if value == "fixed" else "it goes with use_kl_in_reward"
+
+
+def _is_gspo(get: Get) -> bool:
+    return bool(get(_A + "actor.policy_loss.loss_mode") == "gspo")
+
+
+def _loss_mode(value: Any, get: Get) -> Mapping[str, Any]:
+    if value not in ("vanilla", "gspo"):
+        raise ConfigError(f"{value} cannot be had: take vanilla, gspo, or recipes.objective=cispo")
+    return {"objective": "gspo"} if value == "gspo" else {}
+
+
+def _aggregation(value: Any, get: Get) -> Mapping[str, Any] | str:
+    """verl's GSPO averages over completions whatever this key says; its KL in the loss does as it says."""
+    if not _is_gspo(get):
+        return _one_of("loss_type", _LOSSES).convert(value, get)
+    if value != "seq-mean-token-mean" and get(_A + "actor.use_kl_loss") and get(_A + "actor.kl_loss_coef"):
+        raise ConfigError(f"{value} of the KL term alone cannot be had with loss_mode gspo: take seq-mean-token-mean")
+    return "gspo averages over completions"
+
+
+def _delta(value: Any, get: Get) -> Mapping[str, Any] | str:
     """verl's third clip acts where the advantage is negative, as TRL's second side does."""
+    if _is_gspo(get):
+        return "gspo has two clips"
     high = get(_A + "actor.clip_ratio_high") or get(_A + "actor.clip_ratio") or 0.2
     if value < 1 + high:
         raise ConfigError(f"{value} is below 1 + clip_ratio_high, {1 + high:g}")
@@ -145,17 +193,17 @@ _ACTOR = {
     "clip_ratio_low": to("epsilon"),
     "clip_ratio_high": to("epsilon_high"),
     "clip_ratio_c": Key("`delta`", _delta),
-    "loss_agg_mode": _one_of("loss_type", _LOSSES),
+    "loss_agg_mode": Key("`loss_type`; changes nothing with gspo", _aggregation),
     "loss_scale_factor": only((), "dr_grpo divides by max_completion_length"),
-    "use_kl_loss": Key("`beta`: kl_loss_coef, or 0", _kl),
+    "use_kl_loss": Key("`beta`: kl_loss_coef, or 0; with use_kl_in_reward as that says", _kl),
     "kl_loss_coef": read_with("use_kl_loss"),
-    "kl_loss_type": _one_of("kl_estimator", _KL),
+    "kl_loss_type": Key("`kl_estimator`, of a KL in the loss", _kl_of_loss),
     "entropy_coeff": only((0, 0.0), "entropy is logged and not rewarded"),
     "entropy_advantage": only((False,), "advantages are those of rewards"),
     "entropy_advantage_alpha": nothing("it goes with entropy_advantage"),
     "entropy_advantage_kappa": nothing("it goes with entropy_advantage"),
     "calculate_entropy": nothing("entropy is logged"),
-    "policy_loss.loss_mode": only(("vanilla",), "take recipes.objective=gspo or cispo"),
+    "policy_loss.loss_mode": Key("`objective`: gspo; refused unless gspo or vanilla", _loss_mode),
     "policy_loss.*": nothing("it goes with another loss_mode"),
     "tau_pos": nothing("it goes with another loss_mode"),
     "tau_neg": nothing("it goes with another loss_mode"),
@@ -235,9 +283,11 @@ _ALGORITHM = {
     ),
     "gamma": only((1.0, 1), "a completion has one reward"),
     "lam": only((1.0, 1), "a completion has one reward"),
-    "use_kl_in_reward": only((False,), "take recipes.kl_placement=reward"),
-    "kl_penalty": nothing("it goes with use_kl_in_reward"),
-    "kl_ctrl.*": nothing("it goes with use_kl_in_reward"),
+    "use_kl_in_reward": Key("`kl_placement: reward`, `beta`: kl_ctrl.kl_coef, `kl_estimator`: kl_penalty", _kl),
+    "kl_penalty": read_with("use_kl_in_reward"),
+    "kl_ctrl.kl_coef": read_with("use_kl_in_reward"),
+    "kl_ctrl.type": Key("refused unless `fixed`, with use_kl_in_reward", _kl_controller),
+    "kl_ctrl.*": nothing("it goes with kl_ctrl.type adaptive"),
     "use_pf_ppo": only((False,), "completions are not sampled again by their rewards"),
     "pf_ppo.*": nothing("it goes with use_pf_ppo"),
     "rollout_correction.rollout_is": Key("`importance_sampling_mode`, `importance_sampling_clip_max`", _correction),

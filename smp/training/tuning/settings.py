@@ -44,7 +44,7 @@ def read_finetune_settings(
     values = read_values(argv, FINETUNE, "The architecture is that of the model in --load.")
     if "model" in values:
         raise ConfigError(f"--model {values['model']}: the architecture is that of the model in --load; leave it out")
-    config = fill_in(build_tree(FINETUNE, values))
+    config = fill_in(build_tree(FINETUNE, values), {word.partition("=")[0] for word in argv})
     config, found = _with_architecture(config, set(values))
     config, world_size = as_members(config, world_size)
     config = _sized(config, world_size)

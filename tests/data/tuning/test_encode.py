@@ -338,6 +338,31 @@ def test_what_a_template_would_leave_out_is_told(more: dict[str, Any], said: str
             ChatTemplate(asked, {}).render(sample)
 
 
+def test_many_calls_are_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendering for each message with calls would be one of the whole conversation: quadratic. A single call that is
+    not shown is found all the same."""
+    user = {"role": "user", "content": "hi"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+    sample = recognise({"messages": [user, *[call, {**user, "role": "tool"}] * 20]}, CHAT)
+    assert isinstance(sample, Conversation)
+    source = "{% for m in messages %}{{ m.content }}{% if loop.index0 != HIDDEN %}CALLS{% endif %};{% endfor %}"
+    render, count = ChatTemplate._render, [0]
+
+    def counted(*args: Any, **options: Any) -> str:
+        count[0] += 1
+        return render(*args, **options)
+
+    monkeypatch.setattr(ChatTemplate, "_render", counted)
+    names = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    untrained = Conversation(sample.messages, (False,) * len(sample.messages))
+    ChatTemplate(source.replace("HIDDEN", "-1").replace("CALLS", names), {}).render(untrained)
+    assert count[0] <= 5
+    for calls in (names, "{{ m.tool_calls }}", names.replace("{{ c.function.name }}", "")):
+        ChatTemplate(source.replace("HIDDEN", "-1").replace("CALLS", calls), {}).render(untrained)
+        with pytest.raises(BadSampleError, match="message 7 has tool_calls, which the chat template does not show"):
+            ChatTemplate(source.replace("HIDDEN", "7").replace("CALLS", calls), {}).render(untrained)
+
+
 @pytest.mark.parametrize("said", ["reasoning", "thinking", "reasoning_content"])
 def test_reasoning_has_the_name_that_the_template_reads(tokenizer: FolderTokenizer, said: str, tmp_path: Path) -> None:
     """transformers gives it to templates under both of their names."""
