@@ -128,7 +128,7 @@ def coverage(rows: Sequence[Row]) -> str:
     fast = sum(row.errors[0] > 0 for row in rows)
     return (
         f"The interval `±` that `tools/plan.py` prints holds the published step of {len(rows) - len(outside)} of "
-        f"{len(rows)} rows ({100 * (1 - len(outside) / len(rows)):.0f} %); {slower} of the other {len(outside)} took "
+        f"{len(rows)} rows ({100 * (1 - len(outside) / len(rows)):.0f} %); of the {len(outside)} others {slower} took "
         f"longer. The formula predicts {100 * fast / len(rows):.0f} % of the rows too fast. The errors of shares that "
         "the interval is made of come from the factors that were fitted to two thirds of these rows."
     )
