@@ -177,10 +177,10 @@ def test_missing_file_says_what_a_prefix_is(prefix: Path) -> None:
 def test_preprocessing_does_not_import_torch() -> None:
     names = (
         "indexed_dataset",
-        "tokenizer",
+        "tokenizers.tokenizer",
         "gpt_dataset",
         "mock_dataset",
-        "text_files",
+        "files.text_files",
         "preprocess",
         "build",
     )
