@@ -270,7 +270,7 @@ def mixed(context: Any, middle: nn.Module) -> nn.Sequential:
 def test_an_ordinary_parameter_beside_shared_ones_is_refused(meta: bool) -> None:
     """Its copies would each count in the gradient norm."""
     with fake_context(Layout(dp_shard=2, tp=2)) as context, torch.device("meta" if meta else "cpu"):
-        with pytest.raises(ValueError, match=r"1\.weight is an ordinary parameter beside .* mesh of 2 ranks"):
+        with pytest.raises(ValueError, match=r"1\.weight is an ordinary parameter among .* mesh of 2 ranks"):
             shard(mixed(context, nn.Linear(8, 8)), [], context.fsdp)
         shard(mixed(context, Scale(context.tp)), [], context.fsdp)
     with fake_context(Layout(dp_shard=2)) as context:

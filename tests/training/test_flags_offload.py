@@ -16,6 +16,7 @@ from smp.models.presets import PRESETS
 from smp.pipeline.plan import Plan, plan_pipeline
 from smp.sharding.offload import Offload
 from smp.training.cost import describe as describe_module
+from smp.training.cost import predict
 from smp.training.cost.describe import describe
 from smp.training.cost.fake_step import fake_gpu_step
 from smp.training.cost.memory import MemoryEstimate
@@ -227,8 +228,9 @@ def test_a_dry_run_tries_its_own_step_once(monkeypatch: pytest.MonkeyPatch) -> N
         tried.append(replace(config, training=replace(config.training, suggest=None)))
         return real(config, layout, plan)
 
-    real = describe_module._tried_steps
-    monkeypatch.setattr(describe_module, "_tried_steps", count)
+    real = predict.tried_steps
+    for module in (predict, describe_module):
+        monkeypatch.setattr(module, "tried_steps", count)
     describe(read_settings([*TINY.split(), "--suggest", "1"], PRESETS, 1), 1)
     assert len(tried) == 1, "the first that fits is the run itself"
 
