@@ -14,6 +14,7 @@ from smp.config.distillation import DistillationConfig
 from smp.config.objectives import ObjectiveConfig
 from smp.config.rollouts import RolloutConfig
 from smp.config.schema import LoraConfig
+from smp.config.vision import VisionConfig
 from smp.models.arithmetic import training_flops_per_token
 from smp.training.reporting.console import Console
 from tests.training.flag_runs import Watched, run_here
@@ -77,6 +78,7 @@ def test_only_an_entropy_has_a_perplexity(objective: Any, tmp_path: Path, capsys
         lora=None if objective is None else LoraConfig(),
         rollouts=None if objective is None else RolloutConfig(),
         distillation=None if objective is None else DistillationConfig(),
+        vision=None if objective is None else VisionConfig(),
         logging=LoggingConfig(log_dir=str(tmp_path), tensorboard=False, progress_bar=False),
     )
     console = Console(config, Layout(), 0, torch.device("cpu"), 0)
