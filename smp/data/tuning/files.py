@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from smp.data.files.text_files import expand_paths, is_blank, kind_of, parse_record, read_chunks
 
 if TYPE_CHECKING:
-    from smp.data.tuning.samples import Shown
+    from smp.data.tuning.images import Shown
 
 Record = bytes | dict[str, Any]
 """One sample as it is in a file: a line of .jsonl, or a row."""

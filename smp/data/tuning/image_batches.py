@@ -18,8 +18,9 @@ import torch.nn.functional as F
 
 from smp.config import ConfigError
 from smp.data.loader import RankBatch
+from smp.data.tuning.images import Shown
 from smp.data.tuning.messages import BadSampleError
-from smp.data.tuning.samples import Samples, Shown
+from smp.data.tuning.samples import Samples
 from smp.data.tuning.vision import ImageProcessor
 
 _OF_TEXT = ("input_ids", "attention_mask")

@@ -223,3 +223,20 @@ def open_image(data: bytes) -> tuple[Any, str]:
 
 def _plural(count: int) -> str:
     return "image" if count == 1 else "images"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Images of a text.
+
+    Attributes:
+        where: it stands, ``file:line``.
+        text: as the chat template renders it, with a place for each image.
+        images: in their order.
+        tokens: (first, last + 1) of the tokens from the first image to the last.
+    """
+
+    where: str
+    text: str
+    images: tuple[ImageSource, ...]
+    tokens: tuple[int, int]

@@ -13,27 +13,10 @@ import xxhash
 
 from smp.data.tuning.encode import Encoded
 from smp.data.tuning.files import Record, parse
-from smp.data.tuning.images import ImageSource
+from smp.data.tuning.images import ImageSource, Shown
 from smp.data.tuning.messages import BadSampleError
 
 _NAMED = 5
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Images of a text.
-
-    Attributes:
-        where: it stands, ``file:line``.
-        text: as the chat template renders it, with a place for each image.
-        images: in their order.
-        tokens: (first, last + 1) of the tokens from the first image to the last.
-    """
-
-    where: str
-    text: str
-    images: tuple[ImageSource, ...]
-    tokens: tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from smp.config import ConfigError
 from smp.data.tuning.chat_template import ChatTemplate, Span
 from smp.data.tuning.encode import Encoded, Encoder, within, without_line_ends
 from smp.data.tuning.files import Row
-from smp.data.tuning.images import ImageSource, take_images
+from smp.data.tuning.images import ImageSource, Shown, take_images
 from smp.data.tuning.messages import BadSampleError, Conversation
-from smp.data.tuning.samples import Shown
 from smp.data.tuning.shapes import Plain, recognise
 from smp.data.tuning.tokenizer import TuningTokenizer
 
