@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import grimp
+import pytest
+
+grimp = pytest.importorskip("grimp")
 
 SMP = Path(__file__).parents[1] / "smp"
 MOST_MODULES = 20

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import sys
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
-
 
 def answer(tree: dict, words: list[str]) -> dict:
+    # here, because other Pythons read this file too
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
     try:
         config = OmegaConf.create(tree)
         overrides = OverridesParser.create().parse_overrides(words)
