@@ -1,6 +1,6 @@
 """Samples with images to token ids, and their images to what a vision-language model takes beside them.
 
-The folder's processor makes both: it puts as many placeholder tokens into the text as an image has features. Which of
+The folder's processor makes both: it puts as many image tokens into the text as an image has features. Which of
 the tokens are trained is known of the text before that, so the two texts are laid over each other.
 """
 
@@ -44,7 +44,7 @@ class ImageProcessor:
         self.place = _place(processor, template)
 
     def __call__(self, text: str, images: Sequence[Any], *, special: bool) -> tuple[str, dict[str, Any]]:
-        """(the text with placeholders, what the model takes, as tensors of one row).
+        """(the text with its image tokens, what the model takes, as tensors of one row).
 
         Args:
             text: with :attr:`place` for each image.
@@ -69,8 +69,8 @@ class ImageProcessor:
 
 
 class _Heard:
-    """A tokenizer that remembers the last text it was given: processors keep theirs, with the placeholders, to
-    themselves."""
+    """A tokenizer that remembers the last text it was given: processors do not give back the one
+    that they have put image tokens into."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.text = tokenizer, ""

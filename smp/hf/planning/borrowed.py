@@ -133,8 +133,10 @@ def _methods_called(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _source_of(kind: type) -> str:
-    """Of a class and those that it inherits from, without torch's."""
-    return "".join(_source(base) for base in kind.__mro__ if not base.__module__.startswith(("torch", "builtins")))
+    """Of a class and those that it inherits from; of torch's only one reads what its children have."""
+    torchs = ("torch", "builtins")
+    bases = [b for b in kind.__mro__ if b is nn.MultiheadAttention or not b.__module__.startswith(torchs)]
+    return "".join(map(_source, bases))
 
 
 @cache  # of a class with many modules, read once

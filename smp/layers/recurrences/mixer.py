@@ -7,6 +7,7 @@ has its own: Mamba's x, B and C are values, keys and queries of its states.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class Tokens(NamedTuple):
     rate: torch.Tensor
 
 
-class RecurrentMixer(nn.Module):
+class RecurrentMixer(nn.Module, ABC):
     """Base of mixers with a recurrence.
 
     Args:
@@ -107,14 +108,15 @@ class RecurrentMixer(nn.Module):
         out = out if layout.padding == 0 else F.pad(out, (0, 0, 0, 0, 0, layout.padding))
         return self.output(self._gated(out, gate), token_index=layout.token_index)
 
+    @abstractmethod
     def _projected(self, x: torch.Tensor, layout: TokenLayout) -> tuple[Tokens, torch.Tensor]:
         """What the recurrence takes, and the gate (tokens, heads/p x value_dim)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """(tokens, heads/p, value_dim) -> what the output projection reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(
         self,
         q: torch.Tensor,
@@ -126,8 +128,8 @@ class RecurrentMixer(nn.Module):
         heads: Group | None,
     ) -> Pair:
         """The rule: outputs and the state after the last token; ranks of ``heads`` share what this one has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _of_pieces(
         self,
         q: torch.Tensor,
@@ -138,7 +140,6 @@ class RecurrentMixer(nn.Module):
         states_before: StatesBefore,
     ) -> torch.Tensor:
         """Outputs of pieces of sequences, whose states before follow from what all pieces make of theirs."""
-        raise NotImplementedError
 
     def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys as the rule takes them."""

@@ -44,17 +44,14 @@ def kept_per_token(
       and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
     - full: input h_l.
 
-    A layer with experts keeps for each of a token's k experts of width e, instead of the MLP: its row and its result
-    2 h, and 3 e or, not ``fused``, 4 e, without a gate 2 e; selective: the result, with expert parallelism once more
-    for each of both ways, and 2 e, without a gate e. Loads are taken to be even. A shared expert is an MLP beside them.
-    The router keeps numbers of its own, see :func:`_routing`.
-
     In FP8 with one scale for a tensor, inputs of linear layers are kept in one byte each: results of both norms and of
-    attention (which keeps its own, too), and an expert's rows and the last one's inputs.
+    attention (which keeps its own, too).
 
     With --attention-output-gate its sigmoid and the product, 2 q more; selective: the projection, q.
 
-    Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`; a recurrence in its place, see
+    A layer with experts keeps other things instead of the MLP, see :func:`_by_experts` and :func:`_routing`; a shared
+    expert is an MLP with them. Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`; a recurrence
+    in its place, see
     :func:`kept_by_recurrence`; context parallelism more, see :func:`of_exchange`. A block that has no mixer
     (``mixes``), or no MLP or experts (``feeds``), keeps nothing of it and of its norms.
     """
@@ -75,12 +72,10 @@ def kept_per_token(
     if recompute == "selective":
         own = 1 + mixes + (feeds and not (experts and not ffn))  # their results are counted with their rows
         elements = own * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
-        wide, results = 2 if model.gated else 1, 1 + 2 * (layout.ep > 1)
     else:
         mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
         norms = 3 if model.norm_placement == "sandwich" else 2
         elements = (mixes + feeds) * norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
-        wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
     small = 0  # bytes, also elements of one byte
     if recompute == "none":
         small = _widened_operands(config, b, q, k) + (mixes + feeds) * h_l * (model.hidden_dropout > 0)
@@ -88,12 +83,9 @@ def kept_per_token(
         elements -= (mixes + feeds) * h_l
         small += (mixes + feeds) * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
     if experts:
-        row, inner = model.hidden_size * layout.expert_tp // tp, (model.moe_ffn_hidden_size or 0) // tp
-        elements += model.moe_router_topk * (results * row + wide * inner)  # of the tokens of ranks that share experts
-        small += _routing(config, layout, b, h_l, recompute)
-        if recompute == "none" and _keeps_in_8_bits(config):
-            elements -= model.moe_router_topk * (row + inner)
-            small += model.moe_router_topk * (row + inner)
+        of_experts, small_of_experts = _by_experts(config, layout, recompute, fused)
+        elements += of_experts
+        small += small_of_experts + _routing(config, layout, b, h_l, recompute)
     if model.attention_output_gate:
         elements += q if recompute == "selective" else 2 * q  # the projection, or its sigmoid and the product
     if recurrence is not None:
@@ -124,6 +116,24 @@ def _keeps_scores(config: Config) -> bool:
 def _keeps_in_8_bits(config: Config) -> bool:
     """Whether the inputs of linear layers are, for their weights' gradients."""
     return config.parallel.fp8_format is not None and config.parallel.fp8_recipe in ("delayed", "tensorwise")
+
+
+def _by_experts(
+    config: Config, layout: Layout, recompute: Literal["none", "selective"], fused: bool
+) -> tuple[int, int]:
+    """(elements, elements of one byte) per token that experts keep: for each of a token's k experts of width e its row
+    and its result 2 h, and 3 e or, not ``fused``, 4 e, without a gate 2 e; selective: the result, with expert
+    parallelism once more for each of both ways, and 2 e, without a gate e. Loads are taken to be even. In FP8 with one
+    scale for a tensor rows and the last product's inputs are in one byte each."""
+    model, tp = config.model, layout.tp
+    row, inner = model.hidden_size * layout.expert_tp // tp, (model.moe_ffn_hidden_size or 0) // tp
+    if recompute == "selective":
+        wide, results = 2 if model.gated else 1, 1 + 2 * (layout.ep > 1)
+    else:
+        wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
+    elements = model.moe_router_topk * (results * row + wide * inner)  # of the tokens of ranks that share experts
+    narrow = model.moe_router_topk * (row + inner) if recompute == "none" and _keeps_in_8_bits(config) else 0
+    return elements - narrow, narrow
 
 
 def _routing(config: Config, layout: Layout, b: int, h_l: int, recompute: str) -> int:
