@@ -91,7 +91,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
     network = parser.add_argument_group("the network")
     network.add_argument("--nvlink-domain", type=int, help="GPUs that NVLink connects (default: by the kind of GPU)")
     network.add_argument("--leaf-gpus", type=int, help="GPUs below one set of leaf switches (default: all)")
-    network.add_argument("--oversubscription", type=float, help="of the spine: all cards together, beside it")
+    network.add_argument("--oversubscription", type=float, help="of the spine: all cards together, relative to it")
     network.add_argument("--contention", type=float, help="of the spine other jobs leave one part in so many")
     parser.add_argument("--mtbf-hours", type=float, help="mean time between failures of the whole job, in hours")
     parser.add_argument("--save-seconds", type=float, help="how long a save stops the training")
@@ -223,7 +223,7 @@ def _check(given: Any) -> None:
 
 
 def _check_idle(given: Any) -> None:
-    """Raise ConfigError for an option without another one that it needs, or beside one that leaves it nothing to do."""
+    """Raise ConfigError for an option without another one that it needs, or with one that leaves it nothing to do."""
     for one, idle in (("measure", (*OF_A_RUN, "scaling", "csv", "curve")), ("scaling", OF_A_RUN)):
         for option in idle if getattr(given, one) is not None else ():
             if getattr(given, option) is not None:

@@ -11,7 +11,7 @@ within nodes with a sum over replicas. A unit is a layer, or embedding and outpu
 says how its gather runs: round all nodes (ring) or straight to each (mesh), in how many chunks. Nothing is overlapped
 with computation here. It is the formula of docs/collectives.md; nothing is run.
 
-Beside what was measured, by the tables that benchmarks/collectives.py printed into a file (from 1 MiB on; each run's
+Next to what was measured, by the tables that benchmarks/collectives.py printed into a file (from 1 MiB on; each run's
 rate as the uplink's, and the same other numbers for all):
 
     python tools/plan_collectives.py --measured benchmarks/results/collectives_netlab.txt --inside-gbit 1.6 \\

@@ -31,7 +31,7 @@ from smp.config.command_line.commands import pip_install
 from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
 from smp.config.command_line.fields import as_text, settings
 from smp.config.objectives import OBJECTIVES
-from smp.training.reporting.goodput import FILE, Account, in_words, read_account
+from smp.training.reporting.goodput import FILE, Account, describe, read_account
 from smp.training.reporting.sinks import COMPLETIONS, METRICS, Curve, read_curves
 from smp.training.reporting.slow_ranks import FILE as STRAGGLERS
 
@@ -207,7 +207,7 @@ def page(folder: Path) -> str:
         tiles=tiles(metrics),
         charts=pictures,
         pipeline=pipeline_picture(trace) if trace.exists() else None,
-        goodput=None if account is None else in_words(account),
+        goodput=None if account is None else describe(account),
         spent=[] if account is None else time_shares(account),
         slow=records_of(folder / STRAGGLERS),
         completions=completions(folder),

@@ -40,7 +40,7 @@ def read_box_into(folder: Folder, manifest: Manifest, name: str, offsets: Sequen
 
 @torch.no_grad()
 def read_boxes(folder: Folder, manifest: Manifest, boxes: Mapping[str, tuple[Sequence[int], torch.Tensor]]) -> None:
-    """Fill tensors of any device, each with the box of its shape at the offsets beside it. ``boxes`` is by name."""
+    """Fill tensors of any device, each with the box of its shape at the offsets given with it. ``boxes`` is by name."""
     # A file is opened once and read from front to back, whatever the number of tensors that want something of it.
     by_file: dict[str, dict[tuple[str, Shard], Slice]] = defaultdict(dict)
     for name, (offsets, out) in boxes.items():

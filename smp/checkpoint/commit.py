@@ -41,7 +41,7 @@ def commit(folder: Folder, manifest: Manifest) -> list[str]:
 
 
 def remove_unnamed(folder: Folder, named: Mapping[str, int]) -> list[str]:
-    """Delete what saves left in a checkpoint folder beside its manifest and the files that it names; what it was."""
+    """Delete what saves left in a checkpoint folder besides its manifest and the files that it names; what it was."""
     left = [n for n in folder.names() if OUR_FILES.fullmatch(n) and n not in named and n != MANIFEST]
     for name in left:
         folder.delete(name)

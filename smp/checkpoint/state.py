@@ -122,7 +122,7 @@ def _moments(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(f"{moment}{what}" for moment in MOMENTS for what in ("", "_scale"))
     if isinstance(optimizer, Muon) and group["use_muon"]:
         return ("momentum_buffer",)
-    if isinstance(optimizer, Adam | Muon):  # torch's AdamW is one, and beside Muon
+    if isinstance(optimizer, Adam | Muon):  # torch's AdamW is one, and goes with Muon
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
     if _is_fused_adam(optimizer):
         return ("exp_avg", "exp_avg_sq")

@@ -47,7 +47,7 @@ class BatchSizes:
         sizes = scheduled(data)
         if sizes.largest != final:
             raise ConfigError(
-                f"--global-batch-size {final} beside --step-batch-size-schedule {table}: its largest batch is "
+                f"--global-batch-size {final} with --step-batch-size-schedule {table}: its largest batch is "
                 f"{sizes.largest}; leave --global-batch-size out"
             )
         return sizes
@@ -100,7 +100,7 @@ class BatchSizes:
             consumed, steps = consumed + taken * size, steps - taken
         return consumed + steps * self.parts[-1][1]
 
-    def in_words(self) -> list[str]:
+    def describe(self) -> list[str]:
         """What to tell the user: a line, or nothing of one size for all steps."""
         if self.constant:
             return []

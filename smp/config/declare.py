@@ -1,4 +1,4 @@
-"""How a setting is declared beside its type and default: text of several words, and what a setting needs to have an
+"""How a setting is declared besides its type and default: text of several words, and what a setting needs to have an
 effect."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GIVEN = object()
 
 
 def only_with(default: Any, *, noted: bool = False, **needs: Any) -> Any:
-    """A field that has an effect only beside one of ``needs``: another setting and its value, several, or GIVEN.
+    """A field that has an effect only with one of ``needs``: another setting and its value, several, or GIVEN.
 
     Elsewhere a value other than the default is refused; with ``noted`` the user is told, because command lines that
     serve several layouts give it.

@@ -32,7 +32,7 @@ OF_FEED_FORWARD = (
     *("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "tanh_gelu", "add_mlp_bias"),
     "disable_bias_linear",
 )
-"""What only layers with an MLP or experts have beside attention; likewise."""
+"""What only layers with an MLP or experts have besides attention; likewise."""
 
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"

@@ -38,7 +38,7 @@ from smp.config.layer_specs import (
     RopeSpec,
 )
 from smp.config.model import ModelConfig
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.config.rules.positions import longrope_factors
 from smp.config.schema import Config
 
@@ -145,7 +145,7 @@ def layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
             forward = _feed_forward(model, experts[i]) if kind[2] else None
             made[key] = _layer(model, {**MIXERS, **_OWN}[kinds[i]](model, i), forward)
     specs = [made[kind if kinds[i] in _ALIKE else i] for i, kind in enumerate(alike)]
-    return (*specs, *(specs[last] for _ in further_layers(model)))
+    return (*specs, *(specs[last] for _ in mtp_layers(model)))
 
 
 def _feed_forward(model: ModelConfig, has_experts: bool) -> MLPSpec | ExpertsSpec:

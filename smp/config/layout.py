@@ -85,7 +85,7 @@ class Layout:
 
 
 def _of_experts(parallel: ParallelConfig, shard: int) -> tuple[int, int | None]:
-    """``ep`` and ``etp`` beside ``shard`` processes that shard weights; an ``etp`` of the size of ``tp`` is None.
+    """``ep`` and ``etp`` for ``shard`` processes that shard weights; an ``etp`` of the size of ``tp`` is None.
 
     Raises:
         ConfigError: experts cannot be spread so.

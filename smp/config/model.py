@@ -11,7 +11,7 @@ from smp.config.declare import GIVEN, Words, only_with
 
 @dataclass
 class ModelConfig:
-    """Architecture. ``--model`` picks a named size; any flag given beside it overrides that size."""
+    """Architecture. ``--model`` picks a named size; any flag given with it overrides that size."""
 
     model: str | None = None
     """Named size to start from, such as llama3-8b (--dry-run prints what it resolves to). Default: the values below."""
@@ -239,7 +239,7 @@ class ModelConfig:
     moe_ffn_hidden_size: int | None = only_with(None, num_experts=GIVEN)
     """Width of one expert. Default: --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = only_with(None, num_experts=GIVEN)
-    """Width of the shared expert, an MLP beside the routed experts that every token uses. Default: none."""
+    """Width of the shared expert, an MLP next to the routed experts that every token uses. Default: none."""
     moe_layer_freq: str = only_with("1", num_experts=GIVEN)
     """Which layers have experts. n: every n-th, starting with the first. Or Megatron's list, with 1 for a layer with
     experts and 0 for a dense one, such as [0]*1+[1]*3."""

@@ -114,7 +114,7 @@ class ObjectiveConfig:
     """Where the reference's log-probabilities come from. adapters-off: the model without its adapters; copy: a frozen
     copy; precomputed: a table computed before training (dpo). Default: adapters-off with --lora-rank, else copy."""
     orpo_beta: float = only_with(0.1, objective="orpo")
-    """Weight of the odds beside the cross-entropy (lambda in the paper)."""
+    """Weight of the odds next to the cross-entropy (lambda in the paper)."""
     kto_beta: float = only_with(0.1, objective="kto")
     """Strength with which the policy is kept near the reference: factor of the log-ratios."""
     kto_desirable_weight: float = only_with(1.0, objective="kto")

@@ -123,7 +123,7 @@ class ParallelConfig:
     results; full keeps only each block's input."""
     offload_activations: bool = False
     """Keep what blocks save for the backward pass in host memory: with --recompute-granularity full their inputs, with
-    none all saved activations. Copies run beside the computation; results are the same."""
+    none all saved activations. Copies run during the computation; results are the same."""
     activation_loading_horizon: int = only_with(2, offload_activations=True)
     """With --offload-activations: largest number of blocks whose activations are on the device at the same time. With 1
     each backward pass waits for its copy."""

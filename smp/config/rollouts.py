@@ -81,7 +81,7 @@ class RolloutConfig:
     reward_model_weight: float = only_with(1.0, reward_model=GIVEN)
     """What its score counts."""
     reward_workers: int = only_with(1, reward_funcs=GIVEN, environment=GIVEN)
-    """Processes that call reward functions, and as many with episodes, beside each data-parallel process; they work
+    """Processes that call reward functions, and as many with episodes, for each data-parallel process; they work
     while others still write."""
     reward_timeout: float = only_with(60.0, reward_funcs=GIVEN, environment=GIVEN)
     """Seconds that one call of a reward function, or of an environment, may take."""
@@ -162,7 +162,7 @@ class RolloutConfig:
     """Soft punishment of long completions (DAPO): none up to --max-completion-length minus this, then falling to -1.
     Default: 0, none; a fifth of --max-completion-length for dapo."""
     max_sampling_rounds: int | None = only_with(None, objective=ONLINE)
-    """Dynamic sampling (DAPO): prompts whose completions all have one reward are replaced by further ones, in so many
+    """Dynamic sampling (DAPO): prompts whose completions all have one reward are replaced by others, in so many
     rounds at most. Default: 1, prompts are taken as they come; 10 for dapo."""
     importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
         only_with(None, objective=ONLINE)

@@ -41,7 +41,7 @@ class DataConfig:
     test_data_path: Words | None = None
     """Test data, with --train-data-path: evaluated once, at the end of the run."""
     data_cache_path: str | None = None
-    """Folder for indices and tokenized text, built once per node. Default: the folder cache beside the data."""
+    """Folder for indices and tokenized text, built once per node. Default: the folder cache next to the data."""
     mock_data: bool = False
     """Train on synthetic tokens that are a function of (seed, sample index). Needs only --vocab-size."""
     split: str = only_with("969,30,1", mock_data=False)

@@ -1,6 +1,6 @@
 """A checkpoint of one format written as another: tensor by tensor, in parallel, resumable, complete or not there.
 
-Everything is written into a folder ``TARGET.partial`` beside the target, which gets the target's name when it is
+Everything is written into a folder ``TARGET.partial`` next to the target, which gets the target's name when it is
 complete. Notes in it say which files are done, so that the same command goes on after an interruption.
 """
 
@@ -26,7 +26,7 @@ from smp.convert.weights import Weights
 ERRORS = (ConfigError, CheckpointError, DamageError, OSError)
 """What may be wrong with the files or the command of a conversion. Any other error is a fault of the program."""
 JOURNAL, DONE = "journal.jsonl", ".done"
-"""Files of a conversion under way: what it is to do; and beside a complete file what has to be known of it."""
+"""Files of a conversion under way: what it is to do; and next to a complete file what has to be known of it."""
 Progress = Callable[[int], None]
 
 
@@ -119,7 +119,7 @@ def _resumed(staging: Path, plan: Any) -> Iterator[dict[str, Any]]:
 
 
 def _done(path: Path) -> Any:
-    """What is noted beside a file; None: it is not complete."""
+    """What is noted next to a file; None: it is not complete."""
     note = path.with_name(path.name + DONE)
     done = json.loads(note.read_bytes()) if note.is_file() and path.is_file() else None
     # The note came after the file was on disk; a size that differs means that somebody wrote to it.

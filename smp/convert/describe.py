@@ -55,5 +55,5 @@ def of_model_config(path: str, implementation: str) -> dict[str, Any]:
 
 
 def _of_files(model: ModelConfig) -> dict[str, Any]:
-    # As they were set, and not in the one form in which they are compared: beside other flags they may mean more.
+    # As they were set, and not in the one form in which they are compared: with other flags they may mean more.
     return {name: value for name, value in vars(model).items() if name not in FREE}

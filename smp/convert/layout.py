@@ -14,14 +14,14 @@ from typing import Literal
 
 from smp.config import ModelConfig
 from smp.config.layer_pattern import linear
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.models.inventory import weights_of
 
 SCORE = "score"
 """The head of transformers' ...ForSequenceClassification, the same in all families."""
 
 PREDICTIONS = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
-"""What a layer of multi-token prediction has beside its block, and Hugging Face's names of it, in that block."""
+"""What a layer of multi-token prediction has besides its block, and Hugging Face's names of it, in that block."""
 
 Fusion = Literal[
     "per_group", "stacked", "halves", "interleaved", "gated", "per_key_head", "recurrent", "mamba", "mamba_conv"
@@ -184,7 +184,7 @@ def copies_in_predictions(table: Table, config: ModelConfig) -> list[Link]:
     names = (("embedding.weight", "embed_tokens.weight"), (head, "shared_head.head.weight"))
     return [
         Link(name, table.block.format(layer) + external, shapes[name], all_rows(shapes[name]))
-        for layer in further_layers(config)
+        for layer in mtp_layers(config)
         for name, external in names
     ]
 

@@ -252,7 +252,7 @@ def write_index(path: Path, dtype: np.dtype, lengths: npt.NDArray[np.int32], doc
 def publish(bin_file: Path, idx_file: Path, prefix: str | Path) -> None:
     """Give finished files, already on the disk, the names of the dataset ``prefix``.
 
-    Without an index there is no dataset: at no moment does an old .idx stand beside a new .bin. After a kill it can be
+    Without an index there is no dataset: at no moment does an old .idx stand next to a new .bin. After a kill it can be
     called again: a file that is not where it was has its name already.
     """
     bin_path, idx_path = dataset_paths(prefix)

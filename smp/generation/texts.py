@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends a text, beside its length.
+    """What ends a text, besides its length.
 
     Attributes:
         ids: tokens; they belong to the text.

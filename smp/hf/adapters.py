@@ -1,6 +1,6 @@
 """LoRA adapters of peft in a model that is transformed: ``transform(get_peft_model(model, LoraConfig(...)))``.
 
-An adapter computes ``B A x`` beside a layer's ``W x``. Its factors are cut as the layer is, so what crosses links has
+An adapter computes ``B A x`` next to a layer's ``W x``. Its factors are cut as the layer is, so what crosses links has
 the adapter's rank, never the model's width:
 
 ====================  ============================  =======================================

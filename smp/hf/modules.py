@@ -1,7 +1,7 @@
 """Forward passes of transformed modules. Their classes and names stay; parameters rest as DTensors, products and
 collectives run on plain tensors.
 
-A linear layer's input gradient is a sum over the ranks. Layers beside each other that read the same tensor (query, key
+A linear layer's input gradient is a sum over the ranks. Layers next to each other that read the same tensor (query, key
 and value; gate and up) share one all-reduce for it: their parent's :class:`Boundary` knows the tensor.
 """
 
@@ -273,7 +273,7 @@ def _latent(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _method(module: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """A method of the class beside its forward pass, which reads parameters as that one does."""
+    """A method of the class besides its forward pass, which reads parameters as that one does."""
     return _called_with_plain_parameters(module, getattr(type(module), method), *args, **kwargs)
 
 

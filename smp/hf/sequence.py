@@ -65,12 +65,12 @@ def check(model: nn.Module, plan: Plan) -> Stream:
 
 
 def _check_arguments(model: nn.Module, layers: str) -> None:
-    """Layers get nothing of all tokens beside what blocks read, which have all of them."""
+    """Layers get nothing of all tokens besides what blocks read, which have all of them."""
     for layer in model.get_submodule(layers).children():
         for name in inspect.signature(type(layer).forward).parameters:
             if name.startswith("per_layer_input"):
                 raise ConfigError(
-                    f"sequence_parallel: {type(layer).__name__} takes {name}, of all tokens, beside the residual stream"
+                    f"sequence_parallel: {type(layer).__name__} takes {name}, of all tokens, with the residual stream"
                 )
 
 

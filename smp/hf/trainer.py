@@ -79,7 +79,7 @@ def parallelism_config() -> Any:
                 )
             accelerator.gather_for_metrics = _rows_once(accelerator, self.tp_size)
 
-        def __reduce__(self) -> Any:  # Trainer pickles its arguments beside the weights
+        def __reduce__(self) -> Any:  # Trainer pickles its arguments with the weights
             return partial(ParallelismConfig, tp_size=self.tp_size, dp_shard_size=self.dp_shard_size), ()
 
     return OnAnyDevice(tp_size=state.tp_size, dp_shard_size=state.dp_size)

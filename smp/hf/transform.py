@@ -75,7 +75,7 @@ def transform(
         rows: styles by pattern of module names (:mod:`smp.hf.planning.rows`), before those that transformers has.
         loss: of a causal language model called with labels: "gathered", Hugging Face's own on all logits,
             "vocab_parallel" on this rank's columns, "chunked" without logits (:mod:`smp.hf.loss`).
-        cp_comm_type: what attention exchanges with context_parallel_degree > 1: "p2p", keys around a ring beside
+        cp_comm_type: what attention exchanges with context_parallel_degree > 1: "p2p", keys around a ring during
             computation, or "all_gather", all keys at once (:mod:`smp.hf.context`).
         config: of the router of a model with experts (:class:`smp.MoEConfig`).
         load_state_dict_from_rank0: only rank 0 has the weights, the others may be on the meta device. They are sent one

@@ -1,4 +1,4 @@
-"""Copies between the memory of a device and that of the host, beside what the device computes.
+"""Copies between the memory of a device and that of the host, while the device computes.
 
 The order is said with events, in the order of the device's work: a copy begins when all that was issued before it is
 computed, and what is issued after :meth:`Copier.wait` begins when the copy is there. The host waits for neither.
@@ -103,7 +103,7 @@ class CudaCopier(Copier):
 
 
 def copier_of(device: torch.device) -> Copier:
-    """What copies beside ``device``."""
+    """What copies while ``device`` computes."""
     return CudaCopier(device) if device.type == "cuda" else HostCopier()
 
 

@@ -83,7 +83,7 @@ class SequenceCut:
         return replace(self, document_ids=chunks_of_documents(ids, size))
 
     def document_positions(self) -> torch.Tensor:
-        """int64 (batch, length): the number of tokens before each in its document, which it may see beside itself."""
+        """int64 (batch, length): the number of tokens before each in its document, which it may see besides itself."""
         if self.document_ids is None:
             return torch.arange(self.length).expand(self.batch, self.length)
         return torch.stack([_document_positions(row) for row in self.document_ids])

@@ -112,7 +112,7 @@ class TokenLayout:
         return causal, window
 
     def needs_mask(self, pattern: Pattern) -> bool:
-        """Whether a kernel's own "causal" is not enough. Kernels differ in what it means beside a key more or less."""
+        """Whether a kernel's own "causal" is not enough. Kernels differ in what it means with a key more or less."""
         causal, window = pattern
         if self.key_positions is not None:
             return True
@@ -120,7 +120,7 @@ class TokenLayout:
         return self.document_ids is not None or window is not None or (causal and shifted)
 
     def mask(self, pattern: Pattern, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """What is added to scores beside a kernel's own "causal": the one made for all layers, or a new one."""
+        """What is added to scores besides a kernel's own "causal": the one made for all layers, or a new one."""
         if not self.needs_mask(pattern):
             return None
         known = self.masks.get(pattern)

@@ -1,4 +1,4 @@
-"""Stages of a job beside the training: preparing data, converting, evaluating, exporting. A stage is a section of the
+"""Stages of a job besides the training: preparing data, converting, evaluating, exporting. A stage is a section of the
 configuration with a command; it runs on one node, after the stage before it has succeeded."""
 
 from __future__ import annotations

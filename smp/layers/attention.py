@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
         chunk: a token sees only tokens of its own chunk of so many, see :func:`smp.layers.token_needs.chunks_key`.
         needs: what has to be prepared of the tokens, where a model prepares it.
         gate: the output of the heads is multiplied by the sigmoid of one more projection, of their width.
-        sinks: each head has a learned score beside those of its keys, see :mod:`smp.kernels.attention_cores.sinks`.
+        sinks: each head has a learned score next to those of its keys, see :mod:`smp.kernels.attention_cores.sinks`.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what normalizes queries and keys, rotates them and computes attention.
 

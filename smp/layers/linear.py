@@ -203,7 +203,7 @@ class RowParallelLinear(nn.Module):
 
 
 def _call(layers: Sequence[Any], dtype: torch.dtype) -> Linear:
-    """What a call of layers that share an input is, beside its tensors, with results of ``dtype``."""
+    """What a call of layers that share an input is, besides its tensors, with results of ``dtype``."""
     first = layers[0]
     if first.scaling is None:
         return Linear(first.group, first.sequence_parallel, first.product)

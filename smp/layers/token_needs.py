@@ -1,4 +1,4 @@
-"""What layers need of the tokens beside their activations, prepared once per micro-batch for all layers that need it.
+"""What layers need of the tokens besides their activations, prepared once per micro-batch for all layers that need it.
 
 A layer has ``needs``, a tuple of values of this file or of a caller's own; whatever holds the token layout calls
 ``prepare`` of each distinct one and keeps the result under its ``key`` in ``TokenLayout.prepared``, where the layer's

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from smp.config import ModelConfig, resolve_model
 from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, LatentMixer, MambaMixer
 from smp.config.layers import layer_specs
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.models.inventory import inventory, of_each_block, prediction_parameters
 from smp.models.part import ModelPart
 
@@ -70,7 +70,7 @@ class ForwardFlops:
     layers: tuple[float, ...]
     embedding: float  # it copies and adds
     head: float  # with the loss, and so with that of each layer of multi-token prediction
-    further: float = 0.0  # blocks of those layers
+    mtp: float = 0.0  # blocks of those layers
     around: float = 0.0  # what stands around them
 
     @property
@@ -87,13 +87,13 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     ends = inventory(replace(model, mtp_num_layers=None), [ModelPart(0, 0, embedding=True, head=True)])
     products = of_each_block(model, range(model.num_layers), lambda block: sum(p.flops for p in block))
     blocks = [one + mixed[spec.mixer] for one, spec in zip(products, specs, strict=True)]
-    head, number = sum(p.flops for p in ends), len(further_layers(model))
+    head, number = sum(p.flops for p in ends), len(mtp_layers(model))
     around = sum(p.flops for p in prediction_parameters(model, 0))
     return ForwardFlops(
         layers=tuple(blocks),
         embedding=2 * model.hidden_size,
         head=(1 + number) * head,
-        further=number * blocks[-1],  # they are made as the last one
+        mtp=number * blocks[-1],  # they are made as the last one
         around=number * around,
     )
 
@@ -146,7 +146,7 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
         ConfigError: the model's sizes do not fit together.
     """
     flops = forward_flops(resolve_model(replace(model, vocab_size=vocab_size)), seq_length)
-    return 3 * (sum(flops.layers) + flops.head + flops.further + flops.around)
+    return 3 * (sum(flops.layers) + flops.head + flops.mtp + flops.around)
 
 
 def pair_training_flops(model: ModelConfig) -> int:

@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ModelConfig
 from smp.config.layers import layer_specs, norm_of
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.kernels import TORCH, Kernels
 from smp.layers.block import MoEBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.heads.head import ModelOutput, VocabParallelHead
 from smp.layers.moe import Counted
-from smp.models.beside import beside
+from smp.models.auxiliary import auxiliary_outputs
 from smp.models.build_layers import Build, build_head, build_prediction
 from smp.models.expert_counts import ExpertCounts
 from smp.models.micro_batch import MicroBatch
-from smp.models.multi_token import further_loss
+from smp.models.multi_token import mtp_loss
 from smp.models.part import ModelPart, whole
 from smp.models.protocol import StagedModel
 from smp.models.tokens import TokenPreparation, Tokens
@@ -91,12 +91,12 @@ class GPT(StagedModel):
         self.positions = self._make_positions(context, compute_dtype) if learned else None
         self.embedding_norm = build.norm(norm) if first and config.embedding_layernorm else None
         # They read what the final norm gives, so they belong to the part that has it.
-        further = further_layers(config) if last else range(0)
-        layers = [*(i for part in self.parts for i in part.layers), *further]
+        mtp = mtp_layers(config) if last else range(0)
+        layers = [*(i for part in self.parts for i in part.layers), *mtp]
         # By the number in the whole model: a checkpoint does not show where it was cut.
         self.layers = nn.ModuleDict({str(i): build.block(self.specs[i]) for i in layers})
-        self.further_blocks = [self.layers[str(i)] for i in further]
-        predictions = {str(k): build_prediction(config, build, norm) for k in range(len(further))}
+        self.mtp_blocks = [self.layers[str(i)] for i in mtp]
+        predictions = {str(k): build_prediction(config, build, norm) for k in range(len(mtp))}
         self.predictions = nn.ModuleDict(predictions)
         self.final_norm = build.norm(norm) if last else None
         self.head = build_head(config, context, kernels) if last else None
@@ -182,7 +182,7 @@ class GPT(StagedModel):
         for i in part.layers:
             x = self.run_layer(i, x, tokens, counted, balance)
         if not part.head:
-            return ModelOutput(hidden=x)._replace(**beside(self.config, balance))
+            return ModelOutput(hidden=x)._replace(**auxiliary_outputs(self.config, balance))
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
         matrix = tied_weight if self.tied else None
@@ -192,14 +192,14 @@ class GPT(StagedModel):
             output = self.head(self.scaled(x), tied_weight=matrix)
             # Without the padding.
             return ModelOutput(logits=output.logits[: batch.input_ids.numel()].view(*batch.input_ids.shape, -1))
-        further = None
-        if measures and batch.further:
+        mtp = None
+        if measures and batch.mtp:
             if matrix is None:  # one for all uses, so that its gradients add as FSDP adds them
                 matrix = cast(VocabParallelHead, self.head).matrix(x.dtype)
-            further = further_loss(self, x, batch, tokens, (tied_weight, matrix), balance)
+            mtp = mtp_loss(self, x, batch, tokens, (tied_weight, matrix), balance)
         flat, shape = (tokens.flat(labels), tokens.flat(weights)), batch.input_ids.shape
         output = self.head(self.scaled(x), *flat, matrix, batch.distilled or batch.answers, shape)
-        return output._replace(**beside(self.config, balance, further))
+        return output._replace(**auxiliary_outputs(self.config, balance, mtp))
 
     def run_layer(
         self, i: int, x: torch.Tensor, tokens: Tokens, counted: Counted | None, balance: list[torch.Tensor]

@@ -24,7 +24,7 @@ from smp.config.layer_specs import (
     NormSpec,
 )
 from smp.config.layers import layer_specs, norm_of
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.models.part import ModelPart, whole
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
         for layer in part.layers:
             yield from layer_parameters(specs[layer], model.hidden_size, layer)
     if last:
-        for number, layer in enumerate(further_layers(model)):
+        for number, layer in enumerate(mtp_layers(model)):
             yield from prediction_parameters(model, number)
             yield from layer_parameters(specs[layer], model.hidden_size, layer)
         yield from _norm(norm_of(model), model.hidden_size, "final_norm")

@@ -14,8 +14,8 @@ from smp.layers.kv_cache import CacheView
 
 
 @dataclass(frozen=True)
-class Further:
-    """What a layer of multi-token prediction reads and predicts, k tokens further than the model: tensors as those of
+class MTPBatch:
+    """What a layer of multi-token prediction reads and predicts, k tokens ahead of the model: tensors as those of
     :class:`MicroBatch`, shifted by k.
 
     Attributes:
@@ -51,9 +51,9 @@ class MicroBatch:
             document where positions begin anew with each: LongRoPE goes by it. None: rows are whole, or of the cut.
         answers: rows are answers, of which this is wanted; tokens of weight 0 belong to the prompt.
         distilled: the loss of each token is by what a teacher says of it, and not its label's cross-entropy.
-        further: of each layer of multi-token prediction.
+        mtp: of each layer of multi-token prediction.
         cache: keys and values of the tokens before these, while text is generated; without labels.
-        images: what the model takes of images beside the tokens.
+        images: what the model takes of images besides the tokens.
     """
 
     input_ids: torch.Tensor
@@ -66,7 +66,7 @@ class MicroBatch:
     sequence_lengths: torch.Tensor | None = None
     answers: AnswerLoss | None = None
     distilled: Distilled | None = None
-    further: tuple[Further, ...] = ()
+    mtp: tuple[MTPBatch, ...] = ()
     cache: CacheView | None = None
     images: ImageTensors | None = None
 

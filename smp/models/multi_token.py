@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.layers.heads.prediction import Prediction
 from smp.models.micro_batch import MicroBatch
 from smp.models.tokens import Tokens
@@ -16,7 +16,7 @@ GPT = Any
 """The decoder, whose file imports this one."""
 
 
-def further_loss(
+def mtp_loss(
     model: GPT,
     hidden: torch.Tensor,
     batch: MicroBatch,
@@ -38,9 +38,7 @@ def further_loss(
     (table, matrix), losses = matrices, []
     without_dropout = replace(tokens, keys=None)
     # Each goes on from the hidden states of the one before.
-    for layer, module, target in zip(
-        further_layers(model.config), model.predictions.values(), batch.further, strict=True
-    ):
+    for layer, module, target in zip(mtp_layers(model.config), model.predictions.values(), batch.mtp, strict=True):
         prediction = cast(Prediction, module)
         x = prediction(hidden, model.embed(target.input_ids, without_dropout, table))
         counted = model.expert_counts.of(tokens, target.loss_weights)

@@ -6,7 +6,7 @@
 of ``smp/models`` nothing imports the first (``make check``): :func:`smp.models.build.new_model` makes one.
 
 It is a base class and not a ``typing.Protocol``: FSDP, optimizers and hooks take an ``nn.Module``, and a protocol
-cannot say that it is one. All that is asked beside these methods is what every module has. ``parameters`` and
+cannot say that it is one. All that is asked besides these methods is what every module has. ``parameters`` and
 ``named_parameters``: the optimizer, clipping, checkpoints and adapters find what there is by the names in
 ``smp.models.inventory``, of DTensors on the tensor-parallel mesh. ``modules``: adapters, FP8 and 4-bit weights are put
 into layers of ``smp.layers``, wherever they are. ``train`` and ``eval``: dropout.
@@ -51,8 +51,8 @@ class Model(nn.Module, ABC):
         config: the architecture, resolved; ``smp.models.inventory`` lists its parameters, and FLOPs, memory and
             exports follow from it.
         head: what makes a loss of hidden states, a chunk of tokens at a time; None: another pipeline rank has it. It
-            takes an ``AnswerLoss``, and is trained as a whole beside adapters where it is a head of scores.
-        further_blocks: blocks that only training passes through, which validation must not gather.
+            takes an ``AnswerLoss``, and is trained as a whole with adapters where it is a head of scores.
+        mtp_blocks: blocks that only training passes through, which validation must not gather.
         casts_weights: whether layers cast fp32 weights to the dtype of their input, where there is no FSDP to do it.
         capabilities: what else it can do. ``context parallelism``: micro-batches may be cut (``MicroBatch.cut``).
             ``generation``: they may have a cache of keys and values (``MicroBatch.cache``).
@@ -60,7 +60,7 @@ class Model(nn.Module, ABC):
 
     config: ModelConfig
     head: nn.Module | None
-    further_blocks: Sequence[nn.Module] = ()
+    mtp_blocks: Sequence[nn.Module] = ()
     casts_weights: bool = True
     capabilities: frozenset[Capability] = frozenset()
 
@@ -68,8 +68,8 @@ class Model(nn.Module, ABC):
     def forward(self, micro_batch: MicroBatch) -> ModelOutput:
         """The loss of a micro-batch, with its graph, as a part of the mean over the global batch: the weights in it
         contain the division, so losses and gradients of micro-batches and ranks add up. With ``answers`` their loss or
-        values; without labels the logits. Auxiliary losses and metrics come beside it, under the names of
-        ``smp.models.beside``."""
+        values; without labels the logits. Auxiliary losses and metrics come with it, under the names of
+        ``smp.models.auxiliary``."""
 
     @abstractmethod
     def fsdp_units(self) -> list[nn.Module | list[nn.Module]]:

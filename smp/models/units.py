@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.models.part import ModelPart
 
 GPT = Any
@@ -43,6 +43,6 @@ def stage_units(model: GPT, part: ModelPart) -> list[nn.Module]:
         last = [*model.predictions.values(), model.final_norm]  # the norm's is the head's, but with predictions
         last += [model.embedding if model.embeds_at_the_end else None]
         last += [model.head if len(model.predictions) and not model.tied else None]
-    layers = (*part.layers, *(further_layers(model.config) if part.head else ()))
+    layers = (*part.layers, *(mtp_layers(model.config) if part.head else ()))
     modules = (*first, *(model.layers[str(i)] for i in layers), *last)
     return list(dict.fromkeys(module for module in modules if module is not None))

@@ -35,7 +35,7 @@ class _Shared:
     coordinate: tuple[int, ...]
 
     def box(self, undone: Sequence[Cut], at: tuple[int, int] | None = None) -> Box:
-        """What a rank has when some cuts are undone: this one, or that at (mesh dimension, index) beside it."""
+        """What a rank has when some cuts are undone: this one, or that at (mesh dimension, index) next to it."""
         left = [cut for cut in self.cuts if cut not in undone]
         coordinate = list(self.coordinate)
         if at is not None:

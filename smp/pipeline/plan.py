@@ -89,7 +89,7 @@ def _place(
     # A backward pass costs two forward passes.
     blocks = 1 + replays / 3  # a step is 3 forward passes long, or 4
     layers = tuple(layer * blocks for layer in flops.layers)
-    return _balance(layers, stages, flops.embedding, flops.head + flops.further * blocks + flops.around)
+    return _balance(layers, stages, flops.embedding, flops.head + flops.mtp * blocks + flops.around)
 
 
 _balance = lru_cache(maxsize=128)(balance)  # as above
@@ -104,8 +104,8 @@ def _costs(part: ModelPart, flops: ForwardFlops, replays: int, tokens: int) -> S
     """A layer's forward pass costs as much as either part of its backward pass; the input part begins with the replay
     of the forward pass, if there is one. The output layer computes its gradients in its forward pass."""
     layers = sum(flops.layers[i] for i in part.layers) * tokens
-    # Further predictions are computed by layers of their own, which lie beside the head.
-    layers += part.head * flops.further * tokens
+    # Multi-token predictions are computed by layers of their own, which lie next to the head.
+    layers += part.head * flops.mtp * tokens
     both = layers + (part.embedding * flops.embedding + part.head * flops.around) * tokens
     head = part.head * flops.head * tokens
     return StageCosts(both + 3 * head, both + replays * layers, both)

@@ -72,7 +72,7 @@ def curve(
 
 
 def efficiency(points: Sequence[Point], point: Point) -> float:
-    """Tokens per second and device beside those of the smallest size that works."""
+    """Tokens per second and device relative to those of the smallest size that works."""
     first = next((one for one in points if one.best), None)
     return point.rate / first.rate if first else 0.0
 
@@ -96,7 +96,7 @@ def write_csv(curves: Sequence[Sequence[Point]], file: TextIO) -> None:
 
 
 def draw(curves: Sequence[Sequence[Point]], path: Path) -> None:
-    """Tokens per second of all devices, beside what they would be if each device did what one does on the least."""
+    """Tokens per second of all devices, relative to what they would be at the smallest size's rate per device."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

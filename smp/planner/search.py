@@ -36,7 +36,7 @@ class Candidate:
     Attributes:
         config: resolved.
         layout: degrees of the mesh.
-        flags: what says it on a command line, beside what was asked for.
+        flags: what says it on a command line, besides what was asked for.
         memory: bytes on the process that needs most.
         time: of a step; None where memory does not suffice.
     """
@@ -159,7 +159,7 @@ def _sharding(
     parallel: ParallelConfig, data_ranks: int, device: Device, stride: int, given: _Given
 ) -> Iterator[ParallelConfig]:
     """Over all data-parallel ranks or those of an NVLink domain; gathered for each micro-batch, or once per step."""
-    # As many ranks of an NVLink domain, beside those that tensor and context parallelism take, as make whole groups:
+    # As many ranks of an NVLink domain, besides those that tensor and context parallelism take, as make whole groups:
     # of a rack of 72 GPUs 64, where a job has 128.
     inside = max((n for n in _divisors(data_ranks) if n * stride <= device.connected), default=1)
     degrees = [0, *([inside] if 1 < inside < data_ranks else [])]

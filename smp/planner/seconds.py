@@ -70,5 +70,5 @@ class Pass:
         return self + Pass(host=late)
 
     def copying(self, seconds: float) -> Pass:
-        """With what copies beside it take longer."""
+        """With what copies that run during it take longer."""
         return self + Pass(offload=max(0.0, seconds - self.total))

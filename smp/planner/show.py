@@ -34,7 +34,7 @@ def mfu(found: Candidate, device: Device) -> float:
 
 
 def what_binds(found: Candidate) -> str:
-    """The two largest parts beside matrix products."""
+    """The two largest parts besides matrix products."""
     assert found.time is not None
     parts = Counter(vars(found.time))
     del parts["products"]
@@ -52,7 +52,7 @@ def table(best: Sequence[Candidate], device: Device) -> str:
             f"{found.tokens_per_second():15,.0f}{100 * mfu(found, device):6.1f} %"
             f"{found.memory.total / GIB:7.1f} GiB  {found.flags or '(as given)'}"
         )
-        lines.append(f"{'':53}beside matrix products: {what_binds(found)}")
+        lines.append(f"{'':53}besides matrix products: {what_binds(found)}")
     return "\n".join(lines)
 
 

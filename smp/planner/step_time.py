@@ -2,7 +2,7 @@
 
 For each layer: matrix products at a share of the peak that falls with partly filled waves of tiles, attention, and what
 norms, activations and residuals read and write; the collectives of tensor, context and data parallelism. Collectives
-that smp runs beside a computation cost what they take longer than it; those of tensor parallelism that something waits
+that smp runs during a computation cost what they take longer than it; those of tensor parallelism that something waits
 for cost all of their time. A stage is as fast as its slower half: the device, or the host that issues the operations.
 FP8, what is offloaded and other optimizers than Adam have costs of their own (``fp8.py``, ``update.py``).
 """
@@ -17,7 +17,7 @@ from smp.config import Config, Layout
 from smp.config.batch import count_micro_batches
 from smp.config.layers import layer_specs
 from smp.config.rules.fp8 import layers_in_bf16
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.models.arithmetic import forward_flops
 from smp.models.inventory import (
     Parameter,
@@ -72,7 +72,7 @@ class StepModel:
         self.offloaded = _offloaded(config, layout) if parallel.offload_activations else 0.0
         self.blocks = of_each_block(model, range(model.num_layers), list)
         self.forward, self.backward = self._mean_passes()
-        self.predictions = len(further_layers(model))
+        self.predictions = len(mtp_layers(model))
 
     def predict(self) -> StepTime:
         """The step of the slowest rank."""
@@ -103,7 +103,7 @@ class StepModel:
         context = self._context_exchange(attention)
         tensor = self._tensor_collectives(in_8_bits=1 if fp8 else 0)
         ahead = Pass(products, attention, elementwise + rounding[0], tensor, context[0], exchange)
-        # half of the backward pass's collectives of tensor parallelism run beside products of weight gradients
+        # half of the backward pass's collectives of tensor parallelism run during products of weight gradients
         tensor = self._tensor_collectives(in_8_bits=1 if fp8 and self.fp8 and self.fp8.all_products else 0) / 2
         back = Pass(gradients, 2.5 / 0.85 * attention, 2 * elementwise + rounding[1], tensor, context[1], exchange)
         ahead, back = ahead.issued(OPERATIONS, self.device), back.issued(2 * OPERATIONS, self.device)
@@ -287,7 +287,7 @@ class StepModel:
 
     def _exposed_gathers(self) -> float:
         """Seconds of FSDP that no computation hides. The next block's weights come during the current one's passes; in
-        the backward pass gradients go beside them. Each micro-batch gathers again, unless the strategy keeps them."""
+        the backward pass gradients go during it. Each micro-batch gathers again, unless the strategy keeps them."""
         gather, reduce_ = (
             sum(self._sharded(block, width) for block in self.blocks) / len(self.blocks)
             for width in (self.gathered_width, 4)
@@ -297,7 +297,7 @@ class StepModel:
         late_forward = max(0.0, gather - self.forward.total) * (layers - 1)
         late_backward = max(0.0, gather + reduce_ - self.backward.total) * (layers - 1)
         late_reduce = max(0.0, reduce_ - self.backward.total) * (layers - 1)
-        ends = gather + reduce_  # the first one's gather and the last one's reduction have nothing beside them
+        ends = gather + reduce_  # the first one's gather and the last one's reduction have nothing to hide under
         first = late_forward + ends
         if strategy == "optim_grads_params":
             return (late_forward + late_backward + ends) * self.micro_batches
@@ -305,7 +305,7 @@ class StepModel:
         return first + late_reduce * times
 
     def _replicas(self, parameters: Sequence[Parameter]) -> float:
-        """Seconds of the sum over replicas, which runs beside the backward pass of the last micro-batch."""
+        """Seconds of the sum over replicas, which runs during the backward pass of the last micro-batch."""
         if self.layout.dp_replicate == 1:
             return 0.0
         taken = 2 * self._collective(sum(map(self._owned, parameters)) * 4, "dp_replicate")

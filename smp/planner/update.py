@@ -12,7 +12,7 @@ from smp.training.cost.offload import HOST_ADAM
 from smp.training.cost.weight_memory import state_bytes, trained_by_muon
 
 _WEIGHTS = 24
-"""Bytes read and written per parameter beside the state: the gradient for its norm, scaled, and for the update; the
+"""Bytes read and written per parameter besides the state: the gradient for its norm, scaled, and for the update; the
 weight."""
 
 

@@ -1,4 +1,4 @@
-"""A process beside the run, which answers lines of JSON: for code of the user's that may fail, hang or end itself."""
+"""A process next to the run, which answers lines of JSON: for code of the user's that may fail, hang or end itself."""
 
 from __future__ import annotations
 

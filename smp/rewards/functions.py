@@ -141,7 +141,7 @@ def load(spec: str, flag: str, kind: str = "function") -> Callable[..., Any]:
         assert found is not None and found.loader is not None
         module = importlib.util.module_from_spec(found)
         sys.modules[known] = module
-        # What lies beside the file can be imported, as when it is run.
+        # What lies next to the file can be imported, as when it is run.
         sys.path.insert(0, str(path.resolve().parent))
         try:
             found.loader.exec_module(module)

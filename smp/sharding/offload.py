@@ -4,7 +4,7 @@ What a block saves for its backward pass (under full recompute its input, else a
 to the host while the next block computes, and comes back while the block behind it is in its backward pass:
 
     forward   | block 0 | block 1 | block 2 | block 3 |        horizon 2: of two blocks, that which computes and
-    to host   |         |  of 0   |  of 1   |  of 2   |        the one beside it, there is something on the device
+    to host   |         |  of 0   |  of 1   |  of 2   |        the one next to it, there is something on the device
     backward            | block 3 | block 2 | block 1 | block 0 |
     from host           |         |  of 1   |  of 0   |
 
@@ -370,7 +370,7 @@ def offload_activations(
         blocks: in the order in which they run. The first argument of each is its input; tensors among the others stay.
         horizon: most blocks that have something on the device at once; 1 has the backward pass wait for each copy.
         recompute: each block keeps only its input, and is computed again in the backward pass (without reentrance), as
-            models do by ``gradient_checkpointing_enable()``, which is not for use beside this. Any ``min_tensor_size``
+            models do by ``gradient_checkpointing_enable()``, which is not for use with this. Any ``min_tensor_size``
             then counts as 0.
         min_tensor_size: elements; a saved tensor with fewer stays on the device.
         device: where the blocks compute; by default where their parameters are.

@@ -114,7 +114,7 @@ def parallelize(
     if config.fp8_param_gather:
         gather_in_fp8(model)
     if context.pp_size == 1:  # a pipeline's schedule says itself when weights are gathered
-        only_trained = () if known is None else known.further_blocks  # validation would leave them gathered
+        only_trained = () if known is None else known.mtp_blocks  # validation would leave them gathered
         prefetch([block for block in blocks if block not in only_trained])
         _gather_once(model)
         if config.data_parallel_sharding_strategy != "optim_grads_params":
@@ -213,7 +213,7 @@ def shard(
         collectives: how weights are gathered and gradients reduced, of ``choose_collectives``; by default flat.
 
     Raises:
-        ValueError: for an ordinary parameter beside parameters that are split over several TP ranks.
+        ValueError: for an ordinary parameter next to parameters that are split over several TP ranks.
     """
     _check_parameters(model)
     elsewhere = {

@@ -89,7 +89,7 @@ def model_loss(outputs: Sequence[ModelOutput], device: torch.device) -> torch.Te
     return sum(losses, torch.zeros((), device=device))
 
 
-def total_beside(outputs: Sequence[ModelOutput], names: Sequence[str], device: torch.device) -> torch.Tensor:
+def total_auxiliary(outputs: Sequence[ModelOutput], names: Sequence[str], device: torch.device) -> torch.Tensor:
     """Sums of auxiliary losses, and of metrics that are parts of a mean already, fp64 (names,)."""
     total = torch.zeros(len(names), dtype=torch.float64, device=device)
     for output in outputs:
@@ -102,7 +102,7 @@ def total_beside(outputs: Sequence[ModelOutput], names: Sequence[str], device: t
 
 def total_metrics(outputs: Sequence[ModelOutput], names: Sequence[str], device: torch.device) -> torch.Tensor:
     """Sums of what was measured, fp64 (names,)."""
-    # fp64: metrics are sums over the whole batch, of which small ones would be lost beside large ones.
+    # fp64: metrics are sums over the whole batch, of which small ones would be lost next to large ones.
     total = torch.zeros(len(names), dtype=torch.float64, device=device)
     for output in outputs:
         if output.metrics:

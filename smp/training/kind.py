@@ -38,7 +38,7 @@ class BatchSource(Protocol):
         """The next step's, or why this rank has none."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint needs beside the number of consumed samples: the same on all ranks, which ask together.
+        """What a checkpoint needs besides the number of consumed samples: the same on all ranks, which ask together.
         Names begin with ``smp.training.checkpoints.persistence.CARRIED``."""
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ def launch(config: Config, process: Process, make_kind: Callable[[], RunKind], n
 
     Args:
         make_kind: makes the parts of the run; may read files.
-        notes: what --dry-run says beside the settings.
+        notes: what --dry-run says besides the settings.
     """
     process = members(config, process)
     if process.is_spare:
@@ -161,7 +161,7 @@ def _leave(config: Config, process: Process, outcome: Outcome, run: Run | None) 
 
 
 def _end(why: str, config: Config, process: Process) -> None:
-    """Say why and end, from a thread beside the one that is stuck in torch: nothing else would end this process."""
+    """Say why and end, from another thread than the one that is stuck in torch: nothing else would end this process."""
     # Whatever becomes of the words: a full pipe that nobody reads blocks who writes to it, and so may a disk.
     limit = threading.Timer(LAST_WORDS, os._exit, (1,))
     limit.daemon = True

@@ -13,7 +13,7 @@ from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.image_batches import ImageBatch
 from smp.kernels.sequence_cut import cut_sequences
 from smp.kernels.transfer import to_device
-from smp.models.micro_batch import Further, MicroBatch
+from smp.models.micro_batch import MicroBatch, MTPBatch
 from smp.parallel.collectives import Group
 
 
@@ -45,7 +45,7 @@ def token_micro_batch(
     num_valid_tokens: int,
     device: torch.device,
     cp: Group | None = None,
-    further: int = 0,
+    mtp: int = 0,
 ) -> MicroBatch:
     """Micro-batch ``i``, whose loss counts tokens.
 
@@ -57,7 +57,7 @@ def token_micro_batch(
         device: where the model is.
         cp: ranks that share the micro-batch: each gets a part of every sequence. Everything that depends on a token's
             neighbours (its label, position, document and number) is known before the cut.
-        further: layers of multi-token prediction, whose losses are means over the same number of tokens.
+        mtp: layers of multi-token prediction, whose losses are means over the same number of tokens.
     """
     full_length, rows = batch.input_ids.shape[-1], batch.input_ids.shape[1]
     length = full_length if batch.lengths is None else batch.lengths[i]
@@ -72,10 +72,10 @@ def token_micro_batch(
     def weights_of(labels: torch.Tensor) -> torch.Tensor:
         return (labels != IGNORE_INDEX).float() / max(num_valid_tokens, 1)
 
-    def ahead(k: int) -> Further:
-        """What the layer that predicts k tokens further reads and predicts."""
+    def ahead(k: int) -> MTPBatch:
+        """What the layer that predicts k more tokens ahead reads and predicts."""
         ids, labels = (own.of(x) for x in shifted(batch, i, k))
-        return Further(ids, labels, weights_of(labels))
+        return MTPBatch(ids, labels, weights_of(labels))
 
     columns, labels, index = own.numbers(), own.of(batch.labels[i]), to_device(batch.sample_index[i], device)
     counted = None if cut is None else columns  # positions that the model counts itself in whole sequences
@@ -91,7 +91,7 @@ def token_micro_batch(
         token_index=index[:, None] * full_length + columns,
         cut=cut,
         sequence_lengths=None if batch.sequence_lengths is None else own.of(batch.sequence_lengths[i]),
-        further=tuple(ahead(k) for k in range(1, further + 1)),
+        mtp=tuple(ahead(k) for k in range(1, mtp + 1)),
         images=batch.images[i].each(lambda t: to_device(t, device)) if isinstance(batch, ImageBatch) else None,
     )
 

@@ -27,8 +27,8 @@ class Pretraining(RunKind):
 
     def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
         model = build_model(self.config, setup)
-        further = self.config.model.mtp_num_layers or 0
-        objective = NextToken(setup.device, setup.context.cp_group, further=further)
+        mtp = self.config.model.mtp_num_layers or 0
+        objective = NextToken(setup.device, setup.context.cp_group, mtp=mtp)
         return Trainable(model, build_forward_backward(self.config, setup, model), objective)
 
 

@@ -23,7 +23,7 @@ from smp.data.build import Datasets
 from smp.data.loader import BatchLoader
 from smp.data.sample import SampleDataset
 from smp.kernels.copier import copier_of
-from smp.models.in_words import in_words
+from smp.models.description import describe_model
 from smp.optim.optimizer import build_optimizer
 from smp.parallel import backend
 from smp.parallel.agree import on_all_or_none, on_rank_zero
@@ -46,7 +46,7 @@ from smp.training.pipelined import Pipelined
 from smp.training.process import Process, Status
 from smp.training.reporting.console import Console
 from smp.training.reporting.goodput import FILE, Goodput
-from smp.training.reporting.goodput import in_words as goodput_in_words
+from smp.training.reporting.goodput import describe as describe_goodput
 from smp.training.reporting.profiler import PipelineTrace, Profiler
 from smp.training.reporting.sinks import refuse_log_dir_in_use
 from smp.training.reporting.slow_ranks import SlowRanks
@@ -98,13 +98,13 @@ class Run:
             sizes = BatchSizes.of(self.config.data)
             effects = notes_on_effects(self.config, self.layout)
             notes = [
-                *sizes.in_words(),
+                *sizes.describe(),
                 *effects,
                 *describe_layouts(self.config, process.world_size),
                 *exchange,
                 *(collectives.lines if collectives else ()),
             ]
-            for line in [in_words(self.config.model), *notes]:
+            for line in [describe_model(self.config.model), *notes]:
                 self.say(line)
             self.copies = RunCopies(self.config, process, self.say)
             opened.callback(self.copies.close)
@@ -418,5 +418,5 @@ class Run:
         self.console.failed = failed
         if failed:
             self.goodput.end("failed")
-        self.say(goodput_in_words(self.goodput.account))
+        self.say(describe_goodput(self.goodput.account))
         self._opened.close()

@@ -18,7 +18,7 @@ from smp.data.blend import Manifest
 from smp.data.loader import BatchLoader, RankBatch, Unreadable
 from smp.layers.fp8.apply import fp8_history
 from smp.models.arithmetic import visible_pairs_of_layers
-from smp.models.beside import beside_names
+from smp.models.auxiliary import auxiliary_names
 from smp.models.protocol import Model
 from smp.optim.optimizer import clip_gradients, scaling_of, set_learning_rate, step_if
 from smp.optim.schedule import decoupled_learning_rate, learning_rate
@@ -31,7 +31,7 @@ from smp.training.forward_backward import (
     ForwardBackward,
     model_loss,
     stream_gradients,
-    total_beside,
+    total_auxiliary,
     total_metrics,
 )
 from smp.training.objectives.contract import Objective
@@ -162,7 +162,7 @@ class Trainer:
         self.config, self.model, self.optimizer = config, model, optimizer
         self.forward_backward, self.objective = forward_backward, objective
         self.context, self.device, self.progress = context, device, progress
-        self.beside = () if config.objective_facts.of_answers else beside_names(config.model)
+        self.auxiliary = () if config.objective_facts.of_answers else auxiliary_names(config.model)
         self.history = fp8_history(model)
         self.quantization = context.collectives.quantization if context.collectives else None
         policy = config.training.spike_policy
@@ -275,9 +275,9 @@ class Trainer:
         if names := self.objective.metrics:
             sums = self.context.sum_loss(total_metrics(outputs, names, self.device))
             parts.append(sums / max(num_valid, 1))
-        if self.beside:
+        if self.auxiliary:
             # Rounded once, after the sum over all stages and ranks.
-            parts.append(self.context.sum_loss(total_beside(outputs, self.beside, self.device)).float())
+            parts.append(self.context.sum_loss(total_auxiliary(outputs, self.auxiliary, self.device)).float())
         if self.quantization is not None:
             parts.append(self.quantization.relative(self.context.sum_loss(self.quantization.taken())))
         if self.history is not None:
@@ -317,10 +317,10 @@ class Trainer:
 
     @property
     def _metrics(self) -> tuple[str, ...]:
-        """Names of what a step measures beside loss and norm, in order."""
+        """Names of what a step measures besides loss and norm, in order."""
         rounded = () if self.quantization is None else self.quantization.names
         saturated = () if self.history is None else (SATURATED,)
-        return (*self.objective.metrics, *self.beside, *rounded, *saturated)
+        return (*self.objective.metrics, *self.auxiliary, *rounded, *saturated)
 
     def _counts(self, batch: RankBatch | Unreadable) -> tuple[int, int, int, int]:
         """What the loss is averaged over (tokens that count, or pairs of answers), all tokens but padding, pairs of

@@ -71,11 +71,11 @@ def test_a_schedule_of_tokens_is_megatrons() -> None:
     assert sizes.parts[:2] == ((0, 16), (1171875, 320)) and sizes.parts[-1] == (5859375, 1536)
     assert [sizes(c) for c in (0, 1171874, 1171875, 5859374, 5859375)] == [16, 16, 320, 1232, 1536]
     assert scheduled("1k:2,0:1", 2, 100).parts == ((0, 1), (10, 2))  # in any order, with commas
-    assert sizes.in_words() == [
+    assert sizes.describe() == [
         "global batch size: 16 from sample 0 on, 320 from sample 1,171,875 on, 624 from sample 2,343,750 on, "
         "928 from sample 3,515,625 on, 1232 from sample 4,687,500 on, 1536 from sample 5,859,375 on"
     ]
-    assert "(122 more), 1024 from sample 300,000 on" in ramp(1024, "8 8 300000").in_words()[0]
+    assert "(122 more), 1024 from sample 300,000 on" in ramp(1024, "8 8 300000").describe()[0]
 
 
 def test_a_ramp_up_is_a_schedule() -> None:

@@ -368,13 +368,13 @@ def test_lengths_in_samples_beside_iterations() -> None:
     for ramp in ("", " --rampup-batch-size 2 2 64"):
         for lengths in ("--lr-decay-samples 500", "--lr-warmup-samples 33 --lr-decay-iters 50"):
             flag = lengths.split()[0]
-            with pytest.raises(ConfigError, match=f"{flag} beside --train-iters"):
+            with pytest.raises(ConfigError, match=f"{flag} with --train-iters"):
                 resolved(f"{line} {lengths}{ramp}", 1)
 
 
 def test_recompute_of_experts_beside_that_of_blocks() -> None:
     line = GPT_175B.format(vocab="v", run="r") + " --moe-layer-recompute --recompute-granularity full"
-    with pytest.raises(ConfigError, match="--moe-layer-recompute beside --recompute-granularity full"):
+    with pytest.raises(ConfigError, match="--moe-layer-recompute with --recompute-granularity full"):
         translate(shlex.split(line), 128)
 
 

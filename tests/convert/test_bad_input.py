@@ -177,7 +177,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["DeepseekVLForCausalLM"], "model_type": "deepseek_vl"},
         "DeepseekVLForCausalLM is not supported (it has attention or layers of its own, not converted here); ",
     ),
-    "phi moe": ({"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}, "it has a router or layers beside"),
+    "phi moe": ({"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}, "it has a router or layers besides"),
     "rope": (
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
         "RoPE of type longrope without a list short_factor",

@@ -282,8 +282,8 @@ MSCALE = {**YARN, "rope_type": "yarn", "mscale_all_dim": 0.7}
         ({"attention_bias": True}, "attention_bias True is not supported"),
         ({"num_key_value_heads": 1}, "--num-query-groups 1: with --multi-latent-attention all 2 heads"),
         ({"qk_rope_head_dim": 7}, "--qk-pos-emb-head-dim 7: RoPE needs an even number"),
-        ({"rope_scaling": MSCALE}, "mscale_all_dim is supported beside mscale, without attention_factor"),
-        ({"rope_scaling": MSCALE | {"mscale": 1.0, "attention_factor": 2.0}}, "mscale_all_dim is supported beside"),
+        ({"rope_scaling": MSCALE}, "mscale_all_dim is supported with mscale, without attention_factor"),
+        ({"rope_scaling": MSCALE | {"mscale": 1.0, "attention_factor": 2.0}}, "mscale_all_dim is supported with"),
     ],
 )
 def test_latent_attention_that_there_is_not_is_refused(more: dict[str, Any], message: str) -> None:

@@ -20,7 +20,7 @@ HEAD = """# Causal language models of transformers under `smp.transform`
 
 Written by `python -m tests.hf.architecture_table`. transformers 5.23; each type as a tiny
 random model in fp32 (gemma4 in fp64, because rounding moves its fp32 gradients by 1e-5), in four processes,
-transformed, beside itself in one process.
+transformed, compared with itself in one process.
 
 *cut* is the share of the parameters of which each of two ranks has a half (the small ones of these tiny models, norms
 and routers, are a larger share of them than of real ones). *load*: `smp.load_weights` fills a model on the meta device

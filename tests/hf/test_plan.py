@@ -220,7 +220,7 @@ def test_a_table_that_a_forward_pass_reads_from_further_up_stays_whole(kind: Any
 def test_an_activation_with_parameters_needs_a_row() -> None:
     model = build("Llama")
     model.model.layers[0].mlp.act_fn = nn.PReLU()
-    with pytest.raises(ConfigError, match=r"mlp.act_fn \(PReLU\) has parameters beside columns that are cut"):
+    with pytest.raises(ConfigError, match=r"mlp.act_fn \(PReLU\) has parameters next to columns that are cut"):
         make_plan(model, None, 2, 0)
     steps = make_plan(model, {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}, 2, 0).steps
     assert steps["model.layers.0.mlp.act_fn"].style == "replicated_with_grad_allreduce"

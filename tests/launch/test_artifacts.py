@@ -25,7 +25,7 @@ from smp.launch.job import Job, to_yaml
 from smp.launch.secrets import is_private, is_secret, without_secrets
 from smp.launch.yaml_text import load_text
 from smp.training.reporting.console import log_line, short_line
-from smp.training.reporting.goodput import Account, in_words
+from smp.training.reporting.goodput import Account, describe
 from tests.launch.operators import OPERATORS, definition
 from tests.programs import run_program
 from tests.training.test_metrics import CONFIG, RECORD
@@ -534,7 +534,7 @@ def test_hyperpod_watches_the_lines_that_a_run_prints() -> None:
             assert re.fullmatch(rule["logPattern"], line), line
         assert re.fullmatch(slow["logPattern"], line)[1] == "2000000"  # type: ignore[index]
     spent = Account(0.0, 0.0)
-    assert re.fullmatch(hang["stopPattern"], in_words(spent)) and not re.fullmatch(start["logPattern"], in_words(spent))
+    assert re.fullmatch(hang["stopPattern"], describe(spent)) and not re.fullmatch(start["logPattern"], describe(spent))
     assert (slow["operator"], slow["metricThreshold"], slow["metricEvaluationDataPoints"]) == ("lt", 5000, 5)
 
 

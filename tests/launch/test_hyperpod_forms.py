@@ -508,7 +508,7 @@ def test_what_changes_nothing_is_in_the_notes(files: Path) -> None:
         ("run: {name: x}\nevaluation: {task: mmlu}\n", "evaluation: it is no job here; tools/evaluate.py"),
         ("run: {name: x}\nllm_as_judge: {metrics: ''}\n", "llm_as_judge: no language model judges"),
         ("run: {name: x, model_type: other}\ntraining_config: {a: 1}\n", "other is none of hf, llm_finetuning_aws"),
-        ("run: {name: x}\ntraining_config: {a: 1}\n", "run.model_type is missing beside training_config"),
+        ("run: {name: x}\ntraining_config: {a: 1}\n", "run.model_type is missing next to training_config"),
         ("run: {name: x}\nmodel: {mcore_gpt: true, a: '${nothing.b}'}\n", "a recipe of NeMo's own trainer"),
         ("run: {name: x, model_type: neuron-hf}\nmodel: {a: '${nothing.b}'}\n", "is for Trainium"),
     ],

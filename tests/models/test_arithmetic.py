@@ -44,10 +44,10 @@ def test_a_layer_that_predicts_further_is_a_block_a_projection_and_three_norms()
     assert count_parameters(ahead, 100).total - count_parameters(SMALL, 100).total == 2 * (layer + 2 * 256 + 3 * 16)
     plain, flops = (forward_flops(resolve_model(replace(m, vocab_size=100)), 8) for m in (SMALL, ahead))
     assert flops.layers == plain.layers and plain.head == 2 * 16 * 100
-    assert flops.further == 2 * plain.layers[-1] and plain.further == plain.around == 0
+    assert flops.mtp == 2 * plain.layers[-1] and plain.mtp == plain.around == 0
     assert flops.around == 2 * 2 * 2 * 256 and flops.head == 3 * plain.head
     per_token = [training_flops_per_token(m, 8, 100) for m in (SMALL, ahead)]
-    assert per_token[1] - per_token[0] == 3 * (flops.further + flops.around + flops.head - plain.head)
+    assert per_token[1] - per_token[0] == 3 * (flops.mtp + flops.around + flops.head - plain.head)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Problem:
     micro_batches: int = 1
     layers: int = 2
     experts: str = ""
-    further: int = 0
+    mtp: int = 0
     fp8: str = ""
     steps: int = 10
     optimizer: str = "sgd"
@@ -148,7 +148,7 @@ class Case:
             "" if s.etp is None else f"etp{s.etp}",
             "" if s.cp == 1 else f"cp{s.cp}-{s.exchange}",
             p.experts,
-            f"mtp{p.further}" if p.further else "",
+            f"mtp{p.mtp}" if p.mtp else "",
             p.fp8,
             f"{p.style}-{p.extra}-{'tied' if p.tied else 'untied'}",
             f"vocab{p.vocab[0]}by{p.vocab[1]}-kv{p.kv_heads}of{p.heads}",
@@ -326,8 +326,8 @@ def model_config(problem: Problem) -> ModelConfig:
         init_method_std=0.1,
         hidden_dropout=0.1 if problem.dropout else 0.0,
         attention_dropout=0.2 if problem.dropout else 0.0,
-        mtp_num_layers=problem.further or None,
-        **({"mtp_loss_scaling_factor": 0.7} if problem.further else {}),
+        mtp_num_layers=problem.mtp or None,
+        **({"mtp_loss_scaling_factor": 0.7} if problem.mtp else {}),
         **_architecture(problem),
     )
     return ModelConfig(**values | _EXPERTS[problem.experts])

@@ -138,10 +138,10 @@ def fast_cases() -> list[Case]:
         _row(2, 1, "biased gelu", "cp", "full"),
         _row(2, 1, "capacity", "tp and etp 1", "full", clip=True),
         _row(2, 2, "gpt-oss", "tp and etp 1", accumulation=3),
-        _row(2, 2, "deepseek", "tp and sp", "full", further=2, clip=True),
-        _row(1, 1, "latent", "zb-v", further=1),
-        _row(2, 1, "sigmoid", "cp", accumulation=3, further=1, packed=True),
-        _row(2, 1, "llama4", "cp", "full", further=1, packed=True),
+        _row(2, 2, "deepseek", "tp and sp", "full", mtp=2, clip=True),
+        _row(1, 1, "latent", "zb-v", mtp=1),
+        _row(2, 1, "sigmoid", "cp", accumulation=3, mtp=1, packed=True),
+        _row(2, 1, "llama4", "cp", "full", mtp=1, packed=True),
     ]
 
 
@@ -152,7 +152,7 @@ def risky_pairs(case: Case) -> set[Any]:
     split = (s.tp, s.sp, s.etp, s.cp, s.exchange, s.schedule, s.replicate, s.shard > 1)
     met = {(p.experts, s.ep > 1), split}
     met |= {(s.ep > 1, s.recompute), (s.ep > 1, s.accumulation > 1), s.ep}
-    return met | {(p.further > 0, s.pp > 1, s.cp > 1), p.packed, p.clip, p.dropout}
+    return met | {(p.mtp > 0, s.pp > 1, s.cp > 1), p.packed, p.clip, p.dropout}
 
 
 def slow_cases() -> list[Case]:
@@ -168,15 +168,15 @@ def slow_cases() -> list[Case]:
         _row(4, 2, "gpt-oss", "1f1b", tp=2, sp=True, etp=1, clip=True),
         _row(2, 1, "sinkhorn", "tp and etp 1", replicate=2),
         _row(2, 1, "sigmoid", "tp and etp 1", fp8="tensorwise"),
-        _row(4, 4, "sigmoid", "alone", "selective", 3, further=2, packed=True),
-        _row(2, 2, "mixtral", "replicate", further=1, tied=True),
-        _row(2, 2, "gpt-oss", "1f1b", further=2, clip=True),
-        _row(1, 2, "qwen2", "interleaved", further=1, tied=True),
-        _row(2, 2, "capacity", "tp", "full", further=1),
-        _row(2, 2, "llama4", "tp and etp 1", "selective", 3, further=2),
-        _row(2, 2, "llama4", "zb-v", further=1),
-        _row(2, 1, "latent", "tp and etp 1", further=2, cp=2),
-        _row(2, 2, "top-1", "zb-h1", "full", tp=2, sp=True, further=1),
+        _row(4, 4, "sigmoid", "alone", "selective", 3, mtp=2, packed=True),
+        _row(2, 2, "mixtral", "replicate", mtp=1, tied=True),
+        _row(2, 2, "gpt-oss", "1f1b", mtp=2, clip=True),
+        _row(1, 2, "qwen2", "interleaved", mtp=1, tied=True),
+        _row(2, 2, "capacity", "tp", "full", mtp=1),
+        _row(2, 2, "llama4", "tp and etp 1", "selective", 3, mtp=2),
+        _row(2, 2, "llama4", "zb-v", mtp=1),
+        _row(2, 1, "latent", "tp and etp 1", mtp=2, cp=2),
+        _row(2, 2, "top-1", "zb-h1", "full", tp=2, sp=True, mtp=1),
         *(_row(1, 1, "llama4", "cp", exchange=kind, dropout=True) for kind in ("all_gather", "a2a")),
         _row(2, 2, "llama4", "zb-v", dropout=True),
         _row(1, 1, "gpt-oss", "cp", exchange="all_gather", dropout=True),
@@ -211,7 +211,7 @@ def compiled_cases() -> list[Case]:
         _row(2, 1, "gpt-oss", "tp and etp 1", "selective", compile=True),
         _row(2, 1, "qwen2", "cp", compile=True),
         _row(2, 2, "padded", "alone", "full", 3, compile=True),
-        _row(2, 2, "llama4", "1f1b", "full", further=1, compile=True),
+        _row(2, 2, "llama4", "1f1b", "full", mtp=1, compile=True),
         _row(2, 2, "mixtral", "interleaved", compile=True),
         _row(2, 2, "sigmoid", "replicate", clip=True, compile=True),
         *(_row(2, 2, "sigmoid", fp8=recipe, compile=True) for recipe in ("tensorwise", "rowwise", "delayed")),

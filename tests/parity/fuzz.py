@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from smp.config.rules.mtp import MTP_LOSS
-from smp.models.beside import DROPPED, EXPERT_LOAD, ROUTER_ENTROPY
+from smp.models.auxiliary import DROPPED, EXPERT_LOAD, ROUTER_ENTROPY
 from tests.distributed import run_distributed
 from tests.parity.fuzz_cases import STEPS, Layout, Problem, draw, write_inputs
 from tests.parity.result import TOLERANCE, tensor_errors

@@ -87,7 +87,7 @@ def sections() -> list[Section]:
         ),
         Section(
             "Pipelines against one process, fp32",
-            "Every schedule beside every other way to split, and every pair of values of every two factors; then few "
+            "Every schedule with every other way to split, and every pair of values of every two factors; then few "
             "micro-batches,\nplacements by hand and compilation. `make test-slow` runs the product. A pipeline alone "
             "equals accumulation on\none process to the last bit (asserted; not listed).",
             [(case, case.one_rank) for case in pipelines],

@@ -105,7 +105,7 @@ def train(case: Case, contexts: Contexts, device: torch.device) -> dict[str, Any
     initial = _weights(model)
     optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp)
     recording = Recording(build_forward_backward(config, setup, model), model, problem.recorded_steps)
-    objective = NextToken(device, context.cp_group, further=problem.further)
+    objective = NextToken(device, context.cp_group, mtp=problem.mtp)
     trainer = Trainer(config, model, recording, objective, optimizer, context, device, Progress())
     recorder = Recorder()
     steps = []

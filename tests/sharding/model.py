@@ -10,7 +10,7 @@ import torch
 from smp.config import ModelConfig, ParallelConfig
 from smp.layers import init_weights
 from smp.models.gpt import GPT
-from smp.models.micro_batch import Further, MicroBatch
+from smp.models.micro_batch import MicroBatch, MTPBatch
 from smp.sharding.offload import Offload
 from smp.sharding.parallelize import parallelize
 
@@ -45,7 +45,7 @@ def loss_of(model: GPT) -> torch.Tensor:
     tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 64
     weights = torch.full((BATCH, LENGTH), 1.0 / (BATCH * LENGTH))
     index = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
-    further = tuple(Further(tokens.flip(0), tokens, weights) for _ in model.predictions)
-    total = model(MicroBatch(tokens, tokens.flip(1), weights, token_index=index, further=further)).total
+    further = tuple(MTPBatch(tokens.flip(0), tokens, weights) for _ in model.predictions)
+    total = model(MicroBatch(tokens, tokens.flip(1), weights, token_index=index, mtp=further)).total
     assert total is not None
     return total

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from smp.config import ModelConfig, resolve_model
-from smp.models.in_words import in_words
+from smp.models.description import describe_model
 from tests.config.test_megatron_experts import DEEPSEEK_V3 as WITH_MTP
 from tests.config.test_megatron_lines import DEEPSEEK_V3, GPT_175B, GPT_345M, GPT_OSS, LLAMA_8B, MIXTRAL, PIPELINE
 from tests.training.flag_runs import run_here
@@ -133,7 +133,7 @@ def test_a_line_that_cannot_run_writes_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_architectures_in_words(settings: dict[str, object], words: str) -> None:
-    assert words in in_words(resolve_model(ModelConfig(vocab_size=97, **settings)))  # type: ignore[arg-type]
+    assert words in describe_model(resolve_model(ModelConfig(vocab_size=97, **settings)))  # type: ignore[arg-type]
 
 
 def test_a_first_start_that_loads_from_where_it_saves_says_what_to_do(tmp_path: Path) -> None:

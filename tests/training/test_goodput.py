@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from smp.training.reporting import goodput
-from smp.training.reporting.goodput import FILE, Account, Goodput, in_words, read_account, summary
+from smp.training.reporting.goodput import FILE, Account, Goodput, describe, read_account, summary
 from tests.training.flag_runs import Run, Watched, run_here
 
 
@@ -75,7 +75,7 @@ def test_every_second_has_one_cause_over_restarts(tmp_path: Path, clock: Clock) 
     assert sum(account.seconds.values()) == pytest.approx(clock.time() - account.first_start)
     assert summary(account)["goodput"] == pytest.approx(54 / 242, abs=1e-4)
     began = "goodput 22.3 % of 0:04:02 (2 starts): idle 41.3 %, recovery 12.4 %, start 8.3 %, rerun 7.4 %"
-    assert in_words(account).startswith(began)
+    assert describe(account).startswith(began)
 
 
 def test_skipped_steps_are_lost(tmp_path: Path, clock: Clock) -> None:

@@ -7,14 +7,14 @@ import time
 
 import torch.distributed as dist
 
-from smp.training.faults.hang import Hang, Word, in_words, word_of_thread
+from smp.training.faults.hang import Hang, Word, describe, word_of_thread
 
 WAITS = Word("a", "all_reduce of Trainer._counts", "all_reduce (distributed_c10d.py:1)", "  stack of a waiting rank\n")
 SLEEPS = Word("b", "", "hang (x.py:3)", '  File "x.py", line 3, in hang\n')
 
 
 def test_who_has_not_come_is_named_with_its_stack() -> None:
-    text = in_words({0: WAITS, 1: WAITS, 2: SLEEPS, 3: WAITS}, 4)
+    text = describe({0: WAITS, 1: WAITS, 2: SLEEPS, 3: WAITS}, 4)
     assert text.splitlines() == [
         "hang: ranks 0-1, 3 are in all_reduce of Trainer._counts",
         "hang: rank 2 on b has not come: it is in hang (x.py:3); its stack:",
@@ -24,11 +24,11 @@ def test_who_has_not_come_is_named_with_its_stack() -> None:
 
 def test_ranks_without_a_word_and_ranks_in_another_collective() -> None:
     other = Word("c", "barrier of save", "barrier (distributed_c10d.py:9)", "  stack\n")
-    text = in_words({0: WAITS, 1: WAITS, 2: other}, 4)
+    text = describe({0: WAITS, 1: WAITS, 2: other}, 4)
     assert "rank 2 on c has not come: it is in barrier of save, another one" in text
     assert text.endswith("hang: rank 3 is silent: stopped, gone, or in code that holds the interpreter")
-    assert in_words({0: WAITS, 1: WAITS}, 2).endswith("a link between them is cut, or a device has not finished")
-    assert in_words({0: SLEEPS}, 1).startswith("hang: no rank is in a collective\nhang: rank 0 on b has not come")
+    assert describe({0: WAITS, 1: WAITS}, 2).endswith("a link between them is cut, or a device has not finished")
+    assert describe({0: SLEEPS}, 1).startswith("hang: no rank is in a collective\nhang: rank 0 on b has not come")
 
 
 def test_the_lowest_rank_that_is_there_speaks() -> None:

@@ -87,8 +87,8 @@ def test_further_layers_read_and_predict_what_lies_behind_each_token_wherever_it
     ends = {6, 18, 23} if packed else {23}  # columns where documents, or the sequence, end
     counted = 0
     for rank in range(2):
-        part = token_micro_batch(batch(packed=packed), 1, 10, CPU, Group("", 2, rank), further=2)
-        for k, further in enumerate(part.further, start=1):
+        part = token_micro_batch(batch(packed=packed), 1, 10, CPU, Group("", 2, rank), mtp=2)
+        for k, further in enumerate(part.mtp, start=1):
             flat = (part.input_ids, further.input_ids, further.labels, further.loss_weights)
             for token, read, label, weight in zip(*(x.flatten().tolist() for x in flat), strict=True):
                 column = token % LENGTH

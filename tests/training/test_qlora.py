@@ -178,7 +178,7 @@ def trained(rank: int, world: int, lines: list[str]) -> list[dict[str, Any]]:
 
 
 def test_a_run_goes_on_in_4_bits_or_says_that_it_does_not(folder: Path, tmp_path: Path) -> None:
-    """The same bits with --load-in-4bit; without it the adapters go on beside the weights of the files, in a line. And
+    """The same bits with --load-in-4bit; without it the adapters go on with the weights of the files, in a line. And
     tools/merge_lora.py adds them to these."""
     flags = flags_of(folder, "sft")
     first = f"{flags} --train-iters 1 --save {tmp_path}"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from smp.training.faults import replicas
-from smp.training.faults.replicas import checksum, differences, in_words, repair
+from smp.training.faults.replicas import checksum, describe, differences, repair
 from tests.distributed import run_distributed
 
 
@@ -54,7 +54,7 @@ def compared(rank: int, size: int, tp: int, wrong: int, copies: int) -> Any:
         flip(matrix.to_local(), 3, 0)
         flip(norm.to_local(), 1, 31)
     found = differences(tensors)
-    lines = in_words(found, 5)
+    lines = describe(found, 5)
     known = [one for one in found if one.source is not None]
     repair(known, tensors)
     return [(one.name, one.wrong, one.source) for one in found], lines, [one.name for one in differences(tensors)]

@@ -23,7 +23,7 @@ RUN = (
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
 KINDS = {
     "FP8 by rows": "--fp8-format hybrid --fp8-recipe rowwise --fp8-emulate",
-    "experts that drop tokens, further predictions": f"{EXPERTS} --moe-expert-capacity-factor 1 --mtp-num-layers 1",
+    "experts that drop tokens, multi-token prediction": f"{EXPERTS} --moe-expert-capacity-factor 1 --mtp-num-layers 1",
     "a tied matrix, bf16": "--no-untie-embeddings-and-output-weights --bf16",
 }
 SPLITS = ("", "--recompute-granularity full", "--pipeline-model-parallel-layout Et|t*4L")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smp.config import ConfigError
-from smp.models.beside import EXPERT_LOAD
+from smp.models.auxiliary import EXPERT_LOAD
 from smp.models.presets import PRESETS
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed

@@ -150,7 +150,7 @@ def test_a_frozen_language_model_leaves_the_projector_to_train(runs: Runs) -> No
 REFUSED = {
     "--objective dpo": "--objective dpo: --load is a vision-language model",
     "--compile": "--compile: --load is a vision-language model",
-    "--lora-rank 2 --freeze-projector": "--freeze-projector: beside adapters",
+    "--lora-rank 2 --freeze-projector": "--freeze-projector: with adapters",
     "--freeze-vision-model --freeze-projector --freeze-language-model": "nothing is left to train",
     "--image-folder nowhere": "--image-folder nowhere: there is no such folder",
 }

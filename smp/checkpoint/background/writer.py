@@ -1,7 +1,7 @@
-"""The process that writes checkpoints in the background: one beside every trainer, started afresh, never a fork.
+"""The process that writes checkpoints in the background: one next to every trainer, started afresh, never a fork.
 
 It is told what to write through a socket, and finds the data in memory that it shares with its trainer. Writers
-talk to each other through the checkpoint's folder only: each leaves a report beside its data file, and rank 0's waits
+talk to each other through the checkpoint's folder only: each leaves a report next to its data file, and rank 0's waits
 for all of them and commits. So a checkpoint is complete as soon as the slowest writer is, whatever the trainers do
 meanwhile, and no collective ever runs here. A writer dies with its trainer: nothing keeps writing into a folder that
 the next run has taken.

@@ -33,7 +33,7 @@ RENEWED_EVERY = 10.0
 _PATIENCE = 6 * RENEWED_EVERY  # file attributes are cached for so long on NFS
 _LOCKS = re.compile(rf"{LOCK}(?:\.(\d{{1,9}}))?")
 LEFT_BY_TAKERS = re.compile(rf"{LOCK}(\.[0-9a-f]+)*\.tmp|{LOCK}\.[0-9a-f]{{16}}")
-"""Files beside the lock that a job leaves that dies while it writes one; version 0.1 made the longer names."""
+"""Files next to the lock that a job leaves that dies while it writes one; version 0.1 made the longer names."""
 
 
 class LockLostError(CheckpointError):

@@ -67,7 +67,7 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
     config = replace(config, model=replace(config.model, **no_flags))
     if config.model.is_foreign:
         refuse_architecture(values, model | no_flags)
-    # what else of a named size is without effect beside the flags goes with it
+    # what else of a named size has no effect with the flags goes with it
     return replace(config, model=effective(config.model, keep=values.keys()))
 
 

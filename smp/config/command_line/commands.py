@@ -1,6 +1,6 @@
 """What users are told to type, in one place: commands and packages, right in a checkout and for an installed wheel.
 
-In a checkout the tools are files under tools/. A wheel has them beside this package, as ``smp-NAME`` and
+In a checkout the tools are files under tools/. A wheel has them next to this package, as ``smp-NAME`` and
 ``python -m smp NAME``. Imports nothing but the standard library: setup.py reads the table of names from here.
 """
 

@@ -35,7 +35,7 @@ class Setting:
         declared: the dataclass that has it.
         own_text: what it means for this entry point, where that differs.
         many: several words make the value; a flag takes them one after the other.
-        needs: names and values of settings; it has an effect beside one of them only. See ``schema.only_with``.
+        needs: names and values of settings; it has an effect with one of them only. See ``schema.only_with``.
         noted: elsewhere it is not refused, but the user is told.
     """
 

@@ -56,7 +56,7 @@ def query_norm(line: Line) -> None:
 
 
 def latent_yarn(line: Line) -> None:
-    """Megatron's RoPE beside latent attention is YaRN, which with its default factor of 1 changes nothing."""
+    """Megatron's RoPE with latent attention is YaRN, which with its default factor of 1 changes nothing."""
     flags = ("--rope-type", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim")
     given = [f"{flag} {line.one(flag)}" for flag in flags if flag in line.given]
     latent, kind = "--multi-latent-attention" in line.given, line.one("--rope-type")
@@ -80,7 +80,7 @@ def latent_yarn(line: Line) -> None:
         if weight and of_all:
             line.put("--yarn-mscale", str(weight), "--yarn-mscale-all-dim", str(of_all))
         elif of_all:
-            line.problems.append(f"--mscale 0 beside --mscale-all-dim {of_all}: give both or none")
+            line.problems.append(f"--mscale 0 with --mscale-all-dim {of_all}: give both or none")
         else:
             line.put("--yarn-attention-factor", repr(0.1 * weight * math.log(max(1.0, float(factor))) + 1.0))
 
@@ -95,7 +95,7 @@ def experts(line: Line) -> None:
 
 def recompute(line: Line) -> None:
     if "--moe-layer-recompute" in line.given and line.given.get("--recompute-granularity") == ["full"]:
-        line.problems.append("--moe-layer-recompute beside --recompute-granularity full, which repeats experts too")
+        line.problems.append("--moe-layer-recompute with --recompute-granularity full, which repeats experts too")
 
 
 def _is_number(text: str) -> bool:

@@ -28,7 +28,7 @@ MODEL: tuple[Row, ...] = (
             "none": "--position-embedding-type none",
         },
         "--position-embedding-type takes rope, learned_absolute, alibi and none; YaRN is --rope-scaling-type yarn "
-        "beside rope",
+        "with rope",
     ),
     becomes("--embed-layernorm", "--embedding-layernorm"),
     becomes("--use-rotary-position-embeddings", "--position-embedding-type rope"),
@@ -39,7 +39,7 @@ MODEL: tuple[Row, ...] = (
     ),
     derived(
         "--group-query-attention --num-query-groups:1",
-        "--num-query-groups; Megatron reads it beside --group-query-attention only",
+        "--num-query-groups; Megatron reads it with --group-query-attention only",
     ),
     derived(
         "--qk-layernorm", "--qk-layernorm, with --normalization RMSNorm: the norm of queries and keys is that kind"
@@ -47,7 +47,7 @@ MODEL: tuple[Row, ...] = (
     derived("--window-size:+", "--window-size with one number, the tokens that one sees: Megatron's (n-1,0) is n"),
     derived(
         "--openai-gelu --no-bias-gelu-fusion",
-        "--tanh-gelu: Megatron's fused GELU, which is its default beside biases, is tanh's; --no-tanh-gelu is erf's",
+        "--tanh-gelu: Megatron's fused GELU, which is its default with biases, is tanh's; --no-tanh-gelu is erf's",
     ),
     left_out("--use-mcore-models --use-te --enable-flash-attn --use-flash-attn --spec:+", "there is one decoder"),
     chosen(
@@ -85,7 +85,7 @@ MODEL: tuple[Row, ...] = (
     same("--yarn-beta-fast:1 --yarn-beta-slow:1"),
     derived(
         "--rope-type:1 --rotary-scaling-factor:1 --mscale:1 --mscale-all-dim:1",
-        "YaRN beside --multi-latent-attention: --use-rope-scaling --rope-scaling-type yarn with --rope-scaling-factor, "
+        "YaRN with --multi-latent-attention: --use-rope-scaling --rope-scaling-type yarn with --rope-scaling-factor, "
         "--yarn-mscale and --yarn-mscale-all-dim; without latent attention Megatron does not read them",
     ),
     refused(
@@ -182,7 +182,7 @@ MODEL: tuple[Row, ...] = (
             "none": "--moe-router-load-balancing-type none",
         },
         "take aux_loss, seq_aux_loss, global_aux_loss or none; several at once do not exist, and what sinkhorn needs "
-        "beside it says --help: weights are those of the router's other flags here",
+        "in addition says --help: weights are those of the router's other flags here",
     ),
     refused("--moe-router-dtype:1", "the router computes in fp32", {"fp32": ""}),
     chosen(

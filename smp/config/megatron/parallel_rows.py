@@ -41,7 +41,7 @@ PARALLEL: tuple[Row, ...] = (
     becomes(
         "--hierarchical-context-parallel-sizes:+",
         "--hierarchical-context-parallel-sizes {}",
-        "the same, beside a2a+p2p",
+        "the same, with a2a+p2p",
     ),
     refused(
         "--hybrid-context-parallel --dynamic-context-parallel --min-hybrid-context-parallel-size:1 "
@@ -149,7 +149,7 @@ PARALLEL: tuple[Row, ...] = (
     left_out(
         "--use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params "
         "--pin-cpu-grads --pin-cpu-params",
-        "--optimizer-cpu-offload copies beside the backward pass and the host's steps, in pinned memory",
+        "--optimizer-cpu-offload copies during the backward pass and the host's steps, in pinned memory",
     ),
     refused("--offload-optimizer-states", "--optimizer-cpu-offload keeps them on the host, where steps are computed"),
     refused(

@@ -122,7 +122,7 @@ def folders(line: Line) -> None:
         line.put("--save", save)
     if start is not None and load is not None:
         line.problems.append(
-            f"--pretrained-checkpoint {start} beside --load {load}: start with --load {start} --finetune, go on with "
+            f"--pretrained-checkpoint {start} with --load {load}: start with --load {start} --finetune, go on with "
             "--load auto"
         )
     elif start is not None:
@@ -172,10 +172,10 @@ def samples(line: Line) -> None:
     if "train_iters" not in line.words:
         return
     if line.one("--lr-warmup-samples") == "0":
-        line.words.pop("lr_warmup_samples", None)  # Megatron's default, beside iterations too
+        line.words.pop("lr_warmup_samples", None)  # Megatron's default, with iterations too
     said = [flag for flag in _LENGTHS_IN_SAMPLES if flag[2:].replace("-", "_") in line.words]
     if said:
-        line.problems.append(f"{', '.join(said)} beside --train-iters: give --lr-*-iters, or --train-samples")
+        line.problems.append(f"{', '.join(said)} with --train-iters: give --lr-*-iters, or --train-samples")
     batch = _largest_batch(line)
     if said or batch is None:
         return

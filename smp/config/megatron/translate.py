@@ -132,7 +132,7 @@ def _requirements(line: Line) -> None:
 
 
 def _drop_what_is_idle(line: Line) -> None:
-    """Leave out settings without an effect beside the rest: Megatron passes over them, this project refuses them."""
+    """Leave out settings that have no effect with the rest: Megatron passes over them, this project refuses them."""
     defaults = [name for name in line.words if name in DEFAULTS]
     while True:
         values = read_values([word for words in line.words.values() for word in words], PRETRAIN, "")

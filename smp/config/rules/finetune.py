@@ -1,4 +1,4 @@
-"""What the settings of a fine-tuning run must satisfy beside what they share with pretraining, and its defaults."""
+"""What the settings of a fine-tuning run must satisfy besides what they share with pretraining, and its defaults."""
 
 from __future__ import annotations
 

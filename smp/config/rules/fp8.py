@@ -59,8 +59,8 @@ def check_fp8(config: Config, layout: Layout) -> None:
     require(
         not any(linear(model)),
         f"{flag} and {', '.join(given(model, 'linear_attention_type', 'hybrid_layer_pattern'))} exclude each other: "
-        "rates and decays of a recurrence are not for 8 bits, and the projections beside them share their input; leave "
-        "one out",
+        "rates and decays of a recurrence are not for 8 bits, and the projections next to them share their input; "
+        "leave one out",
     )
     _check_layers(model, parallel)
     _check_gather(parallel, layout)

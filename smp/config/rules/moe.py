@@ -10,7 +10,7 @@ from smp.config.schema import Config
 
 
 def aux_losses(model: ModelConfig) -> dict[str, float]:
-    """Losses of the routers beside the model's own, and their coefficients."""
+    """Losses of the routers, which are added to the model's own, and their coefficients."""
     if model.num_experts is None:
         return {}
     found = {"load balancing loss": model.moe_aux_loss_coeff, "z loss": model.moe_z_loss_coeff or 0.0}

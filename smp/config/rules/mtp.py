@@ -7,10 +7,10 @@ from smp.config.model import ModelConfig
 from smp.config.schema import Config
 
 MTP_LOSS = "mtp loss"
-"""The name that the loss of further layers is reported under: of all of them, as it is added to the model's own."""
+"""The name of the loss of multi-token prediction in logs: the sum over its layers, as it is added to the total."""
 
 
-def further_layers(model: ModelConfig) -> range:
+def mtp_layers(model: ModelConfig) -> range:
     """Numbers of the layers behind the last that each predict one token more ahead. They are made as the last is."""
     return range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
 

@@ -133,7 +133,7 @@ def _check_environment(spec: str | None) -> None:
 
 
 def _check_given(config: Config, given: RolloutConfig, filled: RolloutConfig, name: str) -> None:
-    """Refuse what was given and does nothing beside the rest."""
+    """Refuse what was given and has no effect with the rest."""
     usual = DEFAULTS[name]["epsilon"]  # a resolved run says what it would be, which is no wish
     idle = {
         "--delta": given.delta is not None and filled.loss_type in ("cispo", "sapo"),

@@ -40,7 +40,7 @@ def check_vision(config: Config) -> None:
     frozen = [flag_of(f"freeze_{part}") for part in vision.frozen]
     require(
         not (config.has_adapters and frozen),
-        f"{', '.join(frozen)}: beside adapters, which are in the language model, all of it is frozen; leave it out",
+        f"{', '.join(frozen)}: with adapters, which are in the language model, all of it is frozen; leave it out",
     )
     require(len(frozen) < 3, f"{', '.join(frozen)}: nothing is left to train; leave one out")
 

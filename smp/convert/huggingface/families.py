@@ -377,7 +377,7 @@ FIRST_FAMILIES = (
     ),
 )
 REASONS: dict[str, str] = {
-    "moe": "a router or layers beside its experts of its own",
+    "moe": "a router or layers besides its experts of its own",
     "deepseek": "attention or layers of its own",
     "gemma3n": "layers that share keys and values, and embeddings of each layer",
     "gemma4": "layers that share keys and values, and head widths of their own",

@@ -18,7 +18,7 @@ class ExpertKeys:
         count: key of their number.
         dense: which layers have none: ``none``; by ``decoder_sparse_step`` and ``mlp_only_layers``; by
             ``first_k_dense_replace``.
-        shared: an MLP beside them: ``none``; of a width, with a gate; of ``n_shared_experts`` times the experts' width.
+        shared: an MLP next to them: ``none``; of a width, with a gate; of ``n_shared_experts`` experts' width.
         router: ``softmax``; one that ``norm_topk_prob`` decides about; DeepSeek-V2's ``topk_method``; or DeepSeek-V3's
             ``sigmoid``.
         own_width: they have a width of their own, ``moe_intermediate_size``.
@@ -78,11 +78,11 @@ class Family:
             another rule.
         same_as: keys that must have the value of another key, or be absent.
         ignored: ends of names of tensors that hold no weights (tables that old versions saved).
-        skipped: beginnings of names of tensors that only training of further tokens uses, which are left out.
+        skipped: beginnings of names of tensors that only multi-token prediction uses, which are left out.
         renamed: modules that have another name in some files.
         aliases: keys of config.json and the other name that transformers takes for them.
         experts: its keys about experts; None: its layers are dense.
-        predicts: files may have layers behind the last that predict further tokens.
+        predicts: files may have layers behind the last for multi-token prediction.
         factors: keys of numbers that something is multiplied by -> the setting, and how one follows from the other.
         own: what its keys say beyond all this.
         quantized: names of its tensors in files whose experts are in MXFP4; None: there are no such files.

@@ -60,7 +60,7 @@ COMPANIONS = (
 CARRIED = "hf"
 """Folder inside of a converted checkpoint with config.json, tokenizer and the like of the folder that it came from."""
 BESIDE = "model_files"
-"""The same beside the checkpoints of a run."""
+"""The same next to the checkpoints of a run."""
 
 
 def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool = False) -> LinkedWeights:
@@ -127,7 +127,7 @@ def _with_predictions(
 
 
 def _check_copies(weights: LinkedWeights, copied: Iterable[Link]) -> None:
-    """Refuse an embedding or an output matrix of a further layer that is not the model's own."""
+    """Refuse an embedding or an output matrix of a multi-token prediction layer that is not the model's own."""
     for link in copied:
         store, name = weights.store, link.external_name
         own = weights.links[link.smp_name][0].external_name
@@ -237,6 +237,6 @@ def carry(reference: Path | None, folder: Path) -> None:
 
 
 def carried(folder: Path) -> Path | None:
-    """What :func:`carry` left in a folder, or a run beside its checkpoints, if they did."""
+    """What :func:`carry` left in a folder, or a run next to its checkpoints, if they did."""
     run = folder.parent if ITERATION.fullmatch(folder.name) else folder
     return next((found for found in (folder / CARRIED, run / BESIDE) if found.is_dir()), None)

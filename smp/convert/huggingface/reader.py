@@ -146,7 +146,7 @@ class Reader:
         return values | {"use_rope_scaling": True, "rope_scaling_type": kind} | self._scaling(kind, given)
 
     def _scaling(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Of RoPE. The original length may be beside it, and is by default the model's; YaRN's other settings have
+        """Of RoPE. The original length may be next to it, and is by default the model's; YaRN's other settings have
         defaults."""
         longest = self.content.get("max_position_embeddings")
         default = self.family.defaults.get("original_max_position_embeddings")
@@ -173,7 +173,7 @@ class Reader:
                 del values[f"yarn_{key}"]
         usable = "yarn_mscale" in values and "yarn_attention_factor" not in values
         if self.family.fixed.get("multi_latent_attention") and "yarn_mscale_all_dim" in values and not usable:
-            raise ConfigError(f"{self.where}: mscale_all_dim is supported beside mscale, without attention_factor")
+            raise ConfigError(f"{self.where}: mscale_all_dim is supported with mscale, without attention_factor")
         if "yarn_attention_factor" in values or not {"yarn_mscale", "yarn_mscale_all_dim"} <= values.keys():
             values = {name: value for name, value in values.items() if not name.startswith("yarn_mscale")}
         return values
@@ -247,7 +247,7 @@ def written_scaling(config: ModelConfig) -> dict[str, Any] | None:
 
 
 def is_longrope_family(family: Family) -> bool:
-    """Whether it is LongRoPE's own, which has the original length beside the scaling."""
+    """Whether it is LongRoPE's own, which has the original length next to the scaling."""
     return "original_max_position_embeddings" in family.defaults
 
 

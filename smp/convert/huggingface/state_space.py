@@ -111,7 +111,7 @@ def _letters(reader: Reader, kinds: Any, known: str, count: int | None) -> str:
 
 
 def _read_granite(reader: Reader, values: Values) -> Values:
-    """Without experts the layer's MLP is what stands beside them elsewhere."""
+    """Without experts the layer's MLP is what stands next to them elsewhere."""
     layers = values["num_layers"]
     kinds = reader.content.get("layer_types", reader.content.get("layers_block_type")) or ["mamba"] * layers
     recurs = [letter == MAMBA for letter in _letters(reader, kinds, MAMBA + ATTENTION, layers)]

@@ -224,7 +224,7 @@ def _read_metadata(path: Path) -> metadata.Metadata:
 
 
 def _args(files: OpenFiles, common: Any) -> dict[str, Any] | None:
-    """The arguments in what lies beside the tensors, which older versions write as ``common.pt``; None: no arguments.
+    """The arguments in what lies next to the tensors, which older versions write as ``common.pt``; None: no arguments.
 
     Raises:
         DamagedError: what has their name is something else.

@@ -85,7 +85,7 @@ class MegatronTarget:
         return places
 
     def _extra_states(self) -> list[str]:
-        """Names of the objects that Transformer Engine keeps beside weights, empty here: Megatron asks for them."""
+        """Names of the objects that Transformer Engine keeps next to weights, empty here: Megatron asks for them."""
         layers, experts = self.config.num_layers, self.config.num_experts
         mlp = _MLP if experts is None else _SHARED if self.config.moe_shared_expert_intermediate_size else ()
         modules = (*_ATTENTION, *mlp, *(_NORMS if self.config.qk_layernorm else ()))

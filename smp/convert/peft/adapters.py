@@ -67,7 +67,7 @@ class Adapters(dict[str, Adapter]):
     """Adapters by the name of their layer.
 
     Attributes:
-        score: the row of a reward model's head, fp32 (1, hidden), which is trained beside them as a whole; None: the
+        score: the row of a reward model's head, fp32 (1, hidden), which is trained with them as a whole; None: the
             model keeps its head.
         model: what they were trained with, where that is known: other settings than those of its base may be among it.
     """
@@ -108,7 +108,7 @@ def linear_modules(config: ModelConfig, family: Family) -> dict[str, dict[str, L
 
 
 def partly_adapted(names: Collection[str], config: ModelConfig, family: Family) -> list[str]:
-    """Hugging Face's modules in which some of the layers ``names`` lie beside others."""
+    """Hugging Face's modules in which some of the layers ``names`` lie next to others."""
     modules = linear_modules(config, family).items()
     return [module for module, found in modules if 0 < sum(name in names for name in found) < len(found)]
 

@@ -10,7 +10,7 @@ from smp.config.blend import is_text
 
 _SPLIT = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-z])", re.IGNORECASE)
 _NO_DATA = ("README", "LICENSE")
-"""Beginnings of names of files that lie beside data, as text."""
+"""Beginnings of names of files that lie next to data, as text."""
 
 
 def files_of(folder: Path) -> list[Path]:

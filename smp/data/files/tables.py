@@ -146,7 +146,7 @@ def json_array(path: Path | RemoteFile, text: str) -> Iterator[list[Any]]:
     at = _skip(text, at + 1)
     try:
         while text[at : at + 1] != "]":
-            # One element at a time: the text is in memory, but never all of its objects beside it.
+            # One element at a time: the text is in memory, but never all of its objects at once.
             element, at = decoder.raw_decode(text, at)
             found.append(element)
             at = _skip(text, at)

@@ -24,7 +24,7 @@ from smp.data.tokenizers.tokenizer import (
 )
 
 _ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""Usual names of the end of a document, for a tokenizer.json that has no tokenizer_config.json beside it."""
+"""Usual names of the end of a document, for a tokenizer.json that has no tokenizer_config.json next to it."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def open_tokenizer_json(path: str | Path) -> Any:
 
 class HuggingFaceTokenizer:
     """A ``tokenizer.json`` of the library tokenizers. The end of a document is the ``eos_token`` of the
-    tokenizer_config.json beside it, or the usual name that the vocabulary has; ValueError if there is none."""
+    tokenizer_config.json next to it, or the usual name that the vocabulary has; ValueError if there is none."""
 
     def __init__(self, path: str | Path) -> None:
         self._tokenizer = open_tokenizer_json(path)

@@ -108,7 +108,7 @@ class TuningDataset:
 
     @property
     def manifest(self) -> list[dict[str, str]]:
-        """What the order is a function of beside the seed, for checkpoints."""
+        """What the order is a function of besides the seed, for checkpoints."""
         return [{"samples": self.samples.fingerprint(), "sequences": fingerprint(self.sequences.order)}]
 
     def resume(self, manifest: list[dict[str, str]] | None, consumed: int) -> list[str]:

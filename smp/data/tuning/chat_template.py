@@ -31,7 +31,7 @@ _SAID = "\ufdd4"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of what a message says before its content; as with transformers a template reads it under the first two."""
 _MEANINGFUL = ("tools", "tool_calls", "function_call", *_REASONING)
-"""What a conversation may say beside its messages' content."""
+"""What a conversation may say besides its messages' content."""
 Span = tuple[int, int]
 
 
@@ -130,7 +130,7 @@ class ChatTemplate:
         return after
 
     def unnamed(self, conversation: Conversation) -> set[str]:
-        """Keys of the messages that the template does not name, beside those that it refuses to leave out."""
+        """Keys of the messages that the template does not name, besides those that it refuses to leave out."""
         keys = {key for message in conversation.messages for key, value in message.items() if value not in ("", [], {})}
         return keys - self._words - {"role", "content", *_MEANINGFUL}
 
@@ -213,7 +213,7 @@ class ChatTemplate:
         return front, back
 
     def _check_read(self, conversation: Conversation) -> None:
-        """What is said beside the content is in the text: a template that never names it would leave it out."""
+        """What is said besides the content is in the text: a template that never names it would leave it out."""
         for name in _MEANINGFUL:
             if not self._words.isdisjoint((name, *_REASONING[:2]) if name in _REASONING else (name,)):
                 continue

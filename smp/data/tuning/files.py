@@ -37,7 +37,7 @@ class Row(dict[str, Any]):
         read: keys whose values were read.
         hidden: keys of its messages that the chat template does not name.
         in_part: the chat template leaves out a part of what a message says.
-        as_text: its prompt and answer are texts, beside a chat template that they are not rendered by.
+        as_text: its prompt and answer are texts, where there is a chat template that they are not rendered by.
         unended: something that its assistant says ends without a special token that is trained.
         where: it stands, ``file:line``.
         shown: the images that it shows, with the text around them.

@@ -1,4 +1,4 @@
-"""Images of a batch, as tensors that a vision-language model takes beside token ids.
+"""Images of a batch, as tensors that a vision-language model takes besides token ids.
 
 transformers' processors give three kinds of tensors, and which is which is seen on an example: one number or row per
 token (``mm_token_type_ids``), one row per text (Idefics 3, Mllama), and all others, whose first dimension counts

@@ -106,7 +106,7 @@ class _Places:
         return {**turn, key: [self._part(part, f"message {number}", role_of(turn)) for part in said]}
 
     def written(self, text: str) -> str:
-        """A text with LLaVA's word replaced; a line end beside it only sets it apart."""
+        """A text with LLaVA's word replaced; a line end next to it only sets it apart."""
         for _ in range(self._checked(text).count(WRITTEN)):
             self._next()
         return _WITH_LINE_END.sub(PLACE, text)

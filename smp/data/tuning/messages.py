@@ -40,7 +40,7 @@ class Conversation:
 
 
 def conversation(messages: Any, record: dict[str, Any], name: str = "messages") -> Conversation:
-    """Of the messages under ``name``, and what the record says beside them: a system text and tools.
+    """Of the messages under ``name``, and what the record says in addition: a system text and tools.
 
     Raises:
         BadSampleError: something in them is not as it has to be, or contradicts the rest.
@@ -52,7 +52,7 @@ def conversation(messages: Any, record: dict[str, Any], name: str = "messages") 
     if (system := text_of(record.get("system") or "", "system")) and checked[0]["role"] != "system":
         checked = [{"role": "system", "content": system}, *checked]
     elif system and checked[0]["content"].strip() != system.strip():
-        raise BadSampleError("it has a system text beside a system message that says something else: leave out one")
+        raise BadSampleError("it has a system text and a system message that says something else: leave out one")
     trained = tuple(m["role"] == "assistant" and _is_trained(m, i) for i, m in enumerate(checked))
     if record.get("functions"):
         raise BadSampleError("it has functions, which no chat template shows: write them as tools")

@@ -37,12 +37,12 @@ def open_processor(folder: str | Path) -> Any:
         raise ConfigError(f"images need {missing.name}: {pip_install('pillow', 'transformers')}") from None
     made = _tried(folder, lambda: AutoProcessor.from_pretrained(folder) if _has_torchvision() else _of_images(folder))
     if getattr(made, "image_processor", None) is None or not hasattr(made, "tokenizer"):
-        raise ConfigError(f"--load {folder}: {type(made).__name__} takes no images beside text")
+        raise ConfigError(f"--load {folder}: {type(made).__name__} takes no images with text")
     return made
 
 
 def image_class(kind: type) -> Any:
-    """A processor's class that takes None for what it has beside a tokenizer and an image processor."""
+    """A processor's class that takes None for what it has besides a tokenizer and an image processor."""
     return type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)})
 
 

@@ -66,7 +66,7 @@ def read_prompts(
             prompt = _encoded(row := parse(record), encoder)
             if len(prompt.ids) > longest:
                 raise BadSampleError(
-                    f"its prompt has {len(prompt.ids)} tokens, and beside --max-completion-length there is room for "
+                    f"its prompt has {len(prompt.ids)} tokens, and with --max-completion-length there is room for "
                     f"{longest}"
                 )
             if max(prompt.ids) >= vocab_size:
@@ -172,7 +172,7 @@ class PromptDataset:
 
     @property
     def manifest(self) -> list[dict[str, str]]:
-        """What the order is a function of beside the seed, for checkpoints."""
+        """What the order is a function of besides the seed, for checkpoints."""
         return [{"prompts": prompts_fingerprint(self.prompts), "chosen": fingerprint(self.chosen)}]
 
     def resume(self, manifest: list[dict[str, str]] | None, consumed: int) -> list[str]:

@@ -97,7 +97,7 @@ class Report:
         unread: keys of samples that nothing used, and of how many.
         hidden: keys of messages that the chat template does not name, and in how many samples.
         in_part: samples of which the chat template leaves out a part of what a message says.
-        as_text: samples whose prompt and answer are texts, beside a chat template.
+        as_text: samples whose prompt and answer are texts, where there is a chat template.
         unended: samples of which the chat template ends something that is trained without a special token.
         bad: (where, why) of samples that were left out.
         images: of all samples.

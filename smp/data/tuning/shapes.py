@@ -96,7 +96,7 @@ def recognise_pair(record: dict[str, Any], how: Reading) -> tuple[Sample, Sample
     if not shared and turns is not None:
         asked = from_json(record[turns], turns) if isinstance(record[turns], str) else record[turns]
         if not isinstance(asked, list) or not asked or role_of(asked[-1]) == "assistant":
-            raise BadSampleError(f"{turns} beside chosen and rejected must be what both answer, up to the user's turn")
+            raise BadSampleError(f"{turns} with chosen and rejected must be what both answer, up to the user's turn")
         return _answer(asked, chosen, record, how), _answer(asked, rejected, record, how)
     if not shared and "instruction" in record:
         return _alpaca(record, chosen, how.chat), _alpaca(record, rejected, how.chat)
@@ -129,7 +129,7 @@ def recognise_labelled(record: dict[str, Any], how: Reading) -> Sample:
     """
     label_of(record)
     if not ({"prompt", "completion"} <= record.keys() or {"instruction", "output"} <= record.keys()):
-        raise BadSampleError(f"keys {_keys(record)}: beside a label there must be prompt and completion")
+        raise BadSampleError(f"keys {_keys(record)}: with a label there must be prompt and completion")
     return recognise(record, how, labelled=True)
 
 
@@ -209,7 +209,7 @@ def _messages(said: Any, role: str) -> list[Any] | None:
 
 
 def refuse_beside_text(record: dict[str, Any], where: str = "prompt and answer as texts do not show") -> None:
-    """Raise BadSampleError where a record says something for the model beside its texts, which they would not show."""
+    """Raise BadSampleError where a record says something for the model besides its texts, which they would not show."""
     for name, what in (("system", "a system text"), ("tools", "tools"), ("functions", "functions")):
         if record.get(name) not in (None, "", "[]", "null", [], {}):
             raise BadSampleError(f"it has {what}, which {where}: write messages")

@@ -31,7 +31,7 @@ class TuningTokenizer(ABC):
         before: token ids that a plain text begins with.
         special: ids of tokens that are no text.
         template: source of the chat template, or None.
-        unread_template: a file with a chat template that lies beside and is not read; None: there is none.
+        unread_template: a file with a chat template that lies next to it and is not read; None: there is none.
         template_tokens: special tokens that the template may name.
         folder: of its files.
     """

@@ -1,4 +1,4 @@
-"""Samples with images to token ids, and their images to what a vision-language model takes beside them.
+"""Samples with images to token ids, and their images to what a vision-language model takes besides them.
 
 The folder's processor makes both: it puts as many image tokens into the text as an image has features. Which of
 the tokens are trained is known of the text before that, so the two texts are laid over each other.
@@ -181,7 +181,7 @@ class _Laid:
         parts = text.split(place)
         first, last = _from_left(parts, whole), _from_right(parts, whole)
         if first is None or last is None:
-            raise BadSampleError("its processor changes the text beside images, so it cannot be told what is trained")
+            raise BadSampleError("its processor changes the text next to images, so it cannot be told what is trained")
         pieces, at = [], 0
         for part, left, right in zip(parts, first, last, strict=True):
             # A short piece, such as a line end, may be in what stands for an image, too.

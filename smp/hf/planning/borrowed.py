@@ -25,7 +25,7 @@ def borrowed_parameters(
     model: nn.Module, wholes: Mapping[str, tuple[str, ...]], placed: Collection[str]
 ) -> tuple[dict[str, Borrowed], dict[str, set[str]]]:
     """By a module's name: (module below, parameter's name) of what its class reads as ``self.child.name``, or from
-    further down; and the module's own methods, beside the forward pass, that read parameters and are called by others.
+    further down; and the module's own methods, besides the forward pass, that read parameters and are called by others.
 
     Args:
         wholes: modules by their name, with the own parameters that every rank has whole. Modules that are cut are not

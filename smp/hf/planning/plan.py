@@ -73,7 +73,7 @@ class Step:
 @dataclass
 class Plan:
     """Steps by the module's name; numbers of modules to set; modules whose children share a collective; parameters that
-    modules read from those below them; and methods beside the forward pass that read parameters."""
+    modules read from those below them; and methods besides the forward pass that read parameters."""
 
     steps: dict[str, Step] = field(default_factory=dict)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -320,14 +320,14 @@ def _numbers(modules: Mapping[str, nn.Module], rows: Mapping[str, str], tp_size:
 
 
 def _check_regions(modules: Mapping[str, nn.Module], rows: Mapping[str, str], whole: set[str], plan: Plan) -> None:
-    """Beside a module whose output stays cut, every parameter needs a row: used on some heads or columns only, its
+    """Next to a module whose output stays cut, every parameter needs a row: used on some heads or columns only, its
     gradient would be a part of the sum, another on each rank, and nothing would say so."""
     cut = {target_of(name).rpartition(".")[0] for name, step in plan.steps.items() if step.style == "colwise"}
     for name in plan.steps:
         inside = any(name == parent or name.startswith(parent + ".") for parent in cut)
         if inside and not _has_row(name, modules[name], rows) and name not in whole:
             raise ConfigError(
-                f"{name} ({type(modules[name]).__name__}) has parameters beside columns that are cut, and no row says "
+                f"{name} ({type(modules[name]).__name__}) has parameters next to columns that are cut, and no row says "
                 f'how they are used: rows={{"{pattern_of(name)}": "{SUMMED}"}}, or "{REPLICATE}" if on whole columns'
             )
 

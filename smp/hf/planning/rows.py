@@ -37,7 +37,7 @@ EMBEDDING_COLUMNS = "embedding_colwise"
 EXPERTS = "experts"
 LATENT = "mla_kv_a_proj"
 OWN_PARAMETERS = "own parameters"
-"""Not of a row: what rows do to parameters that a module has beside its children, such as attention sinks."""
+"""Not of a row: what rows do to parameters that a module has besides its children, such as attention sinks."""
 REPLICATE = "replicate"
 DIVIDE = "divide"
 STYLES = (*COLUMN, *ROW, EMBEDDING, EMBEDDING_COLUMNS, EXPERTS, LATENT, SUMMED, REPLICATE, DIVIDE)

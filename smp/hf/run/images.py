@@ -1,4 +1,4 @@
-"""Images in a forward pass of a transformers model, and positions of tokens beside them."""
+"""Images in a forward pass of a transformers model, and positions of tokens next to them."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class TransformersModel(Model):
         adopt(context)
         transform(module)
         offer(module, context.tp)
-        # Beside the children, not as one: then names are Hugging Face's.
+        # Next to the children, not as one: then names are Hugging Face's.
         self._module = (module,)
         for name, child in module.named_children():
             self.add_module(name, child)

@@ -31,7 +31,7 @@ class AttentionShape:
         heads, length, head_dim, dtype: of queries; keys and values have fewer heads, else the same.
         groups: key/value heads, each for heads / groups query heads.
         masked: there are documents or a window.
-        spans: what is masked may be given as spans instead; not beside attention dropout.
+        spans: what is masked may be given as spans instead; not with attention dropout.
         other_lengths: of calls that come too.
         changes_scores: the flag that says so; "": scores are scale q k^T + mask, which all backends compute.
     """

@@ -23,7 +23,7 @@ from smp.kernels.token_layout import TokenLayout
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Pair:
-    """(out, lse) of keys, (tokens, heads, head_dim) and fp32 (heads, tokens), with ``sinks`` (heads,) beside them."""
+    """(out, lse) of keys, (tokens, heads, head_dim) and fp32 (heads, tokens), with ``sinks`` (heads,) next to them."""
     total = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
     share = (lse - total).exp().t()[..., None]  # (tokens, heads, 1); 0 where a query sees no key
     return (out * share).to(out.dtype), total

@@ -2,7 +2,7 @@
 
 Needs nvcc and a C++ compiler, no GPU, and not torch: the library has C functions only, so one build serves every torch.
 ``SMP_BUILD_CUDA=1 pip install .`` does the same for the wheel. ``SMP_CUDA_ARCHS`` names the targets, by default
-``80;90a``: machine code for A100 and H100/H200; anything newer compiles the PTX of compute_90 that lies beside them.
+``80;90a``: machine code for A100 and H100/H200; anything newer compiles the PTX of compute_90 that lies next to them.
 """
 
 from __future__ import annotations

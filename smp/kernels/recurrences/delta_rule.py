@@ -15,7 +15,7 @@ G_j) for i >= j in one document, else 0, and T = (1 + strict lower part of (b_i 
     S <- exp(G_C) S + (exp(G_C - G) k)^T V
 
 FLOPs of a forward pass per token and head: 6 key_dim value_dim + C (4 key_dim + 4 value_dim) + C^2. Kept for the
-backward pass beside the inputs: a state for each chunk, key_dim value_dim / C a token, and C of T. Sums are in fp32,
+backward pass besides the inputs: a state for each chunk, key_dim value_dim / C a token, and C of T. Sums are in fp32,
 those of g in fp64.
 """
 

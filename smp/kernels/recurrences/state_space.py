@@ -13,7 +13,7 @@ decays of :mod:`smp.kernels.recurrences.chunks`:
     S <- whole S + k^T (behind t v)
 
 Products with a state are those of all heads of a group at once. FLOPs of a forward pass per token and head: 4 state_dim
-head_dim + 2 C head_dim, and per group 2 C state_dim. Kept for the backward pass beside the inputs: a state for each
+head_dim + 2 C head_dim, and per group 2 C state_dim. Kept for the backward pass besides the inputs: a state for each
 chunk. Sums are in fp32, those of g in fp64.
 """
 

@@ -30,7 +30,7 @@ class Backend:
         artifacts: the files of a job; job.json among them.
         busy: says what a job of the folder does that has not ended; None when there is none.
         submit: starts what the folder holds; returns the exit code and what is to be added to job.json.
-        state: one word and what is known beside it.
+        state: one word and what else is known.
         logs: shows them, and with True also what comes.
         cancel: asks the run to save and end, or takes a waiting job away; returns which of these was done.
     """

@@ -1,7 +1,7 @@
 """The first process of a container of a SageMaker training job: hyper-parameters to a command of torchrun.
 
 Which nodes there are is in /opt/ml/input/config/resourceconfig.json; the hyper-parameters are in SM_HPS (where
-SageMaker's toolkit runs) or hyperparameters.json beside it. What a model-parallel estimator adds (mp_parameters) is
+SageMaker's toolkit runs) or hyperparameters.json next to it. What a model-parallel estimator adds (mp_parameters) is
 left out.
 """
 

@@ -458,7 +458,7 @@ def logs(folder: Path, facts: Facts, more: bool) -> int:
 
 def cancel(folder: Path, facts: Facts) -> str:
     """Delete the job; its pods have cluster.termination_seconds to save. Until they are gone it keeps its name, so that
-    resume cannot start others beside them."""
+    resume cannot start others next to them."""
     if busy(folder, facts) is None:
         raise ConfigError(f"{folder}: its job is not running")
     _kubectl(facts, "delete", facts["resource"], "--cascade=foreground", "--wait=false")

@@ -89,7 +89,7 @@ def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
 
 
 def _stop(folder: Path, process: subprocess.Popen[bytes], number: int) -> None:
-    """A signal to the training, or an end to the stage that runs beside it."""
+    """A signal to the training, or an end to the stage that runs with it."""
     (folder / "cancelled").touch()
     holder = _holder(folder)
     with suppress(ProcessLookupError):

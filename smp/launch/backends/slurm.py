@@ -1,4 +1,4 @@
-"""Slurm: sbatch of a script that runs supervise.py beside srun. Bare, with enroot and pyxis, or with docker."""
+"""Slurm: sbatch of a script that runs supervise.py next to srun. Bare, with enroot and pyxis, or with docker."""
 
 from __future__ import annotations
 

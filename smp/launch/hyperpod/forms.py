@@ -62,7 +62,7 @@ def form_of(tree: Mapping[str, Any]) -> Form | None:
     if kind:
         raise ConfigError(f"run.model_type: {kind} is none of {', '.join(_KINDS)}{did_you_mean(kind, _KINDS)}")
     if "training_config" in tree:
-        raise ConfigError(f"run.model_type is missing beside training_config: one of {', '.join(_KINDS)}")
+        raise ConfigError(f"run.model_type is missing next to training_config: one of {', '.join(_KINDS)}")
     return V1 if has_its_sections(tree) else None
 
 

@@ -84,7 +84,7 @@ def moe(value: Any, get: Get) -> Mapping[str, Any]:
         return {}
     missing = [key for key in ("num_local_experts", "num_experts_per_tok") if get(f"model.{key}") is None]
     if missing:
-        raise ConfigError(f"{value} needs {missing[0]} beside it")
+        raise ConfigError(f"{value} needs {missing[0]} with it")
     if get("model.dpo.enabled"):  # routers are not measured with pairs
         return {}
     losses = {"moe_z_loss_coeff": SMP_COEFFICIENT}

@@ -1,4 +1,4 @@
-"""Adapters that train a weight's row norms beside its directions (DoRA, Liu et al. 2024, arXiv 2402.09353).
+"""Adapters that train a weight's row norms in addition to its directions (DoRA, Liu et al. 2024, arXiv 2402.09353).
 
 With m one number for each output, and norms of rows, which are constants in the backward pass (4.3 of the paper, and
 peft),

@@ -82,7 +82,7 @@ class Estimate:
 
     @property
     def cost(self) -> float:
-        """Seconds beside the computation itself, which all ways share."""
+        """Seconds in addition to the computation itself, which all ways share."""
         return self.waiting + self.calls
 
     def plus(self, other: Estimate, times: float) -> Estimate:
@@ -135,7 +135,7 @@ def choose_comm_type(
     best = min(found, key=lambda estimate: estimate.cost)
     flops = sum(share * attention_flops(of, length, seen) for seen, share in shares.items())
     seconds, which = (1 + BACKWARD) * flops / machine.flops, "one layer" if len(shares) == 1 else "the mean layer"
-    lines = [f"context parallelism of {of.cp}, {which}: {1e3 * seconds:.3g} ms of attention; beside it", _HEADER]
+    lines = [f"context parallelism of {of.cp}, {which}: {1e3 * seconds:.3g} ms of attention; in addition", _HEADER]
     lines += [_row(estimate, chosen=estimate is best) for estimate in found]
     return Choice(best, tuple(lines))
 

@@ -25,7 +25,7 @@ from smp.layers.fp8.scaling import Operands
 
 
 class TracedScaling:
-    """A :class:`Scaling` whose work is done by operators; arguments beside ``key`` as of :meth:`Scales.scaling`."""
+    """A :class:`Scaling` whose work is done by operators; arguments besides ``key`` as of :meth:`Scales.scaling`."""
 
     def __init__(
         self,

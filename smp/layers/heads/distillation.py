@@ -11,7 +11,7 @@ the slope g_i by q_i has by the logits z the gradient (q_i g_i - q_i sum_j q_j g
 g_i = (1 - beta) log(q_i / m_i), for KL(p | q) -p_i / q_i, for KL(q | p) log(q_i / p_i), up to what the sum removes.
 
 The teacher is known either by the states before its output matrix (:class:`TeacherStates`), from which a chunk of its
-logits is made beside a chunk of the model's: logits of all tokens never exist. Or by the log-probabilities of its k
+logits is made next to a chunk of the model's: logits of all tokens never exist. Or by the log-probabilities of its k
 likeliest tokens (:class:`TopLogits`). All others are then one more token, with the sum of their probabilities, on both
 sides: the exact divergence of what is known, and a lower bound of the full one, which it equals when k is the
 vocabulary. Under tensor parallelism a chunk costs an exchange of three floats a token for each softmax, and one of two

@@ -112,7 +112,7 @@ class Router(nn.Module):
         group_score: what a group is worth, the sum of its k // g largest values or its largest.
         balancing: what loads are counted over.
         bias: logits have a trained bias.
-        sinkhorn: balances choices in training; not beside an expert bias or groups.
+        sinkhorn: balances choices in training; not with an expert bias or groups.
         init_std: standard deviation of the initial weights.
         kernels: what chooses experts.
 

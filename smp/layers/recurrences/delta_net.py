@@ -127,7 +127,7 @@ class GatedDeltaNet(RecurrentMixer):
         states_before: StatesBefore,
     ) -> torch.Tensor:
         """With [0 | 1] as the first state, and values that zeros follow, what a state before is multiplied with stands
-        beside what is added."""
+        besides what is added."""
         unit = torch.eye(self.key_dim, dtype=v.dtype, device=v.device)
         first = F.pad(unit, (self.value_dim, 0)).expand(v.shape[0], v.shape[2], -1, -1)
         v = F.pad(v, (0, self.key_dim))

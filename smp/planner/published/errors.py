@@ -22,10 +22,10 @@ from smp.planner.published.runs import FIT, Factors, Run, group_of, runs, source
 from smp.planner.uncertainty import relative_error
 
 PAGE = Path("docs/planning-errors.md")
-HEAD = """# Predictions beside published runs
+HEAD = """# Predictions and published runs
 
 Written by `python -m smp.planner.published.errors`; do not edit. The rows are `smp/planner/published/runs.yaml`, each
-with its source, as published. Tokens are per second and GPU. Two predictions stand beside each:
+with its source, as published. Tokens are per second and GPU. Each has two predictions:
 
 - **formula**: what `tools/plan.py` says of the same layout in smp, with shares of `smp/planner/devices.py` that were
   not fitted to these rows (but for the power of B300 and GB300, which comes of three rows that are not held out). Other

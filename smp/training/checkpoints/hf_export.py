@@ -1,4 +1,4 @@
-"""The end of a run with --save-hf: the trained model as a Hugging Face folder, beside its checkpoints."""
+"""The end of a run with --save-hf: the trained model as a Hugging Face folder, next to its checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smp.convert.weights import Weights
 from smp.training.tuning.adapter_files import ADAPTER, companions_of, open_adapters, reference_config
 
 HF_MODEL = "hf_model"
-"""Folder beside the checkpoints of a run with the model of its end."""
+"""Folder next to the checkpoints of a run with the model of its end."""
 _WORKERS = 2
 
 

@@ -44,7 +44,7 @@ REFERENCE = "reference."
 
 
 class Kept(NamedTuple):
-    """Tensors that checkpoints have beside those of the model and its optimizer: themselves, which loading fills, and
+    """Tensors that checkpoints have besides those of the model and its optimizer: themselves, which loading fills, and
     the real rows of padded ones."""
 
     tensors: Mapping[str, torch.Tensor] = {}
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
 
 _NOTHING_ELSE = Kept()
 _FINETUNE = "finetune"
-"""Settings of a fine-tuning run in ``extra``, beside those that it shares with pretraining."""
+"""Settings of a fine-tuning run in ``extra``, besides those that it shares with pretraining."""
 
 _OWN = (
     *(
@@ -79,7 +79,7 @@ _COURSE = (
     *("fp8_format", "fp8_recipe", "fp8_amax_compute_algo", "fp8_emulate", "first_last_layers_bf16"),
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
 )
-"""Settings beside those of the model that may change on a resume, but what is trained from there on is another
+"""Settings, besides those of the model, that may change on a resume, but what is trained from there on is another
 thing."""
 
 
@@ -121,7 +121,7 @@ def _noted(progress: Progress) -> dict[str, Any]:
 
 def noted_settings(config: Config) -> dict[str, dict[str, Any]]:
     """What a checkpoint says of the settings, by group: by pretraining's names, so that any run can compare them, and
-    of a fine-tuning run its own beside them. URLs are without credentials, which may be others in the next run."""
+    of a fine-tuning run its own in addition. URLs are without credentials, which may be others in the next run."""
     shared = _readable(as_flat_dict(config, PRETRAIN))
     if config.model.is_foreign:  # which is no flag
         shared |= {"transformers_config": config.model.transformers_config}
@@ -269,7 +269,7 @@ def _kind(rank: int, scale: float) -> str:
 def compare_settings(
     saved: Mapping[str, Any], config: Config, settings: Mapping[str, Any], has_manifest: bool = False
 ) -> list[str]:
-    """A line for each setting beside those of the model that changed what a resumed run trains. A manifest of the data
+    """A line for each setting that changed what a resumed run trains, other than the model's. A manifest of the data
     tells apart what was read and what was not by itself, whatever the files are called."""
     known = {"data_path"} if has_manifest else set()
     if config.objective is not None and config.data.valid_data_path is not None:

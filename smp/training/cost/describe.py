@@ -15,7 +15,7 @@ from smp.config.schema import TrainingConfig
 from smp.layers.context_parallel.cost import bytes_sent
 from smp.layers.heads.head import CHUNK_BYTES
 from smp.models.arithmetic import count_parameters, training_flops_per_token
-from smp.models.in_words import in_words
+from smp.models.description import describe_model
 from smp.parallel.context import MESH_DIMS
 from smp.parallel.network.topology import read_topology
 from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
@@ -63,7 +63,7 @@ def describe(config: Config, world_size: int) -> str:
         checkpoint = replace(checkpoint, save_interval=None)
     recipe = to_yaml(replace(config, training=training, checkpoint=checkpoint))
     lines = [
-        in_words(config.model),
+        describe_model(config.model),
         f"mesh: {_mesh(layout)}",
         f"parameters: {count.total:,} (vocabulary and positions {count.embedding:,}, "
         f"{config.model.num_layers} blocks of {count.per_layer:,})",
@@ -77,7 +77,7 @@ def describe(config: Config, world_size: int) -> str:
         *([] if config.objective is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
         f"model FLOPs, which MFU is measured in, without what is computed again: {tflop:.6f} TFLOP per token",
         f"tokens per step: {(config.data.global_batch_size or 0) * length:,}",
-        *(sizes := BatchSizes.of(config.data)).in_words(),
+        *(sizes := BatchSizes.of(config.data)).describe(),
         *uneven_in_words(config.data, layout.data_parallel, sizes.ahead()),
         *(_estimated(memory, plan, config.model) if steps is None else [*_measured(steps), *_left_out(config)]),
         *_offload(config, layout, plan, tuned, memory),

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from smp.config import Config, Layout
 from smp.config.batch import count_micro_batches
 from smp.config.layers import hides_tokens, scores_flag
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.kernels import Kernels
 from smp.kernels.attention_cores.attention_core import AttentionCore, AttentionSpec, Pair
 from smp.kernels.attention_cores.fused_attention import FusedAttention
@@ -36,7 +36,7 @@ from smp.layers.heads.head import CHUNK_BYTES, VocabParallelHead
 from smp.layers.moe.layer import MoE
 from smp.layers.recurrences.documents import Documents, DocumentsNeed
 from smp.layers.token_needs import TokenNeed
-from smp.models.micro_batch import Further, MicroBatch
+from smp.models.micro_batch import MicroBatch, MTPBatch
 from smp.models.protocol import Model
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
@@ -368,8 +368,8 @@ def _micro_batches(
             position_ids=None if cut is None else ids.clone(),
             token_index=ids.clone(),
             cut=cut,
-            further=tuple(
-                Further(ids, ids.clone(), torch.ones(shape)) for _ in further_layers(config.model) if not by_reference
+            mtp=tuple(
+                MTPBatch(ids, ids.clone(), torch.ones(shape)) for _ in mtp_layers(config.model) if not by_reference
             ),
         )
         return judged(config, whole, by_reference=by_reference)

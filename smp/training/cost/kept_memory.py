@@ -283,7 +283,7 @@ def _latent(model: ModelConfig, heads: int, split: int, recompute: str) -> int:
 
 def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, experts: bool = False) -> int:
     """Bytes per token of a block's replay when a dropout's mask is made, which is gone when gradients come; 0: there is
-    no dropout, or no replay. Beside the gradient of the block's output, h_l:
+    no dropout, or no replay. Besides the gradient of the block's output, h_l:
 
     - hidden dropout, behind the MLP: all that is replayed; what attention added and the MLP's result, 2 h_l; and three
       int64 for each element of the mask, of at most ``DROPOUT_BITS`` elements at a time.

@@ -23,7 +23,7 @@ With n = parameters on one of tp processes (vocabulary padding included) and d =
   while they are made again.
 - A matrix that embedding and output share stays gathered from the loss until the embedding's gradient is there, and so
   does its gradient as an output matrix, both in compute precision.
-- logits: one chunk, whose gradient replaces it, with --final-logit-softcapping beside the cap's derivative; logits of
+- logits: one chunk, whose gradient replaces it, with --final-logit-softcapping also the cap's derivative; logits of
   all tokens never exist. The output matrix's gradient, summed over chunks in fp32 and kept in compute precision from
   the forward pass, where the loss computes it, with multi-token prediction so many times more as there are
   predictions. Each of the ``losses`` but the one that is computed has one among the activations, with the last norm's
@@ -147,7 +147,7 @@ def estimate_memory(
     # Of losses that wait for their backward pass: the last norm's input, its gradient and the output matrix's.
     of_a_loss = share.head * b * 2 * config.model.hidden_size * tokens // slices
     if share.head and not share.scores and not weights.adapters:
-        of_a_loss += share.vocabulary * (1 + share.further) * b
+        of_a_loss += share.vocabulary * (1 + share.mtp) * b
 
     def behind(waiting: int, pending: int, losses: int) -> int:
         layers, later = len(share.layers) / len(share.parts), _pending_per_token(config, layout, b, share)
@@ -200,7 +200,7 @@ def _most_in_passes(
     Args:
         of_parts: what :func:`gradients_of_parts` says.
         activations: bytes of (micro-batches, those of them that wait between loss and backward pass).
-        to_the_end: the same of those that are there beside its own when a pass reaches its first block.
+        to_the_end: the same of those that are there besides its own when a pass reaches its first block.
     """
     gradients, first = of_parts
     most = 0
@@ -265,7 +265,7 @@ def _logits(config: Config, tokens: int, chunk_bytes: int, b: int, share: Share,
     if not trained:
         return chunk + slope
     # The slope goes before the sum in fp32 is rounded.
-    of_earlier, summed, rounded = share.further * b, 4, b if b < 4 else 0
+    of_earlier, summed, rounded = share.mtp * b, 4, b if b < 4 else 0
     return chunk + share.vocabulary * (of_earlier + summed) + max(slope, share.vocabulary * rounded)
 
 
@@ -292,7 +292,7 @@ def _kind(spec: LayerSpec) -> tuple[tuple[str, Any], ...]:
 def _activations_per_token(config: Config, layout: Layout, b: int, share: Share) -> tuple[float, int]:
     """Bytes per token of a micro-batch that a block of ``share`` keeps on average, and the output layer.
 
-    A further layer of multi-token prediction keeps besides its block the embedding and both norms' results, 3 h_l,
+    A layer of multi-token prediction keeps besides its block the embedding and both norms' results, 3 h_l,
     input and output of its own norm (but of the last one's the output), and the gradient of what its loss reads, h.
     """
     hidden, split = config.model.hidden_size, layout.tp if config.parallel.sequence_parallel else 1
@@ -301,8 +301,8 @@ def _activations_per_token(config: Config, layout: Layout, b: int, share: Share)
     kinds = [_kind(specs[i]) for i in share.layers]
     kept = sum(kept_per_token(config, layout, b, recompute, fused=fused, **dict(kind)) for kind in kinds)
     around = share.head * (2 * hidden // split + 2 * hidden)
-    if share.further:
-        around += share.further * (5 * hidden // split + hidden) - hidden // split
+    if share.mtp:
+        around += share.mtp * (5 * hidden // split + hidden) - hidden // split
     if layout.pp > 1:
         around += 2 * hidden // split  # on its way between stages
     return kept / max(1, len(kinds)), b * around

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from smp.config import Layout, ModelConfig
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.models.inventory import Parameter, inventory, of_each_block, prediction_parameters, vocabulary_matrix
 from smp.models.part import ModelPart
 
@@ -39,9 +39,9 @@ class Share:
         experts: of those of the layer that has most.
         rows: of its part of the vocabulary's matrix; 0: it has none.
         vocabulary: of that.
-        further: how many layers of multi-token prediction are its own.
+        mtp: how many layers of multi-token prediction are its own.
         around: of what stands around the block of one.
-        matrices: of the vocabulary that are used at its loss: the output matrix, and for further layers the embedding.
+        matrices: of the vocabulary used at its loss: the output matrix, for multi-token prediction the embedding.
         head, scores: it has the loss, and that is one of scores.
     """
 
@@ -53,7 +53,7 @@ class Share:
     experts: int
     rows: int
     vocabulary: int
-    further: int
+    mtp: int
     around: int
     matrices: int
     head: bool
@@ -63,8 +63,8 @@ class Share:
     def of(model: ModelConfig, layout: Layout, parts: Sequence[ModelPart]) -> Share:
         """Of these parts."""
         head = any(p.head for p in parts)
-        further = further_layers(model) if head else range(0)
-        layers = [*(i for part in parts for i in part.layers), *further]
+        mtp = mtp_layers(model) if head else range(0)
+        layers = [*(i for part in parts for i in part.layers), *mtp]
         parameters = list(inventory(model, parts))
         rows, hidden = vocabulary_matrix(model, "head", has_product=True).local_shape(layout)
         has_matrix = head or any(p.embedding for p in parts)
@@ -77,9 +77,9 @@ class Share:
             max(of_each_block(model, layers, lambda block: elements(_experts(block), layout)), default=0),
             rows * has_matrix,
             rows * hidden * has_matrix,
-            len(further),
-            elements(prediction_parameters(model, 0), layout) if further else 0,
-            1 + (len(further) > 0 and model.untie_embeddings_and_output_weights),
+            len(mtp),
+            elements(prediction_parameters(model, 0), layout) if mtp else 0,
+            1 + (len(mtp) > 0 and model.untie_embeddings_and_output_weights),
             head,
             model.scalar_head,
         )
@@ -92,11 +92,11 @@ class Share:
     @property
     def ends(self) -> int:
         """Used behind the blocks."""
-        return self.matrices * self.vocabulary + self.further * self.around
+        return self.matrices * self.vocabulary + self.mtp * self.around
 
     def largest(self, layout: Layout) -> int:
-        """What is reduced at once: a block, or a matrix; or with further layers the root's unit, which has the ends."""
-        together = self.further and layout.pp == 1 and layout.has_fsdp
+        """What is reduced at once: a block, or a matrix; with multi-token prediction the root's unit."""
+        together = self.mtp and layout.pp == 1 and layout.has_fsdp
         return max(self.block, self.ends if together else self.vocabulary)
 
 

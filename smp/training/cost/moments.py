@@ -17,7 +17,7 @@ class Moments:
         late: of them that come in the first blocks' backward pass or behind it.
         activations: kept for the backward pass when it begins.
         kept_by_block, kept_behind: of them, of one on average, and what is gone when the last one's begins.
-        to_the_end: activations, beside its own, that are there in the first block's.
+        to_the_end: activations, besides its own, that are there in the first block's.
         at_loss, in_blocks, in_next, in_first: weights in compute precision that are gathered, or kept as they were
             cast: at the loss and in the backward passes of the last, the next and the first block.
         split: activations and activations' gradients at most, where backward passes have two parts; 0: they are whole.
@@ -56,7 +56,7 @@ class Moments:
 
     @property
     def most(self) -> int:
-        """At one of: the loss, the last block's backward pass, the next one's beside the reduction of the last, the
+        """At one of: the loss, the last block's backward pass, the next one's during the reduction of the last, the
         first block's, the end of it, and where its parts are split."""
         return max(self.in_forward, self.in_backward)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smp.config import Config, Layout
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.models.arithmetic import forward_flops
 from smp.sharding.offload import Offload
 from smp.training.cost.memory import MemoryEstimate, kept_by_blocks
@@ -43,7 +43,7 @@ class ActivationCopies:
         backward one takes twice as long, and with recompute three times."""
         ahead = self.forward / flops_per_second
         back = (3 if recompute else 2) * ahead
-        # What is longer than the pass beside it is waited for.
+        # What takes longer than the pass it runs in is waited for.
         return self.layers * (max(0.0, self.seconds - ahead) + max(0.0, self.seconds - back))
 
 
@@ -55,7 +55,7 @@ def activation_copies(config: Config, layout: Layout, tuned: Tuned, under_way: f
     """
     data, parallel = config.data, config.parallel
     assert data.seq_length is not None, "resolved before"
-    layers = (config.model.num_layers + len(further_layers(config.model))) / layout.pp
+    layers = (config.model.num_layers + len(mtp_layers(config.model))) / layout.pp
     tokens = tuned.rows * data.micro_batch_size * data.seq_length // layout.cp
     return ActivationCopies(
         block=max(kept_by_blocks(config, layout, tuned)),
@@ -132,6 +132,6 @@ def describe_savings(config: Config, layout: Layout, tuned: Tuned, trained: int,
             f"offload of the optimizer: 8 bytes x {trained:,} parameters = {8 * trained / 2**30:.3f} GiB less on the "
             f"device, {16 * trained / 2**30:.3f} GiB on the host; gradients leave while the last backward pass runs, "
             f"then one core computes for {1e3 * trained / HOST_ADAM:.1f} ms and new weights come back, 4 bytes each, "
-            f"{4e3 * trained / LINK:.1f} ms at {LINK / 1e9:.0f} GB/s beside it; that is not hidden"
+            f"{4e3 * trained / LINK:.1f} ms at {LINK / 1e9:.0f} GB/s during it; that is not hidden"
         )
     return lines

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from smp.config import Config, Layout
 from smp.config.batch import count_micro_batches
 from smp.config.rules.finetune import targets_of
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.convert.peft.adapters import TENSORS
 from smp.layers.adapters.lora import matching
 from smp.layers.heads.head import CHUNK_BYTES
@@ -51,7 +51,7 @@ def tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepM
     data = config.data
     assert data.global_batch_size is not None, "resolved before"
     micro_batches = count_micro_batches(data, layout.data_parallel)
-    passes = (config.model.num_layers + len(further_layers(config.model))) * (
+    passes = (config.model.num_layers + len(mtp_layers(config.model))) * (
         min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches
     )
     passes *= config.objective_facts.rows

@@ -36,7 +36,7 @@ class Suggestion:
     """Memory-saving flags, and the memory and time of a run with them.
 
     Attributes:
-        flags: beside the others of the run.
+        flags: in addition to the others of the run.
         device: bytes on the device.
         is_tried: they are those of a step on tensors without data, not of the formula.
         seconds: of a step, more than without any of them.
@@ -104,7 +104,7 @@ def _combinations(config: Config, world_size: int) -> Iterator[Config]:
         try:
             yield resolve(replace(config, parallel=parallel, optim=optim), world_size)
         except ConfigError:
-            continue  # not beside what else the run has
+            continue  # not together with what else the run has
 
 
 def _flags(config: Config) -> str:
@@ -160,7 +160,7 @@ def describe_suggestions(
     by = "memory in steps on tensors without data, time" if some else "both"
     fitting = [row for row in rows if row.device <= limit * 2**30]
     lines = [
-        f"flags that save memory, the cheapest first of those that fit into {limit:g} GiB (time beside a step's "
+        f"flags that save memory, the cheapest first of those that fit into {limit:g} GiB (time next to a step's "
         f"{step:.3f} s of products at {_rate(config) / 1e12:.0f} TFLOP/s; {by} by formula):",
         *(
             f"  {'~' if some and not row.is_tried else ' '}{row.device / 2**30:8.2f} GiB  "

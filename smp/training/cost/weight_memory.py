@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from smp.config import Config, Layout
 from smp.config.batch import count_micro_batches
 from smp.config.parallel import ParallelConfig
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.config.rules.qlora import packed_row_bytes
 from smp.config.schema import OptimizerConfig
 from smp.models.inventory import Parameter, block_parameters, inventory, of_each_block
@@ -84,7 +84,7 @@ def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tun
     experts, sharing = b * share.experts * (layout.ep > 1), layout.expert_shard > 1
     dense = b * share.block - experts
     blocks = times * dense + (1 + sharing) * experts
-    if share.further:  # the ends are the root's, and stay
+    if share.mtp:  # the ends are the root's, and stay
         # Shards are cast before a gather.
         cast = (4 // b - 1) / weights.sharing
         ends += int((1 + cast) * b * share.block)
@@ -118,7 +118,7 @@ def gradients_at_moments(
     b, adapters = 2 if config.parallel.bf16 else 4, weights.adapters
     gradients, sharing = weights.gradients, weights.sharing
     block = adapters // len(share.layers) if adapters else share.block
-    vocabulary, ends = (0, 0) if adapters else (share.vocabulary, share.ends if share.further else share.vocabulary)
+    vocabulary, ends = (0, 0) if adapters else (share.vocabulary, share.ends if share.mtp else share.vocabulary)
     found = {"gradients": gradients, "waiting": gradients, "behind": 0, "before_last": 0, "before": 0, "late": 0}
     last = of_each_block(config.model, share.layers, lambda block: _last_product(block, layout))
     found |= {"own": b * block, "own_first": 0 if adapters else b * max(last, default=0), "tied": 0}
@@ -136,7 +136,7 @@ def gradients_at_moments(
         freed = config.parallel.data_parallel_sharding_strategy == "optim_grads_params" and not tuned.in_4_bits
         found["tied"] = b * (both * freed + ends)
     if not has_several_micro_batches(config, layout):
-        # beside two gathered blocks, the gradients of two are still to come
+        # in addition to two gathered blocks, the gradients of two are still to come
         two = share.layers[: 2 if sharing > 1 else 1]
         first = sum(elements(block_parameters(config.model, i), replace(layout, ep=1, etp=None)) for i in two)
         come = vocabulary * config.model.untie_embeddings_and_output_weights if layout.has_fsdp else vocabulary
@@ -173,7 +173,7 @@ def _used_at_both_ends(config: Config, layout: Layout, share: Share) -> int:
     """Elements of FSDP's root unit, of a whole model that uses its embedding at the loss, too: it is gathered until the
     embedding's gradient is there, and its gradients are reduced then."""
     tied = not config.model.untie_embeddings_and_output_weights
-    return share.ends if layout.has_fsdp and layout.pp == 1 and (tied or share.further) else 0
+    return share.ends if layout.has_fsdp and layout.pp == 1 and (tied or share.mtp) else 0
 
 
 def _gathered(config: Config, layout: Layout, share: Share, tuned: Tuned) -> int:
@@ -194,7 +194,7 @@ def _secondary(config: Config, layout: Layout, tuned: Tuned) -> int:
         return 0
     b, whole_layout = 2 if config.parallel.bf16 else 4, replace(layout, ep=1, etp=None)
     split = layout.tp // layout.expert_tp
-    layers = (*range(model.num_layers), *further_layers(model))
+    layers = (*range(model.num_layers), *mtp_layers(model))
     blocks = [p for layer in layers for p in block_parameters(model, layer)]
     kept = [p for p in blocks if p.chosen is None or size * split // layout.ep > 1]
     return (sum(_frozen_bytes(p, whole_layout, tuned, b) for p in kept) + b * tuned.adapters) // size

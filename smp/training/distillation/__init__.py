@@ -1,4 +1,4 @@
-"""Distillation: a teacher beside the model that is trained, or what was kept of one, and completions of the model.
+"""Distillation: a teacher next to the model that is trained, or what was kept of one, and completions of the model.
 
 Begin with ``teacher``: what the objective asks of one. ``stored`` reads and writes what a teacher said, ``writing``
 makes batches of completions that the model writes. The loss itself is ``smp.layers.heads.distillation``.

@@ -95,7 +95,7 @@ class Guard:
             found = replicas.differences(tensors)
         if not found:
             return
-        lines = replicas.in_words(found, iteration)
+        lines = replicas.describe(found, iteration)
         if any(one.source is None for one in found):
             raise TrainingError("; ".join(lines))
         replicas.repair(found, tensors)

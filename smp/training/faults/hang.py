@@ -97,7 +97,7 @@ class Hang:
             words |= {rank: found for rank in range(self._size) if rank not in words and (found := self._word_of(rank))}
             if len(words) < self._size:
                 time.sleep(min(0.1, patience / 10))
-        return in_words(dict(sorted(words.items())), self._size) if min(words) == self._rank else ""
+        return describe(dict(sorted(words.items())), self._size) if min(words) == self._rank else ""
 
     def _word_of(self, rank: int) -> Word | None:
         """None: it has left none since this standstill began."""
@@ -107,7 +107,7 @@ class Hang:
         return Word(**found) if found.pop("left") >= self._since else None
 
 
-def in_words(words: Mapping[int, Word], size: int) -> str:
+def describe(words: Mapping[int, Word], size: int) -> str:
     """What a hang looks like from all ranks: the collective, who has not come, and their stacks."""
     waiting = Counter(word.collective for word in words.values() if word.collective)
     collective, _ = waiting.most_common(1)[0] if waiting else ("", 0)

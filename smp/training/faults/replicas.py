@@ -142,7 +142,7 @@ def repair(found: Sequence[Difference], tensors: Mapping[str, torch.Tensor]) -> 
                 part.copy_(came)
 
 
-def in_words(found: Sequence[Difference], iteration: int) -> list[str]:
+def describe(found: Sequence[Difference], iteration: int) -> list[str]:
     """A line for each set of ranks that are wrong. Every rank calls it."""
     hosts = gather(socket.gethostname())
     by_ranks: dict[tuple[tuple[int, ...], int | None], list[str]] = {}

@@ -22,13 +22,13 @@ class NextToken:
         device: of the model.
         cp: ranks that share every sequence.
         metrics: none.
-        further: layers of multi-token prediction.
+        mtp: layers of multi-token prediction.
     """
 
     device: torch.device
     cp: Group | None = None
     metrics: tuple[str, ...] = ()
-    further: int = 0
+    mtp: int = 0
 
     def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
         make = partial(
@@ -37,13 +37,13 @@ class NextToken:
             num_valid_tokens=num_valid,
             device=self.device,
             cp=self.cp,
-            further=self.further,
+            mtp=self.mtp,
         )
         return MicroBatches(len(batch.input_ids), make)
 
 
 def _build(config: Config, around: Surroundings) -> NextToken:
-    return NextToken(around.device, around.context.cp_group, further=config.model.mtp_num_layers or 0)
+    return NextToken(around.device, around.context.cp_group, mtp=config.model.mtp_num_layers or 0)
 
 
 IMPLEMENTATION = Implementation(_build, fake=lambda config, rows: None)

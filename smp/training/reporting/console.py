@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from smp.config import Config, Layout
 from smp.config.command_line.credentials import without_credentials
-from smp.config.rules.mtp import further_layers
+from smp.config.rules.mtp import mtp_layers
 from smp.models.arithmetic import pair_training_flops, training_flops_per_token
 from smp.training.reporting.device_peak import peak_flops
 from smp.training.reporting.goodput import Goodput
@@ -53,7 +53,7 @@ class Console:
         self._share = work / layout.world_size / 1e12  # of a FLOP, in TFLOP of each process
         self._pair_flops = pair_training_flops(config.model)
         alone = training_flops_per_token(config.model, 1, config.model.vocab_size)  # a token that sees itself
-        layers = config.model.num_layers + len(further_layers(config.model))
+        layers = config.model.num_layers + len(mtp_layers(config.model))
         # Attention grows with what a token sees, which is counted for each batch; the rest is the same for every token.
         self._token_flops = alone - layers * self._pair_flops
         for line in earlier_records(config, iteration):

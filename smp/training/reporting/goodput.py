@@ -1,6 +1,6 @@
 """Goodput: the share of a job's time, since its first start, in which steps were computed that the model keeps.
 
-Rank 0 keeps the account, in ``goodput.json`` beside the other logs, over all starts of a job. Every second since the
+Rank 0 keeps the account, in ``goodput.json`` next to the other logs, over all starts of a job. Every second since the
 first start belongs to one of these:
 
 ==========  ===================================================================================================
@@ -101,7 +101,7 @@ def summary(account: Account) -> dict[str, Any]:
     }
 
 
-def in_words(account: Account) -> str:
+def describe(account: Account) -> str:
     """One line: the share, since when, and what the rest went to, the largest first."""
     total = sum(account.seconds.values()) or 1.0
     shares = sorted(((s / total, name) for name, s in account.seconds.items() if name != "productive"), reverse=True)

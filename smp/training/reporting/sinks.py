@@ -128,7 +128,7 @@ def _superseded(path: Path) -> Path:
 
 class JsonlSink:
     """One JSON object per line, written at once: ``{"iteration": 10, "lm loss": 4.2, ...}``; NaN and infinity are null.
-    What the run was started with goes to ``starts.jsonl`` beside it, a line per start.
+    What the run was started with goes to ``starts.jsonl`` next to it, a line per start.
 
     Args:
         path: the file, made with its folder if it is not there. One run at a time may use it.

@@ -1,4 +1,4 @@
-"""Files that a run writes beside its checkpoints: adapters in peft's format, tokenizer, config.json."""
+"""Files that a run writes next to its checkpoints: adapters in peft's format, tokenizer, config.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from smp.training.checkpoints.saved_run import SavedRun
 OF_HEADS = ("scalar_head", "untie_embeddings_and_output_weights")
 """Settings that a reward model has otherwise than the language model that it was made of."""
 ADAPTER = "adapter"
-"""Folder beside the checkpoints of a run with the adapters of its end."""
+"""Folder next to the checkpoints of a run with the adapters of its end."""
 
 
 def reference_config(config: Config) -> dict[str, Any] | None:
@@ -151,7 +151,7 @@ def _unsaid(config: Config, load: str) -> list[str]:
 
 
 def leave_companions(config: Config) -> None:
-    """Put what goes with the model (tokenizer, chat template, config.json) beside the checkpoints, as this run uses it:
+    """Put the model's files (tokenizer, chat template, config.json) next to the checkpoints, as this run uses them:
     the export of the model, or another run, finds it there. A tiktoken file is no tokenizer that goes with a model. On
     one rank; needs a --save on a file system. Raises CheckpointError where it cannot be written."""
     load, save, given = config.checkpoint.load or "auto", config.checkpoint.save, config.data.tokenizer_model

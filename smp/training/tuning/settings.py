@@ -33,7 +33,7 @@ from smp.pipeline.plan import plan_pipeline
 from smp.training.distillation.meaning import check_stored
 
 CARRIED, BESIDE = "hf", "model_files"
-"""Folder inside of our converted checkpoints, and beside those of a fine-tuning run, with the model's tokenizer."""
+"""Folder inside of our converted checkpoints, and next to those of a fine-tuning run, with the model's tokenizer."""
 
 
 def read_finetune_settings(
@@ -207,7 +207,7 @@ def _with_architecture(config: Config, given: set[str]) -> tuple[Config, ModelCo
 
 
 def reward_model_config(config: Config, world_size: int) -> Config:
-    """Settings of the frozen model of --reward-model, beside those of the run in its layout.
+    """Settings of the frozen model of --reward-model, in addition to those of the run in its layout.
 
     Raises:
         ConfigError: it is no reward model, or does not fit the layout.
@@ -226,13 +226,13 @@ def reward_model_config(config: Config, world_size: int) -> Config:
 
 
 def _more_columns(config: Config) -> int:
-    """Columns of a reward model's texts beside --seq-length: its text has an end token that a truncated completion has
+    """Columns of a reward model's texts above --seq-length: its text has an end token that a truncated completion has
     not; as many as every layout can cut."""
     return 2 * config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
 
 
 def teacher_config(config: Config, world_size: int) -> Config:
-    """Settings of the frozen model of --teacher, beside those of the run in its layout.
+    """Settings of the frozen model of --teacher, in addition to those of the run in its layout.
 
     Raises:
         ConfigError: it is no language model, has another tokenizer, or does not fit the layout.

@@ -260,7 +260,7 @@ def test_a_conversation_may_be_the_prompt_of_a_pair(name: str) -> None:
     assert recognise_pair({"instruction": "hi", "input": "", "chosen": "yo", "rejected": "no"}) == expected
     plain = shapes.recognise_pair({"instruction": "hi", "chosen": "yo", "rejected": "no"}, Reading(chat=False))
     assert plain[1] == Plain((("### Instruction:\nhi\n\n### Response:\n", False), ("no", True)))
-    with pytest.raises(BadSampleError, match=f"{name} beside chosen and rejected must be what both answer"):
+    with pytest.raises(BadSampleError, match=f"{name} with chosen and rejected must be what both answer"):
         recognise_pair({name: [USER, ANSWER], "chosen": chosen, "rejected": rejected})
     whole = Row({name: [USER, ANSWER], "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "no"}]})
     assert recognise_pair(whole) == expected and whole.unread() == [name], "the answers say all of it"

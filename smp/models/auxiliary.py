@@ -1,4 +1,4 @@
-"""What a model measures beside its loss: auxiliary losses of routers and of further predictions, and metrics."""
+"""What a model measures besides its loss: auxiliary losses of routers and of multi-token prediction, and metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from smp.config import ModelConfig
 from smp.config.layer_pattern import with_experts
 from smp.config.rules.moe import aux_losses
-from smp.config.rules.mtp import MTP_LOSS, further_layers
+from smp.config.rules.mtp import MTP_LOSS, mtp_layers
 
 EXPERT_LOAD = "expert load max/mean"
 """Of the experts of a layer the one with most tokens, relative to their mean; the mean over layers."""
@@ -19,20 +19,22 @@ DROPPED = "dropped share"
 """Of the choices of experts those that did not fit; the mean over tokens and layers."""
 
 
-def beside_names(config: ModelConfig) -> tuple[str, ...]:
-    """What a model measures beside its loss in training: auxiliary losses and metrics of :class:`ModelOutput`, each a
+def auxiliary_names(config: ModelConfig) -> tuple[str, ...]:
+    """What a model measures besides its loss in training: auxiliary losses and metrics of :class:`ModelOutput`, each a
     part of a mean over the global batch."""
-    further = () if config.mtp_num_layers is None else (MTP_LOSS,)
+    mtp = () if config.mtp_num_layers is None else (MTP_LOSS,)
     if config.num_experts is None:
-        return further
+        return mtp
     dropped = () if config.moe_expert_capacity_factor is None else (DROPPED,)
-    return (*further, *aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY, *dropped)
+    return (*mtp, *aux_losses(config), EXPERT_LOAD, ROUTER_ENTROPY, *dropped)
 
 
-def beside(config: ModelConfig, balance: list[torch.Tensor], further: torch.Tensor | None = None) -> dict[str, Any]:
-    """Auxiliary losses and metrics of some layers' routers, and the loss of further layers, as a part of
+def auxiliary_outputs(
+    config: ModelConfig, balance: list[torch.Tensor], mtp: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """Auxiliary losses and metrics of some layers' routers, and the loss of multi-token prediction, as a part of
     :class:`ModelOutput`."""
-    ahead = {} if further is None else {MTP_LOSS: further}
+    ahead = {} if mtp is None else {MTP_LOSS: mtp}
     if not balance:
         return {"aux_losses": ahead} if ahead else {}
     # Summed over layers before anything else: few numbers leave the model. In fp64: which layers share a sum is a
@@ -41,7 +43,7 @@ def beside(config: ModelConfig, balance: list[torch.Tensor], further: torch.Tens
     kinds = ("load balancing loss", "z loss")
     losses = {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
     experts = with_experts(config)
-    layers = sum(experts) + experts[-1] * len(further_layers(config))  # which are as the last one
+    layers = sum(experts) + experts[-1] * len(mtp_layers(config))  # which are as the last one
     # Metrics keep no graph.
     means = total.detach() / layers
     metrics = {EXPERT_LOAD: means[2], ROUTER_ENTROPY: means[3]}

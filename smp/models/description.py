@@ -11,7 +11,7 @@ from smp.config.layers import layer_specs
 from smp.models.arithmetic import count_parameters
 
 
-def in_words(model: ModelConfig) -> str:
+def describe_model(model: ModelConfig) -> str:
     """One line about a resolved model: sizes, what its parts are, and the number of parameters."""
     if model.is_foreign:
         return _foreign(model)
