@@ -180,7 +180,7 @@ def test_qlora_is_lora_on_weights_in_4_bits(v1: str) -> None:
     [
         ("recipes.model.num_attention_heads=3", "not divisible by --num-attention-heads 3"),
         ("recipes.model.model_type=llama_v4", "llama_v4 goes with model.do_finetune"),
-        ("recipes.model.moe=true", "needs num_local_experts beside it"),
+        ("recipes.model.moe=true", "needs num_local_experts with it"),
         ("recipes.model.tensor_model_paralel_degree=2", "did you mean model.tensor_model_parallel_degree?"),
         ("recipes.model.shard_degree=3", "--hybrid-shard-degree 3"),
         ("+recipes.model.context_parallel_degree=8", "shard_degree 4 is not divisible by context_parallel_degree 8"),

@@ -60,7 +60,7 @@ MODELS = {name: shrunk(name) for name in PRESETS} | {
     "norms over all heads": shrunk("debug", num_query_groups=8, qk_layernorm=True, qk_layernorm_across_heads=True),
     "a bias everywhere, norms of queries and keys": shrunk("debug", disable_bias_linear=False, qk_layernorm=True),
     "no positions, one key/value head": shrunk("gpt2", position_embedding_type="none", num_query_groups=1),
-    "further layers": shrunk("debug", mtp_num_layers=2),
+    "multi-token prediction": shrunk("debug", mtp_num_layers=2),
     "a vocabulary that is padded to other sizes": shrunk("gpt2", make_vocab_size_divisible_by=7),
 }
 EXPERTS = {
@@ -97,7 +97,7 @@ def test_adapters_go_on_every_linear_layer_by_default() -> None:
             assert chosen == linear_layers(model).keys(), name
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "further layers"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "multi-token prediction"])
 def test_a_part_that_is_built_is_that_part_of_the_inventory(name: str) -> None:
     config = MODELS[name]
     with fake_context(Layout(tp=2)) as context:

@@ -40,7 +40,7 @@ class Problem:
         micro_batches: their number over all ranks in one step.
         layers: number of blocks.
         experts: layers with experts, see ``_EXPERTS``; "": dense ones.
-        further: layers of multi-token prediction.
+        mtp: layers of multi-token prediction.
         fp8: recipe of its linear layers' scales, emulated, in a model that is fp64 otherwise; "": no FP8.
         steps: of training. Gradients are compared at the first, from equal weights, and the last.
         optimizer: as --optimizer says it. Adam amplifies noise, so bits are compared after it or nothing.

@@ -45,7 +45,7 @@ MODELS = {
     ),
     "1p with biases": replace(GPT2_LIKE, apply_layernorm_1p=True),
     "command": replace(MODEL, normalization="LayerNorm", layernorm_bias=False, logit_scale=0.25),
-    "further layers": replace(MODEL, mtp_num_layers=2),
+    "multi-token prediction": replace(MODEL, mtp_num_layers=2),
     "bloom": replace(GPT2_LIKE, position_embedding_type="alibi", embedding_layernorm=True),
 }
 
