@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from smp.config import ModelConfig
+from smp.generation import equal
+from smp.generation.equal import EqualTexts, keeps
 from smp.generation.sampling import Sampled, Sampling, choose
 from smp.generation.slots import Forward, Slots, idle
 from smp.generation.stages import Ring
 from smp.generation.texts import Completion, Request, Stops, Text
-from smp.layers.heads.head import VocabParallelHead
 from smp.models.part import ModelPart
 from smp.models.protocol import Model, require_capability, require_stages
 from smp.parallel.collectives import Group, max_over
@@ -59,6 +64,8 @@ class Generator:
             raise ValueError(f"{batch_size} texts at once cannot be: give 1 or more")
         require_capability(model, "generation", "to write texts")
         self.model, self.batch_size, self._progress = model, batch_size, progress
+        self._has_own_cache = "own cache" in model.capabilities
+        self._cached: bool | None = None
         self.device = next(model.parameters()).device
         self._cp = None if context is None else context.cp_group
         # Ranks whose experts, or scales of FP8, a forward pass needs: they make the same number of passes.
@@ -127,10 +134,14 @@ class Generator:
         waiting = deque(sorted(texts, key=lambda text: -len(text.ids)))
         longest, rope = self.model.config.max_position_embeddings, _new_rope_at(self.model.config)
         counts = [len(range(i, self.batch_size, self._groups)) for i in range(self._groups)]
-        groups = [Slots(count, waiting, self.device, longest, rope, self._cp) for count in counts]
-        pending: list[tuple[Forward, Sampled | None] | None] = [None] * len(groups)
+        pending: list[tuple[Forward, Sampled | None] | None] = [None] * len(counts)
         busy = True
         with _evaluating(self.model), gathered(self.model):
+            groups: list[Slots | EqualTexts]
+            if self._has_own_cache:
+                groups = [EqualTexts(count, waiting, self.device, rope, self._keeps()) for count in counts]
+            else:
+                groups = [Slots(count, waiting, self.device, longest, rope, self._cp) for count in counts]
             while busy:
                 busy = False
                 self._progress()
@@ -146,16 +157,30 @@ class Generator:
         if self._ring is not None:
             self._ring.finish()
 
+    def _keeps(self) -> bool:
+        """Whether the model's own cache serves; found out once."""
+        if self._cached is None:
+            self._cached = keeps(self.model)
+            if not self._cached and dist.get_rank() == 0:
+                print(
+                    "note: what transformers keeps of this model's texts does not give the logits of whole ones: whole "
+                    "texts are computed for every token, which is slow",
+                    file=sys.stderr,
+                )
+        return self._cached
+
     def _somebody_works(self, this: bool) -> bool:
         """Whether this rank has something to compute, or another one for which it needs this rank."""
         if not self._together:
             return this
         return bool(max_over(torch.tensor([int(this)], device=self.device), self._together))
 
-    def _pass(self, slots: Slots, forward: Forward | None, sampling: Sampling) -> tuple[Forward, Sampled | None]:
+    def _pass(
+        self, slots: Slots | EqualTexts, forward: Forward | None, sampling: Sampling
+    ) -> tuple[Forward, Sampled | None]:
         """Compute; with what the last stage chose, where it is on this rank."""
         if forward is None:
-            forward = idle(self.device)
+            forward = equal.idle(self.device) if self._has_own_cache else idle(self.device)
         micro_batch = forward.micro_batch
         logits = self.model(micro_batch).logits if self._ring is None else self._ring.forward(micro_batch)
         if not forward.texts:
@@ -163,13 +188,13 @@ class Generator:
         slots.copied(forward)
         if logits is None:
             return forward, None
-        head = self.model.head
-        assert isinstance(head, VocabParallelHead), "the last stage has it"
+        output = self.model.output_shard()
+        assert output is not None, "the last stage has it"
         rows = torch.tensor(forward.rows, device=self.device)
         if len(forward.rows) != len(logits):
             logits = logits[rows]
         keys = [text.key + text.written for text in forward.texts]
-        sampled = choose(logits, head.shard, sampling, torch.tensor(keys, device=self.device))
+        sampled = choose(logits, output.shard, sampling, torch.tensor(keys, device=self.device))
         if self._cp is not None:
             # All ranks computed it of the same numbers; a difference would be two texts.
             sampled = Sampled(max_over(sampled.ids, [self._cp]), max_over(sampled.log_probs, [self._cp]))
@@ -177,7 +202,7 @@ class Generator:
             self._ring.chosen(sampled)
         return forward, sampled
 
-    def _finish(self, slots: Slots, forward: Forward, sampled: Sampled | None, stops: Stops) -> list[Text]:
+    def _finish(self, slots: Slots | EqualTexts, forward: Forward, sampled: Sampled | None, stops: Stops) -> list[Text]:
         """Take the tokens of a pass; the texts that ended."""
         if not forward.texts:
             return []
@@ -201,7 +226,24 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _new_rope_at(config: ModelConfig) -> range:
     """Lengths at which a text gets other frequencies of RoPE: with LongRoPE once, with dynamic NTK by every token."""
+    if config.transformers_config is not None:
+        return _new_rope_of(json.loads(config.transformers_config), config.max_position_embeddings)
     first, kind = config.rope_original_max_position + 1, config.rope_scaling_type
     if not config.use_rope_scaling or kind not in ("longrope", "dynamic"):
         return range(0)
     return range(first, first + 1 if kind == "longrope" else config.max_position_embeddings + 1)
+
+
+def _new_rope_of(content: dict[str, Any], longest: int) -> range:
+    """The same of a config.json, at whatever depth it names them."""
+    for value in content.values():
+        if not isinstance(value, dict):
+            continue
+        kind = value.get("rope_type", value.get("type"))
+        if kind in ("longrope", "dynamic"):
+            known = value.get("original_max_position_embeddings", content.get("original_max_position_embeddings"))
+            first = (known or content.get("max_position_embeddings") or longest) + 1
+            return range(first, first + 1 if kind == "longrope" else longest + 1)
+        if found := _new_rope_of(value, longest):
+            return found
+    return range(0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from smp.generation.texts import Stops, Text
+from smp.generation.texts import Stops, Text, take
 from smp.kernels.sequence_cut import cut_sequences
 from smp.layers.kv_cache import NOWHERE, CacheView, KVCache
 from smp.models.micro_batch import MicroBatch
@@ -82,12 +82,7 @@ class Slots:
         Raises:
             ValueError: they came of logits that are no numbers.
         """
-        for text, token, log_prob in zip(forward.texts, ids, log_probs, strict=True):
-            if not -1e30 < log_prob < 1e30:
-                raise ValueError(
-                    "the model's logits are not finite: its weights are damaged, or too large for this dtype"
-                )
-            text.add(token, log_prob, stops)
+        take(forward.texts, ids, log_probs, stops)
         # From the last slot on: the text that moves into a free one stays.
         for slot in reversed(range(len(self.texts))):
             text = self.texts[slot]

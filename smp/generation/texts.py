@@ -127,3 +127,15 @@ class Text:
         """When it has ended."""
         assert self.finish is not None
         return Completion(self.request, self.ids[len(self.request.prompt) :], self.log_probs, self.finish)
+
+
+def take(texts: Sequence[Text], ids: Sequence[int], log_probs: Sequence[float], stops: Stops) -> None:
+    """Add one more token to each text.
+
+    Raises:
+        ValueError: they came of logits that are no numbers.
+    """
+    for text, token, log_prob in zip(texts, ids, log_probs, strict=True):
+        if not -1e30 < log_prob < 1e30:
+            raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
+        text.add(token, log_prob, stops)

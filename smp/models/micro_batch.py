@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,6 +30,22 @@ class MTPBatch:
     loss_weights: torch.Tensor
 
 
+@dataclass(eq=False)
+class OwnCache:
+    """What a model that keeps keys, values and states by itself has of the tokens before these, in rows of one length.
+
+    Attributes:
+        value: the model's own; None: these are the first tokens, and behind them: it keeps nothing. It has
+            ``reorder_cache``, as transformers' caches do.
+    """
+
+    value: Any = None
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with some ``rows``, int64, in this order; one may be there several times."""
+        self.value.reorder_cache(rows)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Tensors of one forward pass, on the model's device but for ``document_ids``. (A dataclass, so that FSDP, which
@@ -53,6 +70,7 @@ class MicroBatch:
         distilled: the loss of each token is by what a teacher says of it, and not its label's cross-entropy.
         mtp: of each layer of multi-token prediction.
         cache: keys and values of the tokens before these, while text is generated; without labels.
+        own_cache: the same of a model with a cache of its own, which gives logits of each row's last token.
         images: what the model takes of images besides the tokens.
     """
 
@@ -68,6 +86,7 @@ class MicroBatch:
     distilled: Distilled | None = None
     mtp: tuple[MTPBatch, ...] = ()
     cache: CacheView | None = None
+    own_cache: OwnCache | None = None
     images: ImageTensors | None = None
 
     def whole_lengths(self) -> torch.Tensor:

@@ -29,7 +29,7 @@ from smp.layers.heads.head import ModelOutput, VocabParallelHead
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart
 
-Capability = Literal["context parallelism", "generation"]
+Capability = Literal["context parallelism", "generation", "own cache"]
 
 
 class OutputShard(NamedTuple):
@@ -55,7 +55,8 @@ class Model(nn.Module, ABC):
         mtp_blocks: blocks that only training passes through, which validation must not gather.
         casts_weights: whether layers cast fp32 weights to the dtype of their input, where there is no FSDP to do it.
         capabilities: what else it can do. ``context parallelism``: micro-batches may be cut (``MicroBatch.cut``).
-            ``generation``: they may have a cache of keys and values (``MicroBatch.cache``).
+            ``generation``: they may have a cache of what tokens before have left (``MicroBatch.cache``). ``own cache``:
+            that is its own (``MicroBatch.own_cache``), and all rows have as many tokens.
     """
 
     config: ModelConfig

@@ -72,7 +72,22 @@ def _window(model: Model, ids: Sequence[int], scored: int) -> tuple[torch.Tensor
     """Of one window, from its token ``scored`` on. The logits of ``PIECE`` tokens exist at a time."""
     device = next(model.parameters()).device
     inputs, targets = torch.tensor(ids[:-1], device=device), torch.tensor(ids[1:], device=device)
-    log_probs, likeliest, cache, head = [], [], KVCache(1, device), model.head
+    log_probs, likeliest = [], []
+    for piece, wanted in zip(_logits(model, inputs), targets.split(PIECE), strict=True):
+        logits = piece.double()  # fp64: log-probabilities of long texts are added up.
+        if not bool(logits.isfinite().all()):
+            raise ValueError("the model's logits are not finite: its weights are damaged, or too large")
+        log_probs.append(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].cpu())
+        likeliest.append((logits.argmax(-1) == wanted).cpu())
+    return torch.cat(log_probs)[scored - 1 :], torch.cat(likeliest)[scored - 1 :]
+
+
+def _logits(model: Model, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
+    """(tokens, vocab) of a window's tokens, a piece at a time."""
+    if "own cache" in model.capabilities:  # not every architecture goes on with several tokens: all at once
+        yield from model(MicroBatch(inputs[None])).logits[0].split(PIECE)
+        return
+    device, cache, head = inputs.device, KVCache(1, inputs.device), model.head
     assert isinstance(head, VocabParallelHead) and not head.sequence_parallel
     for at in range(0, len(inputs), PIECE):
         new = inputs[at : at + PIECE]
@@ -82,11 +97,4 @@ def _window(model: Model, ids: Sequence[int], scored: int) -> tuple[torch.Tensor
         view = CacheView(cache, 0, position_ids, at + len(new) if at else 0, every)
         lengths = torch.full_like(position_ids, len(inputs))
         piece = MicroBatch(new[None], position_ids=position_ids, sequence_lengths=lengths, cache=view)
-        # fp64: log-probabilities of long texts are added up.
-        logits = gather_features(model(piece).logits, head.group)[:, : head.vocab_size].double()
-        if not bool(logits.isfinite().all()):
-            raise ValueError("the model's logits are not finite: its weights are damaged, or too large")
-        wanted = targets[at : at + len(new)]
-        log_probs.append(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].cpu())
-        likeliest.append((logits.argmax(-1) == wanted).cpu())
-    return torch.cat(log_probs)[scored - 1 :], torch.cat(likeliest)[scored - 1 :]
+        yield gather_features(model(piece).logits, head.group)[:, : head.vocab_size]

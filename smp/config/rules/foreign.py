@@ -33,9 +33,7 @@ def check_foreign(config: Config) -> None:
         require(not flags, f"{', '.join(flags)}: {_ONLY_HERE}; leave it out")
     if config.objective is not None:
         facts, name = config.objective_facts, f"--objective {config.objective.objective}"
-        require(not (facts.has_scores or config.is_online), f"{name}: {_ONLY_HERE}; leave it out")
-    lmbda = 0.0 if config.distillation is None else config.distillation.lmbda
-    require(not lmbda, f"--lmbda {lmbda}: {_ONLY_HERE}; leave it out")
+        require(not facts.has_scores, f"{name}: {_ONLY_HERE}; leave it out")
     dropout = None if config.lora is None else config.lora.lora_dropout
     require(not dropout, f"--lora-dropout {dropout}: {_ONLY_HERE}; leave it out")
     require(

@@ -69,6 +69,8 @@ class OutputMatrix:
     def _forward(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
         """(batch, length, hidden) -> logits, or what stands for them."""
         batch = self._batch
+        if batch is not None and batch.own_cache is not None:
+            hidden = hidden[:, -1:]
         if batch is None or batch.labels is None or batch.loss_weights is None:
             whole: torch.Tensor = self._plain(hidden)
             return whole

@@ -29,9 +29,12 @@ from smp.hf.transform import transform
 from smp.kernels import TORCH, Kernels
 from smp.layers.heads.head import ModelOutput
 from smp.models.foreign import blocks_of, decoder_of, new_module, tower_blocks
-from smp.models.micro_batch import MicroBatch
+from smp.models.micro_batch import MicroBatch, OwnCache
 from smp.models.protocol import Model, OutputShard
 from smp.parallel.context import ParallelContext
+
+_CACHES = ("past_key_values", "cache_params")
+"""Names of a forward pass for what it has kept."""
 
 
 class TransformersModel(Model):
@@ -52,6 +55,7 @@ class TransformersModel(Model):
     """
 
     casts_weights = False
+    capabilities = frozenset(("generation", "own cache"))
 
     def __init__(self, config: ModelConfig, context: ParallelContext, kernels: Kernels = TORCH) -> None:
         super().__init__()
@@ -73,6 +77,8 @@ class TransformersModel(Model):
         self._blocks = [_as_block(layer) for layer in [*tower_blocks(module), *(b for _, b in blocks_of(module))]]
         names = inspect.signature(type(module).forward).parameters
         self._asked = {"use_cache": False} if "use_cache" in names else {}
+        takes = [name for name in _CACHES if name in names]
+        self._cache_name = takes[0] if takes and module._supports_default_dynamic_cache() else ""
         self._slices = context.tp.size() if context.sequence_parallel else 1
         self.no_documents = refusal_of_documents(module)
 
@@ -115,6 +121,8 @@ class TransformersModel(Model):
         batch = micro_batch
         if (batch.labels is None) != (batch.loss_weights is None):
             raise ValueError("a loss needs labels and loss_weights, logits neither")
+        if batch.own_cache is not None:
+            return self._next(batch, batch.own_cache)
         arguments: dict[str, Any] = {"input_ids": self._even(with_filler(batch)), **self._asked}
         if batch.images is not None:
             arguments |= batch.images.values
@@ -128,6 +136,20 @@ class TransformersModel(Model):
         with self._output.wanted(batch) as result:
             logits = self.module(**arguments).logits[:, : batch.input_ids.shape[1]]
         return ModelOutput(logits=logits) if result.output is None else result.output
+
+    def _next(self, batch: MicroBatch, cache: OwnCache) -> ModelOutput:
+        """This rank's columns of the logits (rows, columns) of the tokens that follow, by transformers' cache."""
+        arguments = dict(self._asked)
+        if self._cache_name:
+            if cache.value is None:
+                from transformers import DynamicCache
+
+                cache.value = DynamicCache(config=self.module.config.get_text_config(decoder=True))
+            arguments = {"use_cache": True, self._cache_name: cache.value}
+        with self._output.wanted(batch):
+            out = self.module(input_ids=batch.input_ids, **arguments)
+        shard = self._output.shard
+        return ModelOutput(logits=out.logits[:, -1, shard.start : shard.start + shard.valid])
 
     def _even(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, length, ...) with as many columns as ranks that have some of the tokens each can share evenly: zeros,

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from smp.config import Config, Layout
+from smp.config import Config, ConfigError, Layout, ModelConfig
 from smp.convert.formats import Opened, open_checkpoint
-from smp.convert.huggingface.config import read_json
+from smp.convert.huggingface.config import is_hf_folder, read_json
+from smp.convert.huggingface.foreign import choose_model, read_model_config
 from smp.convert.load import load_weights
 from smp.convert.peft.adapters import MergedWeights
+from smp.convert.weights import Weights
 from smp.data.tokenizers.files import load_tokenizer, no_tokenizer, open_tokenizer_json, tokenizer_file
 from smp.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
 from smp.data.tuning.tokenizer import PieceTokenizer, TuningTokenizer, begun, open_tokenizer, put_in_front
 from smp.models.build import new_model
 from smp.models.protocol import Model
-from smp.parallel.context import build_context
+from smp.parallel.context import ParallelContext, build_context
+from smp.training.checkpoints.foreign_weights import fill_foreign
 from smp.training.tuning.adapter_files import companions_of, open_adapters, require_adapter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -111,18 +117,43 @@ def open_model(load: Path, adapter: Path | None = None, reference: Path | None =
     """
     if adapter is not None:
         require_adapter(adapter)
-    opened = open_checkpoint(load, reference=reference)
+    opened = _open(load, reference)
     said = "is a reward model: it scores answers and predicts no text"
     if opened.weights.config.scalar_head:
         raise ValueError(f"--load {load} {said}")
     if adapter is None:
         return opened
+    if opened.weights.config.is_foreign:
+        raise ConfigError(
+            f"--adapter {adapter}: transformers computes the model in --load, and peft merges adapters of it; leave it "
+            "out"
+        )
     # Added into the weights while they are read: the model then is a plain one.
     merged = MergedWeights(opened.weights, open_adapters(adapter, opened))
     if merged.config.scalar_head:
         raise ValueError(f"--adapter {adapter} {said}")
     companions = None if reference else companions_of(adapter)
     return replace(opened, weights=merged, reference=companions or opened.reference)
+
+
+class TheirFolder(Weights):
+    """A Hugging Face folder of a model that transformers computes, and reads (``fill_foreign``)."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.path, self.config, self.tensors, self.notes = path, config, {}, []
+
+    def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
+        raise KeyError(name)
+
+    def fingerprint(self) -> Any:
+        return str(self.path)
+
+
+def _open(load: Path, reference: Path | None) -> Opened:
+    """A checkpoint of any format, or a folder of a model that transformers computes."""
+    if is_hf_folder(load) and (config := choose_model(*read_model_config(load))).is_foreign:
+        return Opened(TheirFolder(load, config), reference or load)
+    return open_checkpoint(load, reference=reference)
 
 
 @contextmanager
@@ -138,7 +169,26 @@ def alone(device: torch.device) -> Iterator[None]:
 
 def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.float32) -> Model:
     """The model, in evaluation mode, in this one process."""
-    context = build_context(Layout(), device.type)
+    context, weights = build_context(Layout(), device.type), opened.weights
+    if weights.config.is_foreign:
+        return _load_foreign(weights, context, device, dtype)
     model = new_model(opened.weights.config, context.tp).to(dtype).to_empty(device=device)
-    load_weights(model, lambda: opened.weights)
+    load_weights(model, lambda: weights)
+    return model.eval()
+
+
+def _load_foreign(weights: Weights, context: ParallelContext, device: torch.device, dtype: torch.dtype) -> Model:
+    # Here, because a model of this project's own needs none of that room.
+    from smp.hf.run.model import TransformersModel
+
+    with redirect_stdout(StringIO()):  # a report of how it is cut: nothing is
+        model = TransformersModel(weights.config, context)
+    made: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared; buffers stay in fp32
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                made[parameter] = nn.Parameter(parameter.to(dtype))
+            setattr(module, name, made[parameter])
+    model.allocate(device)
+    fill_foreign(model, str(weights.path) if isinstance(weights, TheirFolder) else "", lambda: weights)
     return model.eval()
