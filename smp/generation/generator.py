@@ -235,7 +235,7 @@ def _new_rope_at(config: ModelConfig) -> range:
 
 
 def _new_rope_of(content: dict[str, Any], longest: int) -> range:
-    """The same of a config.json, at whatever depth it names them."""
+    """Lengths as of :func:`_new_rope_at`, from a config.json, at whatever depth it names the scaling."""
     for value in content.values():
         if not isinstance(value, dict):
             continue

@@ -60,7 +60,7 @@ class Sampling:
             raise ValueError("the seed must be an integer of 64 bits")
 
     def key(self, prompt: int, sample: int) -> int:
-        """Of the draws of one text; the draw of its token n is keyed by this + n."""
+        """Key of the draws of one text; the draw of its token n is keyed by this + n."""
         return stable_hash(self.seed, "sampling", prompt, sample) >> 1  # room for the positions
 
 
@@ -144,7 +144,7 @@ def _block_sums(exponentials: torch.Tensor, shard: VocabShard) -> torch.Tensor:
 
 
 def _from_all(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Of all ranks, (ranks, ...)."""
+    """``x`` of all ranks, (ranks, ...)."""
     return wait(start_all_gather(x[None], group), group)
 
 

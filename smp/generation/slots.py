@@ -21,7 +21,7 @@ from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group
 
 PROMPT_TOKENS = 4096
-"""Of prompts that go through the model at once. A longer one goes in pieces, but under context parallelism."""
+"""Tokens of prompts that go through the model at once. A longer one goes in pieces, but under context parallelism."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def check_sharded(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """With several data ranks, ``fully_shard`` has seen these parameters, so it sums their gradients.
+    """Check that with several data ranks ``fully_shard`` has seen these parameters, so that it sums their gradients.
 
     Raises:
         ConfigError: with the first that it has not seen.

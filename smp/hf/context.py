@@ -65,7 +65,7 @@ class CutContext:
     layouts: dict[tuple[Any, ...], TokenLayout] = field(default_factory=dict)
 
     def layout(self, batch: int, length: int, spec: AttentionSpec, like: torch.Tensor) -> TokenLayout:
-        """Of ``batch`` sequences with ``length`` tokens on each rank."""
+        """The layout of ``batch`` sequences with ``length`` tokens on each rank."""
         key = (batch, length, spec.window, like.dtype, like.device)
         if key not in self.layouts:
             if len(self.layouts) >= 32:

@@ -73,7 +73,7 @@ class Targets:
         ignore_index: int = IGNORE_INDEX,
         **_: Any,
     ) -> Targets:
-        """As transformers' ``ForCausalLMLoss`` reads the arguments of a forward pass."""
+        """The targets in the arguments of a forward pass, read as transformers' ``ForCausalLMLoss`` does."""
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         shifted = shift_labels.flatten()
@@ -211,7 +211,7 @@ def _head(module: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _chunked(hidden: torch.Tensor, weight: torch.Tensor, loss: ParallelLoss) -> torch.Tensor:
-    """In the head's own forward pass: FSDP may free its weight after it."""
+    """The loss, a chunk of tokens at a time, in the head's own forward pass: FSDP may free its weight after it."""
     targets = loss.targets
     assert targets is not None
     device = hidden.device.type

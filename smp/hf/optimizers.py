@@ -26,9 +26,9 @@ def refuse_built(model: nn.Module) -> None:
 
 
 def check(model: nn.Module) -> None:
-    """Those of a transformed model, at its first forward pass of training, can train it. One that is not found then
-    (built later, or with the parameters of a model that is one group of ``fully_shard``, which has gathered it by
-    now) ends at its own first step, with torch's error about placements.
+    """Check that optimizers of a transformed model can train it, at its first forward pass of training. One that is not
+    found then (built later, or with the parameters of a model that is one group of ``fully_shard``, which has gathered
+    it by now) ends at its own first step, with torch's error about placements.
 
     Raises:
         ConfigError: for Adafactor and subclasses of it.

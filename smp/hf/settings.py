@@ -39,7 +39,7 @@ class Settings:
     expert_parallel_degree: int = 1
     """Ranks that have some of the experts each after ``smp.transform``; among the ranks of hybrid_shard_degree."""
     random_seed: int | None = None
-    """Of ``DelayedParamIniter``."""
+    """Seed of ``DelayedParamIniter``."""
     sequence_parallel: bool = False
     """Not SMP v2's: between blocks each tensor-parallel rank has some of the tokens."""
 

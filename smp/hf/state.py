@@ -81,7 +81,7 @@ class State:
 
     @property
     def rank(self) -> int:
-        """Of this process among all."""
+        """Number of this process among all."""
         return dist.get_rank()
 
     @property
@@ -90,14 +90,14 @@ class State:
         return dist.get_world_size()
 
     def _degree(self, name: str) -> int:
-        """As given; before ``init`` as assigned."""
+        """A degree as given to ``init``; before it as assigned."""
         if self._made is None and name in self._set_before:
             return self._set_before[name]
         return int(getattr(self.settings, name))
 
     @property
     def tensor_parallel_degree(self) -> int:
-        """As given."""
+        """Ranks that share every matrix, as given to ``init``."""
         return self._degree("tensor_parallel_degree")
 
     @property
@@ -124,17 +124,18 @@ class State:
 
     @property
     def ep_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's place among the expert-parallel ranks."""
         return 0 if self.context.ep is None else self.context.ep.get_local_rank()
 
     @property
     def sm_activation_offloading(self) -> bool:
-        """As given. With it, scripts wrap the model in torch's ``offload_wrapper``."""
+        """Whether activations are offloaded, as given to ``init``. With it, scripts wrap the model in torch's
+        ``offload_wrapper``."""
         return self.settings.sm_activation_offloading
 
     @property
     def world_process_group(self) -> dist.ProcessGroup | None:
-        """All ranks."""
+        """The group of all ranks."""
         return dist.group.WORLD
 
     @property
@@ -175,12 +176,12 @@ class State:
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's place among the tensor-parallel ranks."""
         return self.context.tp.get_local_rank()
 
     @property
     def tp_process_group(self) -> dist.ProcessGroup | None:
-        """Their group; None without tensor parallelism."""
+        """Group of the tensor-parallel ranks; None without tensor parallelism."""
         return self.context.tp.get_group() if self.tp_size > 1 else None
 
     @property
@@ -244,7 +245,7 @@ def _make_ranker(layout: Layout) -> Ranker:
 
 
 state = State()
-"""Of this process."""
+"""The state of this process."""
 
 
 def is_initialized() -> bool:
@@ -307,8 +308,8 @@ def adopt(context: ParallelContext) -> None:
 
 
 def _groups(layout: Layout, device_type: str, hosts: tuple[str, ...]) -> tuple[ParallelContext, Ranker]:
-    """Of an earlier ``init`` that divided the ranks of this default group in the same way, unless one of them failed;
-    else new ones. Ranks of CPUs on one of the ``hosts`` exchange through memory."""
+    """Groups and ranker of an earlier ``init`` that divided the ranks of this default group in the same way, unless one
+    of them failed; else new ones. Ranks of CPUs on one of the ``hosts`` exchange through memory."""
     key = layout, device_type, hosts
     world, context, ranker = state._kept.get(key, (None, None, None))
     usable = world is dist.group.WORLD and context is not None and _is_sound(context)

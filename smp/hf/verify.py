@@ -15,7 +15,7 @@ from smp.parallel.boxes import local_box, local_part
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE = 3e-2
-"""In 16 bits."""
+"""Tolerance of dtypes with 16 bits."""
 
 
 @dataclass(frozen=True)

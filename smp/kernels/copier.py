@@ -32,7 +32,8 @@ class Copier(ABC):
         return self._copy("out", source, target, after)
 
     def back(self, source: torch.Tensor, target: torch.Tensor, after: Event = None) -> Event:
-        """The same the other way. ``target`` was allocated in the order of the device's work."""
+        """Begin to copy ``source`` on the host to ``target`` on the device, otherwise as :meth:`out`. ``target`` was
+        allocated in the order of the device's work."""
         self.bytes_back += source.nbytes
         return self._copy("back", source, target, after)
 
@@ -54,7 +55,7 @@ class Copier(ABC):
 
 
 class HostCopier(Copier):
-    """Of a CPU, whose memory is the host's: copies are made where they are asked for, and nothing is ever waited
+    """Copier of a CPU, whose memory is the host's: copies are made where they are asked for, and nothing is ever waited
     for. It saves no memory, and shows that a program with copies computes what it computes without."""
 
     def host(self, nbytes: int, *, copied: bool = True) -> torch.Tensor:
@@ -72,7 +73,7 @@ class HostCopier(Copier):
 
 
 class CudaCopier(Copier):
-    """Of a GPU: one stream for each direction, which the link has both, and pinned memory."""
+    """Copier of a GPU: one stream for each direction, which the link has both, and pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

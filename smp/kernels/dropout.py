@@ -37,7 +37,7 @@ def keyed_bits(key: torch.Tensor, rows: torch.Tensor, columns: int, first_column
 
 
 def keyed_bits_at(key: torch.Tensor | int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The same of numbered ``columns``, int64 (n or 1, count)."""
+    """Random bits as of :func:`keyed_bits` for numbered ``columns``, int64 (n or 1, count)."""
     # Both halves of the number take part: a long run has more than 2^32 tokens, and would repeat its masks. Between the
     # halves is a round of mixing, or tokens whose halves have the same XOR would share a mask.
     hashed = _mix((rows & _MASK) ^ key)

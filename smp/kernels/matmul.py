@@ -50,7 +50,7 @@ than it gains."""
 ROWS = 32
 """Fewest rows of x: with fewer oneDNN may take four times MKL's time."""
 _COLUMNS = 2048
-"""Of an output's gradient that are transposed at once, for oneDNN to read: for the copy to be small."""
+"""Columns of an output's gradient that are transposed at once, for oneDNN to read: for the copy to be small."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 

@@ -60,7 +60,7 @@ class Product(Protocol):
 
 
 class Dense:
-    """In the dtype of the tensors: bf16 or fp32."""
+    """Products in the dtype of the tensors: bf16 or fp32."""
 
     differentiable = True
 
@@ -78,14 +78,14 @@ class Dense:
 
 
 def gradient_dtype(fp8_format: Format) -> torch.dtype:
-    """Of gradients: hybrid gives them more range and less precision than inputs and weights, which are e4m3. Numbers of
-    e2m1 are held in e4m3."""
+    """Dtype of gradients: hybrid gives them more range and less precision than inputs and weights, which are e4m3.
+    Numbers of e2m1 are held in e4m3."""
     return E5M2 if fp8_format == "hybrid" else E4M3
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """In FP8, of operands (n, in) that are quantised, with results of ``dtype``.
+    """Products in FP8, of operands (n, in) that are quantised, with results of ``dtype``.
 
     Attributes:
         granularity: numbers that share a scale. A weight's gradient is a sum over tokens: with one scale it takes the
@@ -106,7 +106,7 @@ class Scaled:
 
     @property
     def name(self) -> str:
-        """In :data:`PRODUCTS`."""
+        """Name of this product in :data:`PRODUCTS`."""
         how = "emulated" if self.emulate else "scaled"
         return f"fp8:{self.granularity}:{self.fp8_format}:{self.dtype}:{how}"
 
@@ -165,4 +165,4 @@ PRODUCTS: dict[str, Product] = {
     "nf4-double": Nf4(double=True),
     **{product.name: product for product in _FP8},
 }
-"""By the name that a layer gives."""
+"""Products by the name that a layer gives."""

@@ -66,7 +66,7 @@ def shapes_of(run: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., list[
 
 
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """As :func:`define`, an operator whose last argument is its backend, on CPU and CUDA."""
+    """Define an operator whose last argument is its backend, on CPU and CUDA, by :func:`define`."""
     return define(schema, fake, CPU=_where_it_can(schema.partition("(")[0], run), CUDA=_on_its_device(run))
 
 

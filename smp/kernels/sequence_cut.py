@@ -74,8 +74,8 @@ class SequenceCut:
         return SequenceCut(self.ranks // ranks, self.cp // ranks, self.document_ids, self.whole)
 
     def in_chunks(self, size: int) -> SequenceCut:
-        """The same tokens on each rank, where a token sees only tokens of its own chunk: ``size`` tokens of a document,
-        counted from its beginning. A chunk is a document then."""
+        """The cut that has the same tokens on each rank, where a token sees only tokens of its own chunk: ``size``
+        tokens of a document, counted from its beginning. A chunk is a document then."""
         if self.length <= size:
             return self
         ids = self.document_ids
@@ -155,12 +155,12 @@ def cut_sequences(batch: int, length: int, cp: int, document_ids: torch.Tensor |
 
 
 def _lengths(ids: torch.Tensor) -> list[int]:
-    """Of the runs of equal ids."""
+    """Lengths of the runs of equal ids."""
     return torch.unique_consecutive(ids, return_counts=True)[1].tolist()
 
 
 def _document_positions(ids: torch.Tensor) -> torch.Tensor:
-    """Of a row: how many earlier tokens have the same id."""
+    """For each token of a row, how many earlier ones have the same id."""
     order = ids.argsort(stable=True)
     counts = ids[order].unique_consecutive(return_counts=True)[1]
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)

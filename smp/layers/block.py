@@ -18,7 +18,8 @@ from smp.layers.norm import Norm, Own, own_together
 
 _NORMS = "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"
 DROPOUT_SITES = 3
-"""Of a block: the mixer's own (attention probabilities), what the mixer adds, what the feed-forward network adds."""
+"""Places of dropout in a block: the mixer's own (attention probabilities), what the mixer adds, what the feed-forward
+network adds."""
 Run = Callable[..., Any]
 """What ``forward`` of a block gets, to what it returns."""
 
@@ -135,7 +136,7 @@ class TransformerBlock(nn.Module):
         return self._added(fed, layout, keys, 2)
 
     def _own_of_norms(self, dtype: torch.dtype) -> dict[str, Own]:
-        """By name: what the norms compute with, whose gradients are summed together."""
+        """What the norms compute with, by name; their gradients are summed together."""
         norms = {name: getattr(self, name) for name in _NORMS if getattr(self, name) is not None}
         return dict(zip(norms, own_together(list(norms.values()), dtype), strict=True)) if norms else {}
 
@@ -167,8 +168,8 @@ class MoEBlock(TransformerBlock):
         keys: torch.Tensor | None = None,
         counted: Counted | None = None,
     ) -> tuple[torch.Tensor, Balance | None]:
-        """As of :class:`TransformerBlock`, and what :class:`MoE` measures of ``counted``, which is known of the tokens
-        in ``x``."""
+        """What :class:`TransformerBlock` gives, and what :class:`MoE` measures of ``counted``, which is known of the
+        tokens in ``x``."""
         assert isinstance(self.mlp, MoE)
         return self.mlp.experts(self._chosen(layout), x, layout, keys, counted)
 

@@ -72,7 +72,8 @@ class KVCache:
         self.positions[target] = self.positions[source]
 
     def tensors(self, layer: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of a layer that keeps tensors ``like`` these, (tokens, heads, channels)."""
+        """The cache's tensors, (slots, heads, capacity, channels), of a layer that keeps tensors ``like`` these,
+        (tokens, heads, channels)."""
         if layer not in self.layers:
             # Here, where dtype and heads of this rank are known. Zeros: what is masked is multiplied by 0, which does
             # not help against numbers that are none.
@@ -161,7 +162,8 @@ class CacheView:
         spec: AttentionSpec,
         sinks: torch.Tensor | None = None,
     ) -> Pair:
-        """As a core, whose keys and values are kept: ``core`` itself for tokens that see only each other."""
+        """Attention as a core computes it, with keys and values kept: by ``core`` itself for tokens that see only each
+        other."""
         keys, values = self.append(k, v)
         if not self.keys:
             return core(q, k, v, layout, spec, None, sinks)
@@ -205,7 +207,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayo
 
 
 def _merged(out: torch.Tensor, lse: torch.Tensor, cp: Group) -> Pair:
-    """Of the keys of all ranks, in the order of the ranks: the same bits on each."""
+    """Attention to the keys of all ranks, merged in the order of the ranks: the same bits on each."""
     outs = wait(start_all_gather(out.float()[None], cp), cp)
     sums = wait(start_all_gather(lse[None], cp), cp)
     whole, total = outs[0], sums[0]

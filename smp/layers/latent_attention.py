@@ -184,12 +184,12 @@ class LatentAttention(nn.Module):
         return q.unflatten(1, (-1, self.qk_head_dim + self.rope_dim)), latent, key_rope
 
     def _keys(self, up: torch.Tensor, key_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the up projection and the rotated part: keys and values, each (keys, heads/p, width)."""
+        """Keys and values, each (keys, heads/p, width), from the up projection and the rotated part."""
         up = up.unflatten(1, (-1, self.qk_head_dim + self.v_head_dim))
         k, v = up.split((self.qk_head_dim, self.v_head_dim), dim=-1)
         k = torch.cat((k, key_rope.expand(-1, k.shape[1], -1)), dim=-1)
         return self._filled(k), self._filled(v)
 
     def _filled(self, x: torch.Tensor) -> torch.Tensor:
-        """With channels of zeros up to the width of attention."""
+        """``x`` with channels of zeros up to the width of attention."""
         return x if x.shape[-1] == self.width else F.pad(x, (0, self.width - x.shape[-1]))

@@ -63,12 +63,12 @@ class Linear:
 
     @property
     def key(self) -> str:
-        """As operators take it."""
+        """These options as text, which is how operators take them."""
         return f"{self.group.size} {self.group.rank} {int(self.sequence_parallel)} {self.product} {self.group.name}"
 
     @staticmethod
     def of(key: str) -> Linear:
-        """From its :attr:`key`."""
+        """The options that have this :attr:`key`, without a scaling."""
         size, rank, split, product, name = key.split(" ", 4)
         return Linear(Group(name, int(size), int(rank)), split == "1", product)
 
@@ -84,7 +84,7 @@ class Linear:
         return self.group.size == 1 and self.run.differentiable and self.scaling is None
 
     def operands(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
-        """Of a forward pass."""
+        """Operands of a forward pass; without a scaling the tensors themselves."""
         return Operands(x, x, list(weights), []) if self.scaling is None else self.scaling.forward(x, weights)
 
     def again(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
@@ -92,7 +92,7 @@ class Linear:
         return list(weights) if self.scaling is None else self.scaling.weights(weights, scales)
 
     def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
-        """Of the output of each weight: for the input's gradient and for the weight's."""
+        """Operands of the output gradient of each weight: one for the input's gradient, one for the weight's."""
         return [(grad, grad) for grad in grads] if self.scaling is None else self.scaling.gradients(grads)
 
     def start_gather(self, x: Operand) -> Operand:
@@ -217,12 +217,12 @@ class _Column(torch.autograd.Function):
 
 
 def _parts(*operands: Operand) -> list[torch.Tensor]:
-    """As operators and autograd take operands."""
+    """The tensors of all operands in a row, as operators and autograd take them."""
     return [part for operand in operands for part in ([operand] if isinstance(operand, torch.Tensor) else operand)]
 
 
 def _operand(parts: Sequence[torch.Tensor]) -> Operand:
-    """From its parts."""
+    """The operand that has these parts."""
     return parts[0] if len(parts) == 1 else Quantised(*parts)
 
 

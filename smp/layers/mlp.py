@@ -17,7 +17,7 @@ from smp.parallel.context import ParallelContext
 
 Activation = Literal["swiglu", "geglu", "tanh_geglu", "gelu", "tanh_gelu", "relu", "squared_relu"]
 GATED = ("swiglu", "geglu", "tanh_geglu")
-"""Those with a third matrix: the activation of the gate is multiplied by the up projection."""
+"""Activations with a third matrix: the activation of the gate is multiplied by the up projection."""
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:

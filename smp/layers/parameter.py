@@ -69,7 +69,8 @@ def tp_parameter(shape: tuple[int, ...], placement: Placement, mesh: DeviceMesh)
 
 
 def placed_parameter(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh) -> nn.Parameter:
-    """The same on a mesh of any number of dimensions, with a placement for each; two do not cut one dimension.
+    """A parameter as of :func:`tp_parameter`, on a mesh of any number of dimensions, with a placement for each; two do
+    not cut one dimension.
 
     Raises:
         ValueError: when a dimension is not divisible by the size of the mesh dimension that cuts it.
@@ -140,7 +141,7 @@ class _Local(torch.autograd.Function):
 
 
 def _cast(part: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """To ``dtype``, of fp32: a weight is never widened, which would be slow and silent."""
+    """``part`` in ``dtype`` if it is fp32: a weight is never widened, which would be slow and silent."""
     return part if dtype is None or part.dtype != torch.float32 else part.to(dtype)
 
 

@@ -21,7 +21,7 @@ class RopeScaling:
     amplitude: ClassVar[float] = 1.0
 
     def kept(self, freqs: torch.Tensor, base: float) -> torch.Tensor:
-        """By frequency, 1: left alone, 0: divided by the factor."""
+        """How much of each frequency is kept, 1: left alone, 0: divided by the factor."""
         turns = self.original_max_position * freqs / (2 * math.pi)  # rotations within the original context
         low, high = self.low_freq_factor, self.high_freq_factor
         if low == high:  # no ramp: a step
@@ -63,7 +63,7 @@ class YarnScaling:
     amplitude: float = 1.0
 
     def kept(self, freqs: torch.Tensor, base: float) -> torch.Tensor:
-        """By frequency, 1: left alone, 0: divided by the factor."""
+        """How much of each frequency is kept, 1: left alone, 0: divided by the factor."""
         pairs = len(freqs)
         # Fast channels come first: many turns within the original context.
         low, high = (self._channel(turns, pairs, base) for turns in (self.beta_fast, self.beta_slow))
@@ -97,7 +97,7 @@ class LongRopeScaling:
     amplitude: float = 1.0
 
     def frequencies(self, freqs: torch.Tensor, sequence_lengths: torch.Tensor) -> torch.Tensor:
-        """Those of each token, (tokens, dim / 2).
+        """Frequencies of each token, (tokens, dim / 2).
 
         Args:
             freqs: what :func:`rope_frequencies` gives, (2, dim / 2).
@@ -122,7 +122,7 @@ class DynamicScaling:
     amplitude: ClassVar[float] = 1.0
 
     def frequencies(self, freqs: torch.Tensor, base: float, sequence_lengths: torch.Tensor) -> torch.Tensor:
-        """Those of each token, (tokens, dim / 2).
+        """Frequencies of each token, (tokens, dim / 2).
 
         Args:
             freqs: what :func:`rope_frequencies` gives, (dim / 2,).

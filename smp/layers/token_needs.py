@@ -29,7 +29,7 @@ class TokenNeed(Protocol):
         """Where the layer finds what it needs. (Text, which compiled code can compare.)"""
 
     def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> Any:
-        """Of a layout with ``position_ids``, of which this rank has all rows.
+        """What the layers need, from a layout with ``position_ids``, of which this rank has all rows.
 
         Args:
             layout: of the micro-batch.

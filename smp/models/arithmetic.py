@@ -75,7 +75,7 @@ class ForwardFlops:
 
     @property
     def layer(self) -> float:
-        """Of a block, on average."""
+        """FLOPs of a block, on average."""
         return sum(self.layers) / len(self.layers)
 
 
@@ -102,16 +102,16 @@ PAIR_FLOPS: dict[type, Callable[[Any], int]] = {
     AttentionMixer: lambda mixer: 4 * mixer.heads * mixer.head_dim,
     LatentMixer: lambda mixer: 2 * mixer.heads * (mixer.plain_dim + mixer.rope_dim + mixer.value_dim),
 }
-"""Of a mixer's spec, for each token that a token sees: a score, and its share of the weighted sum. Mixers that are not
-here have products alone, which the inventory counts."""
+"""FLOPs by the type of a mixer's spec, for each token that a token sees: a score, and its share of the weighted sum.
+Mixers that are not here have products alone, which the inventory counts."""
 
 
 STATE_FLOPS: dict[type, Callable[[Any], int]] = {
     DeltaNetMixer: lambda mixer: 7 * mixer.value_heads * mixer.key_dim * mixer.value_dim,
     MambaMixer: lambda mixer: 5 * mixer.value_heads * mixer.key_dim * mixer.value_dim,
 }
-"""Of a mixer's spec, for each token: what a recurrence does with its states, a token after the other. The delta rule
-forgets (1), and reads twice and writes once (2 each); Mamba-2 reads once."""
+"""FLOPs by the type of a mixer's spec, for each token: what a recurrence does with its states, a token after the other.
+The delta rule forgets (1), and reads twice and writes once (2 each); Mamba-2 reads once."""
 
 
 def _pair_flops(mixer: Any) -> int:

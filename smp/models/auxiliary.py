@@ -12,11 +12,11 @@ from smp.config.rules.moe import aux_losses
 from smp.config.rules.mtp import MTP_LOSS, mtp_layers
 
 EXPERT_LOAD = "expert load max/mean"
-"""Of the experts of a layer the one with most tokens, relative to their mean; the mean over layers."""
+"""Tokens of the expert of a layer that has most, relative to the mean of its experts; the mean over layers."""
 ROUTER_ENTROPY = "router entropy"
-"""Of the scores of a token's experts in nats, at most ln(experts); the mean over tokens and layers."""
+"""Entropy of the scores of a token's experts in nats, at most ln(experts); the mean over tokens and layers."""
 DROPPED = "dropped share"
-"""Of the choices of experts those that did not fit; the mean over tokens and layers."""
+"""Share of the choices of experts that did not fit; the mean over tokens and layers."""
 
 
 def auxiliary_names(config: ModelConfig) -> tuple[str, ...]:

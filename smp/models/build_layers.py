@@ -61,12 +61,12 @@ class Build:
 
     @staticmethod
     def of(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> Build:
-        """For a model of this configuration."""
+        """What the layers of a model of this configuration are built with."""
         std = config.init_method_std
         return Build(config.hidden_size, std, std / (2 * config.num_layers) ** 0.5, context, kernels)
 
     def norm(self, spec: NormSpec) -> Norm:
-        """Of the residual stream."""
+        """A norm of the residual stream."""
         options: dict[str, Any] = {"eps": spec.eps, "one_plus": spec.one_plus, "kernels": self.kernels}
         if spec.kind == "RMSNorm":
             return RMSNorm(self.hidden_size, self.context, **options)
@@ -269,7 +269,7 @@ MIXER_BUILDERS: dict[type, MixerBuilder] = {
     DeltaNetMixer: _delta_net,
     MambaMixer: _mamba,
 }
-"""By the type of a mixer's spec; :func:`smp.models.mixers.register_mixer` adds one."""
+"""Builders by the type of a mixer's spec; :func:`smp.models.mixers.register_mixer` adds one."""
 
 
 def build_prediction(config: ModelConfig, build: Build, norm: NormSpec) -> Prediction:

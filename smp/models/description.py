@@ -67,7 +67,7 @@ def _heads(model: ModelConfig) -> str:
 
 
 def _recurrence(model: ModelConfig) -> str:
-    """Of layers with a linear recurrence, each kind once."""
+    """Description of the layers with a linear recurrence, each kind once."""
     found = Counter(str(spec.mixer) for spec, recurs in zip(layer_specs(model), linear(model), strict=False) if recurs)
     return " and ".join(f"in {count} of {model.num_layers} layers a {text}" for text, count in found.items())
 

@@ -16,7 +16,7 @@ from smp.models.tokens import Tokens
 
 
 class ExpertCounts:
-    """Of one model on one rank.
+    """The counts of one model on one rank.
 
     Args:
         specs: of its layers; experts are alike in all that have some.

@@ -138,7 +138,7 @@ def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
 
 @cache
 def parts_of(content: str) -> Parts:
-    """Of the model of a config.json's ``content``."""
+    """The parts of the model that a config.json's ``content`` describes."""
     module = new_module(content)
     chosen = _experts_of_a_token(module.config.get_text_config(decoder=True))
     named, images = dict(module.named_parameters()), bool(decoder_of(module))

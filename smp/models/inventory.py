@@ -139,7 +139,7 @@ def vocabulary_matrix(model: ModelConfig, module: str, has_product: bool) -> Par
 
 
 def prediction_parameters(model: ModelConfig, number: int) -> Iterator[Parameter]:
-    """Of a layer of multi-token prediction what is not its block."""
+    """Parameters of a layer of multi-token prediction that are not its block's."""
     name, hidden = f"predictions.{number}", model.hidden_size
     for norm in ("embedding_norm", "hidden_norm", "norm"):
         yield from _norm(norm_of(model), hidden, f"{name}.{norm}")
@@ -154,7 +154,7 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
 
 
 def layer_parameters(spec: LayerSpec, hidden: int, layer: int) -> Iterator[Parameter]:
-    """Of a layer by its spec, the width of the residual stream and its number."""
+    """Parameters of a layer, by its spec, the width of the residual stream and its number."""
     attention, mlp, forward = f"layers.{layer}.attention", f"layers.{layer}.mlp", spec.feed_forward
     if spec.mixer is not None:
         if spec.norm_before:

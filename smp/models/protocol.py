@@ -77,14 +77,14 @@ class Model(nn.Module, ABC):
         """What FSDP gathers and frees together, in the order of the forward pass; the rest is one unit more."""
 
     def output_shard(self) -> OutputShard | None:
-        """Of the output matrix; None: another pipeline rank has it, or there is a head of scores instead. With
-        ``AnswerLoss.states`` a forward pass gives the hidden states in front of it as ``values``."""
+        """This rank's shard of the output matrix; None: another pipeline rank has it, or there is a head of scores
+        instead. With ``AnswerLoss.states`` a forward pass gives the hidden states in front of it as ``values``."""
         head = self.head
         return OutputShard(head.shard, head.sequence_parallel) if isinstance(head, VocabParallelHead) else None
 
     def blocks(self) -> list[Any]:
-        """Of these units the blocks, in order: what is recomputed, compiled and offloaded. Their attribute ``run`` is
-        what their forward pass calls (``smp.layers.block.TransformerBlock``)."""
+        """The blocks among the FSDP units, in order: what is recomputed, compiled and offloaded. Their attribute
+        ``run`` is what their forward pass calls (``smp.layers.block.TransformerBlock``)."""
         return [module for module in self.modules() if isinstance(module, TransformerBlock)]
 
     def allocate(self, device: torch.device) -> None:
@@ -115,11 +115,12 @@ class StagedModel(Model):
     def forward(
         self, micro_batch: MicroBatch, hidden: torch.Tensor | None = None, part: ModelPart | None = None
     ) -> ModelOutput:
-        """As of every model; of a part without the head ``hidden``, which the next part takes."""
+        """The output of :meth:`Model.forward`; of a part without the head ``hidden``, which the next part takes."""
 
     @abstractmethod
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
-        """Of what one part hands to the next, for this many tokens: the receiver must know it before the message."""
+        """Shape of what one part hands to the next, for this many tokens: the receiver must know it before the
+        message."""
 
     @abstractmethod
     def stage_units(self, part: ModelPart) -> list[nn.Module]:
@@ -134,7 +135,7 @@ class StagedModel(Model):
 
     @abstractmethod
     def embedding_matrix(self) -> nn.Parameter:
-        """That matrix, where one of the ends is."""
+        """The embedding's matrix, on ranks that have one of the ends."""
 
 
 def require_capability(model: Model, capability: Capability, flag: str) -> None:

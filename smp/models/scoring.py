@@ -69,7 +69,8 @@ def token_scores(
 
 
 def _window(model: Model, ids: Sequence[int], scored: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one window, from its token ``scored`` on. The logits of ``PIECE`` tokens exist at a time."""
+    """The two results of :func:`token_scores` for one window, from its token ``scored`` on. The logits of ``PIECE``
+    tokens exist at a time."""
     device = next(model.parameters()).device
     inputs, targets = torch.tensor(ids[:-1], device=device), torch.tensor(ids[1:], device=device)
     log_probs, likeliest = [], []

@@ -23,7 +23,7 @@ from smp.parallel.rng import dropout_keys
 
 @dataclass(frozen=True)
 class Tokens:
-    """Those of one micro-batch.
+    """Tokens of one micro-batch.
 
     Attributes:
         layout: with what layers need.
@@ -99,7 +99,8 @@ class TokenPreparation:
         return 0 if self.group is None else -tokens % self.group.size
 
     def of(self, micro_batch: MicroBatch, training: bool) -> Tokens:
-        """Without what attention derives, which depends on the activations' dtype: see :meth:`prepared`."""
+        """The tokens of a micro-batch, without what attention derives, which depends on the activations' dtype: see
+        :meth:`prepared`."""
         batch, length = micro_batch.input_ids.shape
         padding, device = self.padding(batch * length), micro_batch.input_ids.device
         position_ids = micro_batch.position_ids
@@ -126,7 +127,7 @@ class TokenPreparation:
         return Tokens(layout, padding, self._dropout_keys(layout, training, device), self.group)
 
     def prepared(self, tokens: Tokens, x: torch.Tensor) -> Tokens:
-        """With what attention to ``x`` derives from the tokens, once for all layers: masks, where documents begin,
+        """``tokens`` with what attention to ``x`` derives from them, once for all layers: masks, where documents begin,
         plans of exchanges. Layers with chunks have a layout of their own in it."""
         # Kept keys are seen by masks of positions, whatever core the run has.
         core = self.attention if tokens.layout.key_positions is None else DEFAULT_ATTENTION

@@ -36,7 +36,7 @@ def fsdp_units(model: GPT) -> list[nn.Module | list[nn.Module]]:
 
 
 def stage_units(model: GPT, part: ModelPart) -> list[nn.Module]:
-    """Those that hold the parameters of a part, in the order of their use."""
+    """Modules that hold the parameters of a part, in the order of their use."""
     first = [model.embedding, model.positions, model.embedding_norm] if part.embedding else []
     last: list[nn.Module | None] = []
     if part.head:

@@ -69,7 +69,7 @@ class HostAdamW(torch.optim.AdamW):
         self._streams, self._later, self._factor = True, frozenset(later), None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also after a step that was not made: what had left of it is given up."""
+        """Free the gradients, also after a step that was not made: what had left of it is given up."""
         self._streams, self._factor = False, None
         for parameter in [*self._streamed]:
             self._forget(parameter)

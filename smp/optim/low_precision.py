@@ -165,7 +165,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """As a matrix of rows, on the same memory."""
+    """The tensor as a matrix of rows, on the same memory."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.numel() else tensor.view(0, tensor.shape[-1])
 
 

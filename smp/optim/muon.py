@@ -36,7 +36,7 @@ from smp.parallel.boxes import local_part
 from smp.parallel.owners import on_owners
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the quintic that is applied to the singular values in each step (Jordan et al.)."""
+"""Coefficients of the quintic that is applied to the singular values in each step (Jordan et al.)."""
 _SMALLEST_NORM = 1e-7
 
 

@@ -72,7 +72,8 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _compared(name: str, kind: str, alike: int | None = 0) -> Callable[..., Any]:
-    """The same, once all ranks are at this call; ``alike``: the argument whose tensors are of one size on all."""
+    """A method that is the plain group's, once all ranks are at this call; ``alike``: the argument whose tensors are of
+    one size on all."""
 
     def method(self: Any, *args: Any, **more: Any) -> Any:
         tensors = _tensors_in(args)
@@ -110,11 +111,11 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.network = NetworkGroup(ranks, rank, self._gloo, policy)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """What torch asks for."""
+        """The backend's name, which torch asks for."""
         return NAME
 
     def name(self) -> str:
-        """The same in newer versions."""
+        """The backend's name, as newer versions of torch ask for it."""
         return NAME
 
     def shutdown(self) -> None:
@@ -124,7 +125,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().shutdown()
 
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Any:
-        """In place; a sum or an average of one tensor is hierarchical."""
+        """All-reduce in place; a sum or an average of one tensor is hierarchical."""
         opts = options_of(dist.AllreduceOptions, opts, more)
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         way = self.network.way("all-reduce", given[0])
@@ -169,13 +170,13 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, **more: Any) -> Any:
-        """Several, one after the other; functional collectives and DTensor call this with one."""
+        """Several all-gathers, one after the other; functional collectives and DTensor call this with one."""
         opts = options_of(AllgatherOptions, opts, more)
         works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return _all_of(works, list(outputs))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, **more: Any) -> Any:
-        """Likewise."""
+        """Several reduce-scatters, one after the other; functional collectives and DTensor call this with one."""
         opts = options_of(dist.ReduceScatterOptions, opts, more)
         works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return _all_of(works, list(outputs))
@@ -261,7 +262,8 @@ def _nccl(options: Any) -> Any:
 
 
 def _topology(options: Any) -> tuple[Topology, Any]:
-    """Of a group, and links where the file has them. Ranks tell each other through the store what they know.
+    """The topology of a group, and links where the file has them. Ranks tell each other through the store what they
+    know.
 
     Raises:
         ConfigError: a rank cannot read its file, which all raise, or ranks have read different files, or only some have
@@ -323,7 +325,8 @@ def _described(tensors: Sequence[torch.Tensor], options: Sequence[Any]) -> tuple
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of a sparse tensor those that it had as a dense one: each rank may hold another number of its values."""
+    """Bytes of a tensor; of a sparse one those that it had as a dense one: each rank may hold another number of its
+    values."""
     return tensor.numel() * tensor.element_size()
 
 

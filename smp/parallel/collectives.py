@@ -28,7 +28,7 @@ from smp.kernels.registry import define
 
 _ops = torch.ops._c10d_functional
 SHIFT_TAG = 1 << 15
-"""Of messages of a shift over gloo, above those of callers of send and recv."""
+"""Tag of messages of a shift over gloo, above those of callers of send and recv."""
 all_gather_flat: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch.distributed's gather of equal 1-D parts, by its name in torch 2.13, where that of 2.11 is deprecated."""
 
@@ -125,8 +125,8 @@ def start_shift(x: torch.Tensor, group: Group, distance: int) -> torch.Tensor:
 
 
 def _start_to_and_from(x: torch.Tensor, group: Group, to: int, source: int) -> torch.Tensor:
-    """The same over gloo, receive first. Its all-to-all sends first, so that the word that a rank is ready to receive
-    may queue behind all that it sends: a slow link then carries one direction at a time."""
+    """The shift of :func:`start_shift` over gloo, receive first. Its all-to-all sends first, so that the word that a
+    rank is ready to receive may queue behind all that it sends: a slow link then carries one direction at a time."""
     # Here and not above: a private name, which a torch without distributed does not have.
     from torch._C._distributed_c10d import _register_work
 

@@ -43,11 +43,11 @@ class NodeProcessGroup(NetworkProcessGroup):
         self.memory = join(options.group_rank, options.group_size, store) if options.group_size > 1 else None
 
     def getBackendName(self) -> str:  # noqa: N802
-        """What torch asks for."""
+        """The backend's name, which torch asks for."""
         return NAME
 
     def name(self) -> str:
-        """The same in newer versions."""
+        """The backend's name, as newer versions of torch ask for it."""
         return NAME
 
     def shutdown(self) -> None:
@@ -58,7 +58,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         super().shutdown()
 
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Any:
-        """In place; of one tensor."""
+        """All-reduce in place; that of one tensor goes through memory."""
         opts = options_of(dist.AllreduceOptions, opts, more)
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         operation = _operation(opts.reduceOp, given[0])
@@ -112,7 +112,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         )
 
     def broadcast(self, tensors: Any, opts: Any = None, **more: Any) -> Any:
-        """In place; of one tensor."""
+        """Broadcast in place; that of one tensor goes through memory."""
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         fits = len(given) == 1 and isinstance(opts, dist.BroadcastOptions) and _is_moved(*given)
         if self.memory is None or not fits:
@@ -157,7 +157,8 @@ class NodeProcessGroup(NetworkProcessGroup):
 
 
 def default_backend() -> str:
-    """Of the default group of a run on CPUs: memory where torchrun started all processes on this machine, else gloo."""
+    """Backend of the default group of a run on CPUs: memory where torchrun started all processes on this machine, else
+    gloo."""
     here, everywhere = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     return NAME if here == everywhere and here not in (None, "1") else "gloo"
 

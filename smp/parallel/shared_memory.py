@@ -192,7 +192,8 @@ class Memory:
         self._close()
 
     def _begin(self, kind: str, x: torch.Tensor, detail: int = 0) -> Memory:
-        """Of a collective, which then runs as ``with self._lock, self._begin(...)``; ``detail``: its operation or root.
+        """Begin a collective, which then runs as ``with self._lock, self._begin(...)``; ``detail``: its operation or
+        root.
 
         An exception inside, from wherever it comes (Ctrl-C, a signal's handler), leaves ranks with different sequence
         numbers, which would take the data of one collective for those of another: this rank calls no more, and the
@@ -214,7 +215,7 @@ class Memory:
             self._numbers[self.rank * _LINE + _GONE] = _FAILED
 
     def _next_slots(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Those of the next sequence number, (ranks, elements of chunk)."""
+        """Slots of the next sequence number, (ranks, elements of chunk)."""
         self._sequence += 1
         return self._slots[self._sequence & 1][:, : chunk.nbytes].view(chunk.dtype)
 
@@ -247,7 +248,7 @@ class Memory:
                 )
 
     def _wait(self, other: int, limit: _Limit) -> None:
-        """For a rank that is not there soon."""
+        """Wait for a rank that is not there soon."""
         at, sequence = other * _LINE, self._sequence
         started = time.perf_counter()
         ends = select.poll()

@@ -66,7 +66,8 @@ def function_of_thread(ident: int) -> str:
 
 
 def of_this_package(stack: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
-    """Not of its process groups: who called them is what says where a run stands."""
+    """Functions of this package in a stack, but not of its process groups: who called them is what says where a run
+    stands."""
     package = Path(__file__).parents[1]
     groups = {str(package / "parallel" / f"{name}.py") for name in ("backend", "node_group", "shared_memory")}
     names = (

@@ -77,7 +77,7 @@ def _schedule(name: str, ranks: int, micro_batches: int, chunks: int, reshard: b
 def _place(
     model: ModelConfig, parallel: ParallelConfig, stages: int, flops: ForwardFlops, replays: int
 ) -> tuple[ModelPart, ...]:
-    """As the user says, or balanced by the FLOPs of a whole step."""
+    """The part of each stage, as the user says, or balanced by the FLOPs of a whole step."""
     if parallel.pipeline_model_parallel_layout is not None:
         return parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, stages)
     if stages > model.num_layers + 2:

@@ -172,7 +172,7 @@ class _Step:
             raise self._failure(action, error) from error
 
     def _failure(self, action: Action, error: RuntimeError) -> PipelineError:
-        """Of a message: its other end is lost or, if its rank speaks up too, waits for another one itself."""
+        """The error of a message: its other end is lost or, if its rank speaks up too, waits for another one itself."""
         links, peer, stage = self.runner.links, self.schedule.peer(action), counterpart(action).stage
         other = f"rank {links.global_rank(peer)}"
         return PipelineError(

@@ -46,7 +46,7 @@ class Timeline:
 
     @cached_property
     def step_time(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(span.end for span in self.spans) - self.begin
 
     @cached_property

@@ -88,8 +88,8 @@ def gather_in_fp8(model: nn.Module) -> None:
 
 
 def _parts_of(unit: FSDPModule) -> list[Part]:
-    """Of the parameters that a unit gathers, in their order; nothing of one that is not cut: FSDP then calls no gather,
-    and its layers have to note the maxima of their weights themselves."""
+    """Where the parameters lie that a unit gathers, in their order; none of a unit that is not cut: FSDP then calls no
+    gather, and its layers have to note the maxima of their weights themselves."""
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     if group is None or group._all_gather_process_group.size() == 1:
         return []
@@ -100,6 +100,7 @@ def _parts_of(unit: FSDPModule) -> list[Part]:
 
 
 def _scaling_of(place: Any) -> LayerScaling | None:
-    """Of a parameter, by the module that has it and its name there."""
+    """How the layer of a parameter scales it, by the module that has it and its name there; None: it is gathered as it
+    is."""
     scaling = getattr(place.module, "scaling", None) if place.param_name == "weight" else None
     return scaling if isinstance(scaling, LayerScaling) else None

@@ -203,7 +203,7 @@ class Offload:
         self.most_live = max(self.most_live, len(self._live))
 
     def _make_room(self) -> None:
-        """For one more block on the device: send the oldest away, or what came back too early."""
+        """Make room for one more block on the device: send the oldest away, or what came back too early."""
         while len(self._live) >= self.horizon:
             idle = [block for block in self._live if not block.used]
             if not idle:
@@ -308,7 +308,7 @@ class Offload:
                 yield from reversed(self._passes[key])
 
     def _finish(self, block: _Block) -> None:
-        """Nothing needs it any more."""
+        """Give up a block's buffers and storages, which nothing needs any more."""
         if block in self._live:
             self._live.remove(block)
         own = self._passes[block.key]
@@ -325,7 +325,7 @@ class Offload:
 
 @torch.no_grad()
 def _addresses(nested: Any) -> set[int]:
-    """Of the memory of all tensors in lists, tuples, dictionaries and dataclasses."""
+    """Addresses of the memory of all tensors in lists, tuples, dictionaries and dataclasses."""
     if isinstance(nested, torch.Tensor):
         # A DTensor has no storage of its own; a gathered parameter is known by its local part.
         part = local_part(nested)

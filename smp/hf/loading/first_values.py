@@ -74,8 +74,7 @@ class FirstValues:
 
     @cached_property
     def writers(self) -> dict[str, list[Rule]]:
-        """By the name of a parameter or buffer the rules that write it, in their order; a shared one has the first of
-        its names.
+        """Rules that write a parameter or buffer, in their order, by its name; a shared one has the first of its names.
 
         Raises:
             ConfigError: a rule does not run without weights.
@@ -159,7 +158,8 @@ def _sources_of_tied(model: Any) -> dict[str, str]:
 
 
 def _in_order(name: str, module: nn.Module, owner: Any) -> Iterator[Rule]:
-    """As transformers' ``initialize_weights`` goes: children first, each by the rules of the model that it is in."""
+    """Rules in the order of transformers' ``initialize_weights``: children first, each by the rules of the model that
+    it is in."""
     owner = module if hasattr(module, "_init_weights") and hasattr(module, "initialize_weights") else owner
     for child_name, child in module.named_children():
         yield from _in_order(_join(name, child_name), child, owner)

@@ -95,7 +95,7 @@ def part_of(
 
 
 def _place_in(mesh: DeviceMesh) -> int:
-    """Of this rank, the last dimension fastest."""
+    """Number of this rank in the mesh, counted with the last dimension fastest."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     place = 0
@@ -167,7 +167,8 @@ def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool]) -> dict[st
 
 
 def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
-    """As the class's own ``save_pretrained``; every rank calls it. Rank 0 writes, whatever ``is_main_process`` is."""
+    """Save as the class's own ``save_pretrained`` does; every rank calls it. Rank 0 writes, whatever
+    ``is_main_process`` is."""
     options.pop("is_main_process", None)
 
     def check() -> None:

@@ -96,7 +96,7 @@ def _read_deeper(source: str) -> Iterator[tuple[str, str]]:
 
 
 def whole_parameters(steps: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Of a plan's steps: names of modules' own parameters that every rank has whole."""
+    """Names of own parameters that every rank has whole, by module, from a plan's steps."""
     return {name: tuple(step.cuts) for name, step in steps.items() if step.style in (REPLICATE, SUMMED)}
 
 
@@ -133,7 +133,7 @@ def _methods_called(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _source_of(kind: type) -> str:
-    """Of a class and those that it inherits from; of torch's only one reads what its children have."""
+    """Source of a class and those that it inherits from; of torch's only the one that reads what its children have."""
     torchs = ("torch", "builtins")
     bases = [b for b in kind.__mro__ if b is nn.MultiheadAttention or not b.__module__.startswith(torchs)]
     return "".join(map(_source, bases))

@@ -192,7 +192,7 @@ def _check_parameters_named(model: nn.Module, rows: Mapping[str, str], whole: se
 
 
 def _cut_parameters(name: str, module: nn.Module, rows: Mapping[str, str], tp_size: int) -> dict[str, int]:
-    """Of a module's own parameters those that a row cuts: a number for each head."""
+    """Own parameters of a module that a row cuts, and the dimension: they have a number for each head."""
     cut = [own for own in _own(module) if rows.get(pattern_of(f"{name}.{own}")) == "colwise"]
     for own in cut:
         if len(module.get_parameter(own)) % tp_size:
@@ -201,7 +201,7 @@ def _cut_parameters(name: str, module: nn.Module, rows: Mapping[str, str], tp_si
 
 
 def _latent(model: nn.Module, name: str, module: nn.Module) -> Step:
-    """Of latent attention: the part of the keys that has the positions is one head's, which all ranks use."""
+    """The step for the keys of latent attention: the part that has the positions is one head's, which all ranks use."""
     size = getattr(model.get_submodule(target_of(name).rpartition(".")[0]), "qk_rope_head_dim", None)
     if not isinstance(size, int) or not is_linear(module):
         raise ConfigError(f"{name}: {LATENT} needs nn.Linear in a module with qk_rope_head_dim; {_leave_whole(name)}")

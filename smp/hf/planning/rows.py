@@ -37,7 +37,7 @@ EMBEDDING_COLUMNS = "embedding_colwise"
 EXPERTS = "experts"
 LATENT = "mla_kv_a_proj"
 OWN_PARAMETERS = "own parameters"
-"""Not of a row: what rows do to parameters that a module has besides its children, such as attention sinks."""
+"""Style that no row has: what rows do to parameters that a module has besides its children, such as attention sinks."""
 REPLICATE = "replicate"
 DIVIDE = "divide"
 STYLES = (*COLUMN, *ROW, EMBEDDING, EMBEDDING_COLUMNS, EXPERTS, LATENT, SUMMED, REPLICATE, DIVIDE)
@@ -155,10 +155,9 @@ OWN: dict[str, dict[str, str]] = {
     },
     "whisper": _whisper("model.encoder.layers.*") | _whisper("model.decoder.layers.*"),
 }
-"""By model_type, of families that transformers has no plan for, and where its plan is not enough: parameters of an
-activation, attention with more than heads in it, stacks with another interface. GPT-2's
-fused query, key and value lie in thirds, so each rank computes some columns of the product and all compute the
-attention."""
+"""Rows by model_type, of families that transformers has no plan for, and where its plan is not enough: parameters of an
+activation, attention with more than heads in it, stacks with another interface. GPT-2's fused query, key and value lie
+in thirds, so each rank computes some columns of the product and all compute the attention."""
 
 
 def pattern_of(name: str) -> str:
@@ -205,8 +204,8 @@ def no_rows(model: nn.Module) -> ConfigError:
 
 
 def _planned(model: nn.Module, plan: str) -> dict[str, str]:
-    """Of transformers' own, in the names of this file. diffusers has objects for what is packed, whose plans go
-    together: such a one is not used."""
+    """Rows of transformers' own plan, in the names of this file. diffusers has objects for what is packed, whose plans
+    go together: such a one is not used."""
     styles = (getattr(model, plan, None) or {}).values()
     if not all(isinstance(style, str) for style in styles):
         return {}

@@ -46,7 +46,7 @@ class Share:
 
     @property
     def fraction(self) -> float:
-        """Of the elements, those that are cut."""
+        """Share of the elements that are cut, 0 to 1."""
         return self.cut / max(self.total, 1)
 
     def check(self, model: nn.Module, allowed: bool) -> None:

@@ -36,7 +36,8 @@ def unnamed_rows(model: nn.Module, rows: Mapping[str, str], tp_size: int, ep_siz
 
 
 def _end_rows(model: nn.Module) -> dict[str, str]:
-    """Of the table, the head and who shares parameters with them; whole where one is neither a table nor linear."""
+    """Rows for the table, the head and modules that share parameters with them; whole where one is neither a table nor
+    linear."""
     users = _users_of_ends(model)
     whole = not all(isinstance(user, nn.Embedding) or is_linear(user) for user in users.values())
     rows = {}
@@ -65,7 +66,7 @@ def _users_of_ends(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unnamed_experts(model: nn.Module, rows: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Stacks of experts with transformers' interface."""
+    """Rows for stacks of experts with transformers' interface."""
     whole = tuple(f"{pattern}." for pattern, style in rows.items() if style == REPLICATE)
     names = {pattern_of(name): module for name, module in model.named_modules()}
     found = {name for name, module in names.items() if not f"{name}.".startswith(whole) and are_experts(module, ranks)}
@@ -73,7 +74,8 @@ def unnamed_experts(model: nn.Module, rows: Mapping[str, str], ranks: int) -> di
 
 
 def _latent_rows(model: nn.Module, rows: Mapping[str, str]) -> dict[str, str]:
-    """Of latent attention with a row for its keys: what comes before the layers that are cut by heads is whole."""
+    """Rows for latent attention that has a row for its keys: what comes before the layers that are cut by heads is
+    whole."""
     tops = tuple(pattern.rpartition(".")[0] for pattern, style in rows.items() if style == LATENT)
     found = {}
     for name, module in model.named_modules():

@@ -21,11 +21,11 @@ _MASKS = re.compile(r"create_(causal|sliding_window_causal|chunked_causal)_mask|
 _STATES = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|LinearAttention|Lightning|Rwkv|RWKV|Recurrent|ShortConv|LSTM|Retention"
 )
-"""In the names of classes."""
+"""Words in the names of classes that carry a state from token to token."""
 
 
 def refusal_of_documents(module: Any) -> str:
-    """Why not, in one line; empty: it keeps them apart."""
+    """Why a model cannot keep documents apart, in one line; empty: it can."""
     said = f"documents in one sequence (--packing best-fit, --reset-attention-mask): {type(module).__name__}"
     more = "give --packing off, or leave --reset-attention-mask out"
     for _, block in blocks_of(module):
@@ -45,7 +45,7 @@ def refusal_of_documents(module: Any) -> str:
 
 
 def _positions_given(source: str) -> list[bool]:
-    """Of each mask that a forward pass makes, whether it is told of positions."""
+    """For each mask that a forward pass makes, whether it is told of positions."""
     tree = ast.parse(textwrap.dedent(source))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     assigned = [(ast.unparse(node.targets[0]), node.value) for node in nodes]

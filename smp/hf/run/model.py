@@ -94,7 +94,7 @@ class TransformersModel(Model):
         return self.module.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """As of every transformers model; optimizers ask it which matrices are those of the vocabulary."""
+        """The head, as of every transformers model; optimizers ask it which matrices are those of the vocabulary."""
         return self.head
 
     def output_shard(self) -> OutputShard:
@@ -157,7 +157,7 @@ class TransformersModel(Model):
         return F.pad(tokens, (*(0, 0) * (tokens.ndim - 2), 0, -tokens.shape[1] % self._slices))
 
     def _even_columns(self, positions: torch.Tensor) -> torch.Tensor:
-        """The same of (..., length)."""
+        """(..., length), padded with zeros to as many columns as :meth:`_even` gives."""
         return F.pad(positions, (0, -positions.shape[-1] % self._slices))
 
 

@@ -101,7 +101,7 @@ def save(
     s3_region: str | None = None,
     s3client_config: Any = None,
 ) -> None:
-    """As :func:`async_save`, and the folder is complete when this returns."""
+    """Write ``state_dict`` as :func:`async_save` does; the folder is complete when this returns."""
     _check(planner, DefaultSavePlanner, s3_region, s3client_config)
     _check_writer()
     tensors, values = _flat(state_dict)

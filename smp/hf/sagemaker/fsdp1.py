@@ -140,7 +140,8 @@ def _of_whole_model(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strategy(asked: ShardingStrategy | None, mesh: DeviceMesh) -> ShardingStrategy:
-    """As SMP v2: the layout decides over which ranks parameters are sharded, the script whether they stay gathered."""
+    """The strategy, as in SMP v2: the layout decides over which ranks parameters are sharded, the script whether they
+    stay gathered."""
     zero2 = asked in _ZERO2
     if mesh.ndim == 2:
         return ShardingStrategy._HYBRID_SHARD_ZERO2 if zero2 else ShardingStrategy.HYBRID_SHARD
@@ -148,7 +149,7 @@ def _strategy(asked: ShardingStrategy | None, mesh: DeviceMesh) -> ShardingStrat
 
 
 def _alone(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks in a mesh that is part of no other: FSDP1 takes the last dimension of another for TP's."""
+    """A mesh of the same ranks that is part of no other: FSDP1 takes the last dimension of another for TP's."""
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     return DeviceMesh.from_group(
         groups if mesh.ndim > 1 else groups[0], mesh.device_type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names

@@ -64,7 +64,7 @@ class AttentionCore(Protocol):
 
     @property
     def name(self) -> str:
-        """Of its backend."""
+        """Name of its backend."""
 
     def prepare(
         self, layout: TokenLayout, specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device

@@ -153,5 +153,5 @@ DEFAULT_ATTENTION = DefaultAttention()
 
 
 def widened(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """With channels of zeros up to a ``multiple``: they add nothing to scores."""
+    """``x`` with channels of zeros up to a ``multiple``: they add nothing to scores."""
     return x if x.shape[-1] % multiple == 0 else F.pad(x, (0, -x.shape[-1] % multiple))

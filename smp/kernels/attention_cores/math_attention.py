@@ -126,8 +126,8 @@ def _scores(
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Of each head (Press et al. 2021, arXiv 2108.12409): 2^(-8 / n), 2^(-16 / n), ... for n heads, a power of two;
-    for other numbers those of the power below, then every other one of the power above."""
+    """Slope of each head (Press et al. 2021, arXiv 2108.12409): 2^(-8 / n), 2^(-16 / n), ... for n heads, a power of
+    two; for other numbers those of the power below, then every other one of the power above."""
     below = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / below) for i in range(1, below + 1)]
     return slopes + [2.0 ** (-4 * i / below) for i in range(1, 2 * (heads - below), 2)]

@@ -139,7 +139,7 @@ def _refuse_mask(scores: Scores) -> None:
 
 
 def _aligned(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """Of all heads, and with rows that begin at multiples of 8 elements: the kernel loads so many at a time."""
+    """The mask of all heads, with rows that begin at multiples of 8 elements: the kernel loads so many at a time."""
     if mask is None:
         return None
     keys = k.shape[2]

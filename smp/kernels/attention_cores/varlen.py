@@ -32,7 +32,7 @@ class VarlenAttention:
 
     @property
     def dense(self) -> FusedAttention:
-        """For what needs no mask."""
+        """The core for what needs no mask."""
         return FusedAttention(self.name)
 
     def prepare(

@@ -204,7 +204,7 @@ def _is_half_on_cpu(x: torch.Tensor) -> bool:
 
 
 def _padded_rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """So many rows of x, and zeros behind its last one."""
+    """``count`` rows of x, and zeros behind its last one."""
     there = min(count, len(x) - start)
     rows = x.narrow(0, start, there)
     return rows if there == count else F.pad(rows, (0, 0, 0, count - there))
@@ -252,7 +252,8 @@ def occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _as_one_expert(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """As much work and memory as :func:`_weight_gradient`, whatever the counts."""
+    """The weight gradient as if all rows were the first expert's: as much work and memory as :func:`_weight_gradient`,
+    whatever the counts."""
     dw = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
     _transposed_times(grad, x, 0, len(x), dw[0])
     return dw

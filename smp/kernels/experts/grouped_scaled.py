@@ -65,7 +65,7 @@ def _rows(q: Quantised, start: int, count: int) -> Quantised:
 
 
 def _matrix(q: Quantised, expert: int) -> Quantised:
-    """Of one expert."""
+    """The matrix of one expert, with its scales."""
     return Quantised(q.data[expert], q.inverse[expert] if q.inverse.ndim else q.inverse)
 
 
@@ -105,7 +105,8 @@ def _weight_gradient(
 def _forward_of_one(
     x: torch.Tensor, x_scales: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, _counts: Any, product: str
 ) -> torch.Tensor:
-    """As much work and memory as :func:`_forward`, whatever the counts; so are the two below."""
+    """The product as if all rows were the first expert's: as much work and memory as :func:`_forward`, whatever the
+    counts. The two below are its gradients."""
     return _scaled(product).forward(Quantised(x, x_scales), _matrix(Quantised(w, w_scales), 0))
 
 

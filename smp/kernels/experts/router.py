@@ -85,7 +85,7 @@ def _chosen(
 
 
 def _weights(logits: torch.Tensor, experts: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """Without the factor."""
+    """Weights of the chosen experts, without the factor."""
     if scores == "sigmoid":
         chosen = _of_experts(logits, experts).sigmoid()
         return chosen / (chosen.sum(-1, keepdim=True) + FLOOR) if experts.shape[1] > 1 else chosen
@@ -95,8 +95,8 @@ def _weights(logits: torch.Tensor, experts: torch.Tensor, scores: Scores) -> tor
 
 
 def _of_experts(values: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Of ``values`` (tokens, experts) those of each token's ``experts``, int64 (tokens, k). One column is picked by a
-    product, because torch 2.13 compiles a wrong gradient of its gather."""
+    """``values`` (tokens, experts) at each token's ``experts``, int64 (tokens, k). One column is picked by a product,
+    because torch 2.13 compiles a wrong gradient of its gather."""
     if experts.shape[1] > 1:
         return values.gather(1, experts)
     chosen = torch.zeros_like(values).scatter(1, experts, 1.0)

@@ -32,7 +32,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 BLOCK = 128
 """Numbers that share a scale in blockwise scaling: of a row, or in both directions."""
 MX_BLOCK = 32
-"""The same of the OCP microscaling formats, always along the dimension that a product sums."""
+"""Numbers that share a scale in the OCP microscaling formats, always along the dimension that a product sums."""
 ALIGNED = 16
 """Tensor cores take multiples of this many 8-bit numbers."""
 _SMALLEST = 2.0**-100

@@ -59,7 +59,7 @@ def _dynamic_codes() -> tuple[float, ...]:
 
 @cache
 def _table(codes: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """On the device, once: a copy in each step would be one that the host waits for."""
+    """The codes on the device, copied once: for a copy in each step the host would wait."""
     with unset_fake_temporarily():  # what is kept outlives a dry run
         return torch.tensor(codes, device=device)
 

@@ -55,7 +55,7 @@ class _Conv(torch.autograd.Function):
 
 
 def _taps(size: int, places: torch.Tensor | None) -> list[tuple[int, torch.Tensor | None]]:
-    """For each number of tokens back the column of the weight, and where a token sees one so far back, (rows, length,
+    """The column of the weight for each number of tokens back, and where a token sees one so far back, (rows, length,
     1); None: everywhere."""
     return [(size - 1 - j, None if places is None or j == 0 else (places >= j)[..., None]) for j in range(size)]
 

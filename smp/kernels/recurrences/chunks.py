@@ -22,7 +22,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Decays:
-    """Of n chunks of C tokens and B = rows x heads; 0 where a document's border lies between.
+    """How a state fades within and across n chunks of C tokens, for B = rows x heads; 0 where a document's border lies
+    between.
 
     Attributes:
         within: from token j to token i of the chunk, (n, B, C, C), 0 where j is behind i.
@@ -38,7 +39,7 @@ class Decays:
 
     @staticmethod
     def of(g: torch.Tensor, begins: torch.Tensor | None, dtype: torch.dtype) -> Decays:
-        """Of g (rows, length, heads) and ``begins`` bool (rows, length), in ``dtype``."""
+        """The decays by g (rows, length, heads) and ``begins`` bool (rows, length), in ``dtype``."""
         # In fp64: after strong forgetting a sum is large, and fp32 would lose what differences say of mild decays.
         total = by_chunk(g[..., None], torch.float64).cumsum(2)  # (n, B, C, 1)
         last = total[:, :, -1:]

@@ -201,7 +201,7 @@ def _forward(
 
 
 def _states(written: torch.Tensor, first: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """From the first state one after the other, of what each chunk writes."""
+    """The first state and that behind each chunk, one after the other, from what each chunk writes."""
     states = torch.cat((first, written))
     factor = _for_channels(whole, written)
     for i in range(len(written)):

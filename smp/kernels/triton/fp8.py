@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 BLOCK, WARPS = 2048, 4
-"""Of a row, 16 elements a thread."""
+"""Elements of a row that one program quantises, 16 a thread."""
 LARGEST_BLOCK, LARGEST_WARPS = 16384, 8
 """Elements of which one program finds the largest, 64 a thread."""
 TILE, TILE_WARPS = 128, 8

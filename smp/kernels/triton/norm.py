@@ -12,7 +12,7 @@ from smp.kernels.dispatch import LONGEST_ROW, interpreted
 TILE = 2048
 """Elements of a tile: one long row, or several short ones (heads of qk-norm)."""
 SUM_PARTS, SUM_COLUMNS, SUM_WARPS = 256, 32, 8
-"""Of a tile of partial sums."""
+"""Parts, columns and warps of a tile of partial sums."""
 
 
 @triton.jit

@@ -66,7 +66,7 @@ def rope_kernel(
 
 
 def rotate_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> None:
-    """As :func:`rotate`, over q and k."""
+    """Rotate q and k in place, otherwise as :func:`rotate`."""
     rotate(q, k, cos, sin, inverse, (q, k))
 
 

@@ -15,7 +15,7 @@ TILE = 1024
 
 @triton.jit
 def _softmax(z):
-    """Of each row; -inf counts nothing."""
+    """Softmax of each row; -inf counts nothing."""
     power = tl.exp(z - tl.max(z, axis=1)[:, None])
     return power / tl.sum(power, axis=1)[:, None]
 

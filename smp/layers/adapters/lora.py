@@ -92,7 +92,7 @@ class Lora(nn.Module):
 
     @property
     def scale(self) -> float:
-        """Of B A."""
+        """Factor of B A: alpha / rank."""
         return self.alpha / self.rank
 
     def down(self, x: torch.Tensor, a: torch.Tensor, token_index: torch.Tensor | None) -> torch.Tensor:

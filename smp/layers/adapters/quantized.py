@@ -23,7 +23,7 @@ from smp.parallel.boxes import local_box, local_part
 from smp.parallel.owners import gathered
 
 PRODUCTS = {False: "nf4", True: "nf4-double"}
-"""By whether scales are quantized, too."""
+"""Names of the products, by whether scales are quantized, too."""
 Read = Callable[[Sequence[int], torch.Tensor], None]
 """Fills a tensor with the box of the whole weight that begins at some offsets."""
 _CHUNK = 1 << 24

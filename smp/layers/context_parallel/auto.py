@@ -15,7 +15,7 @@ from smp.layers.context_parallel.cost import Exchanged, bytes_sent, key_copies
 BACKWARD = 2.5
 """FLOPs of the backward pass of a fused kernel / forward."""
 GATHERED_BYTES = 128 << 20
-"""Of keys and values that an all-gather collects at once, but at least one head."""
+"""Bytes of keys and values that an all-gather collects at once, but at least one head."""
 
 
 def heads_at_once(groups: int, bytes_of_one: int) -> int:
@@ -86,7 +86,7 @@ class Estimate:
         return self.waiting + self.calls
 
     def plus(self, other: Estimate, times: float) -> Estimate:
-        """With ``times`` of another one of the same way."""
+        """This estimate, with the seconds of another one of the same way added ``times`` times."""
         parts = {name: getattr(self, name) + times * getattr(other, name) for name in ("exchange", "waiting", "calls")}
         return replace(self, **parts)
 
@@ -100,7 +100,8 @@ class Choice:
 
 
 def attention_flops(of: Exchanged, length: int, seen: Seen) -> float:
-    """Of one layer's forward pass on one process, causal: 4 x head_dim for each head and pair that is seen.
+    """FLOPs of one layer's attention, in the forward pass and on one process, causal: 4 x head_dim for each head and
+    pair that is seen.
 
     Args:
         of: sizes.
@@ -196,7 +197,7 @@ def _estimate(kind: str, size: int, of: Exchanged, flops: float, documents: int,
 
 
 def _speed(ranks: int, machine: Machine) -> float:
-    """Of the slowest link around all ranks."""
+    """Rate of the slowest link around all ranks, bytes per second."""
     return machine.inside if ranks <= machine.local else machine.between
 
 
@@ -216,7 +217,8 @@ def _ring(of: Exchanged, compute: float, speed: float, message: float) -> tuple[
 
 
 def _all_gather(of: Exchanged, compute: float, speed: float, message: float) -> tuple[float, float]:
-    """Likewise; the first heads' keys and the last heads' gradients have nothing to hide behind."""
+    """Seconds of all transfers, and those in which nothing is computed: the first heads' keys and the last heads'
+    gradients have nothing to hide behind."""
     parts = of.groups / heads_at_once(of.groups, of.key_bytes() * of.cp // of.groups)
     forward, backward = (sent / speed + 2 * parts * message for sent in bytes_sent("all_gather", of))
     hidden = (parts - 1) / parts

@@ -167,7 +167,7 @@ def _meet(query: Run, key: Run, causal: bool, window: int | None) -> list[Block]
 
 
 def _joined(blocks: list[Block]) -> list[Block]:
-    """Of those that are seen in full, each set of queries and each set of keys once."""
+    """Blocks of which those that are seen in full are joined: each set of queries and each set of keys comes once."""
     rest = [block for block in blocks if block.causal or block.window is not None]
     by_queries: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
     for block in blocks:
@@ -196,7 +196,7 @@ class Planner:
     token_index: torch.Tensor | None = None
 
     def calls(self, queries: list[Run], keys: list[Run], kind: Kind) -> tuple[Call, ...]:
-        """Of layers of one kind; first those in which queries see themselves."""
+        """Calls for layers of one kind; first those in which queries see themselves."""
         pattern, dropout = kind
         ragged = isinstance(self.core, VarlenAttention) and not dropout
         blocks = blocks_of(queries, keys, pattern, tile=not ragged, join=not dropout)
@@ -263,13 +263,13 @@ class Planner:
 
 
 def _pairs(blocks: list[Block]) -> int:
-    """Of a query and a key, but of causal squares only those that are seen."""
+    """Number of pairs of a query and a key; of causal squares only those that are seen."""
     shapes = [(*block.shape, block.causal and block.window is None) for block in blocks]
     return sum(n * (n + 1) // 2 if square else n * m for n, m, square in shapes)
 
 
 def _apart(blocks: list[Block], num_queries: int) -> list[list[Block]]:
-    """In groups without common queries: the results of a call are merged at once."""
+    """Blocks in groups without common queries: the results of a call are merged at once."""
     groups: list[tuple[np.ndarray, list[Block]]] = []
     # First fit: a block goes to the first group that has none of its queries.
     for block in blocks:

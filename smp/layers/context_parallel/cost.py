@@ -29,11 +29,11 @@ class Exchanged:
 
     @property
     def query_bytes(self) -> int:
-        """Of this process's queries, and of its output."""
+        """Bytes of this process's queries; its output has as many."""
         return self.tokens * self.heads * self.head_dim * self.element
 
     def key_bytes(self, copies: int = 1) -> int:
-        """Of its keys and values."""
+        """Bytes of this process's keys and values, with ``copies`` of each head."""
         return 2 * self.tokens * self.groups * copies * self.head_dim * self.element
 
 

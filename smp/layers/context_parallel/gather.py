@@ -136,7 +136,7 @@ class _Gathered(torch.autograd.Function):
 def _gathered(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Layer, group: Group
 ) -> Iterator[tuple[tuple[slice, Layer], torch.Tensor, torch.Tensor]]:
-    """For some query heads after the other: which, the layer of these alone, and all ranks' keys and values."""
+    """Some query heads after the other: which, the layer of these alone, and all ranks' keys and values."""
     groups, repeats = k.shape[1], q.shape[1] // k.shape[1]
     bytes_of_one = 2 * group.size * k.shape[0] * k.shape[2] * k.element_size()
     size = heads_at_once(groups, bytes_of_one)

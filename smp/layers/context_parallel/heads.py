@@ -34,7 +34,7 @@ class WholePlan:
     back: torch.Tensor
 
     def to_heads(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of (batch, length / cp, channels) tensors the whole sequences with this rank's share of the channels of each,
+        """Whole sequences of (batch, length / cp, channels) tensors, with this rank's share of the channels of each:
         (batch, length, channels / cp). All in one exchange."""
         size = self.cp.size
         shares = [part.flatten(0, 1).unflatten(1, (size, -1)) for part in parts]  # (tokens, cp, channels / cp)
@@ -61,6 +61,6 @@ class WholePlan:
 
 
 def whole_plan(cut: SequenceCut, cp: Group, device: torch.device) -> WholePlan:
-    """Of a cut over ``cp``."""
+    """The plan of a cut over ``cp``."""
     back = cut.together(cp.size)
     return WholePlan(cp, cut.batch, to_device(back.argsort(), device), to_device(back, device))

@@ -11,6 +11,6 @@ Kind = tuple[Pattern, bool]
 
 
 def kind_of(spec: AttentionSpec, cut: SequenceCut) -> Kind:
-    """Of a layer. A window that reaches to the first token of a sequence is none."""
+    """The kind of a layer. A window that reaches to the first token of a sequence counts as none."""
     hides = spec.window is not None and spec.window < cut.length
     return (spec.causal, spec.window if hides else None), spec.dropout > 0.0

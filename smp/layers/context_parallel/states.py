@@ -118,7 +118,7 @@ class _Piece:
 
 
 def _pieces(cut: SequenceCut, held: np.ndarray[Any, Any], longest: int) -> list[_Piece]:
-    """Of the columns that a rank holds, (batch, length / cp), in its order; none is longer than ``longest``."""
+    """Pieces of the columns that a rank holds, (batch, length / cp), in its order; none is longer than ``longest``."""
     found = []
     for row, columns in enumerate(held):
         first = row * cut.local_length
@@ -177,7 +177,8 @@ def states_plan(
 
 
 def _last_tokens(pieces: list[list[_Piece]], rows: int, count: int) -> dict[tuple[int, int], int]:
-    """Of the last ``count`` tokens of each piece, (sequence, column) -> number among those of all rows of all ranks."""
+    """Where the last ``count`` tokens of each piece are: (sequence, column) -> number among those of all rows of all
+    ranks."""
     found = {}
     for rank, own in enumerate(pieces):
         for number, piece in enumerate(own):

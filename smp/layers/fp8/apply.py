@@ -58,7 +58,7 @@ def use_fp8(
 
 
 def _scales(layer: Any, precision: Precision, groups: tuple[Group, ...]) -> Scales:
-    """Of ``layer``: which ranks have a part of its tensors, or with scales of rows, of its rows."""
+    """How scales of ``layer`` are made: which ranks have a part of its tensors, or with scales of rows, of its rows."""
     if precision.recipe != "rowwise":
         return Scales(precision, groups)
     if isinstance(layer, ExpertLinear):

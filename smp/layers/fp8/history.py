@@ -24,7 +24,7 @@ INPUT, WEIGHT, GRADIENT = 0, 1, 2
 HISTORY = "fp8.amax_history."
 """What names of its tensors in checkpoints begin with."""
 Maxima = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of a layer in one step: of its inputs, weights and gradients, fp32 0-dim each. Each has its own memory, which
+"""Maxima of a layer in one step: of its inputs, weights and gradients, fp32 0-dim each. Each has its own memory, which
 compiled code writes into: see ``traced.py``."""
 
 
@@ -83,7 +83,8 @@ class AmaxHistory:
         return torch.where(self._anywhere(self._step).isfinite(), norm, torch.nan)
 
     def saturated(self) -> torch.Tensor:
-        """Of the step that was checked: tensors of all pipeline ranks whose largest number did not fit, fp32 0-dim."""
+        """Number of tensors of all pipeline ranks whose largest number did not fit in the step that was checked, fp32
+        0-dim."""
         if self.is_empty:
             return self._step.new_zeros(())
         return sum_over((self._step > self._ends * self.inverse).float().sum(), self.pipeline)

@@ -25,7 +25,7 @@ class LayerScaling:
         self.gathered = False  # the weight comes as 8-bit numbers, and its maximum is noted before
 
     def of_call(self, layers: Sequence[LayerScaling]) -> Scaling:
-        """Of one call of layers that share their input, this one the first of them."""
+        """The scaling for one call of layers that share their input, this one the first of them."""
         inverse = [layer._inverse for layer in layers if layer._inverse is not None]
         notes = [layer._now for layer in layers if layer._now is not None] if torch.is_grad_enabled() else []
         is_empty = self.history is not None and self.history.is_empty
@@ -36,7 +36,7 @@ class LayerScaling:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Whose ranks have parts of a tensor."""
+        """Groups whose ranks have parts of a tensor."""
         return self._made.groups
 
     def of_weight(self, part: torch.Tensor) -> torch.Tensor:

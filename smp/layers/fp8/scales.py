@@ -36,7 +36,7 @@ class Scales:
         is_empty: bool,
         notes_weights: bool = True,
     ) -> Scaling:
-        """Of a call; the arguments are those of :class:`DelayedScaling`."""
+        """The scaling for a call; the arguments are those of :class:`DelayedScaling`."""
         recipe = self.precision.recipe
         if recipe == "delayed":
             return DelayedScaling(self.precision, tuple(now), tuple(inverse), is_empty, notes_weights)
@@ -50,12 +50,12 @@ class Scales:
 
     @property
     def key(self) -> str:
-        """As operators take it."""
+        """These values as JSON, which is how operators take them."""
         return json.dumps(astuple(self))
 
     @staticmethod
     @functools.cache
     def of(key: str) -> Scales:
-        """From its :attr:`key`."""
+        """The object that has this :attr:`key`."""
         precision, groups, kind = json.loads(key)
         return Scales(Precision(*precision), tuple(Group(*group) for group in groups), kind)

@@ -59,8 +59,8 @@ _GRANULARITY: dict[str, Granularity] = {
 
 
 class Operands(NamedTuple):
-    """Of a forward pass: the input and the weights as products take them, the input as it is kept for the weights'
-    gradients, and scales that the backward pass uses again."""
+    """Operands of a forward pass: the input and the weights as products take them, the input as it is kept for the
+    weights' gradients, and scales that the backward pass uses again."""
 
     x: Operand
     kept: Operand
@@ -80,16 +80,16 @@ class Scaling(Protocol):
         """The name of the product, for results of ``dtype``."""
 
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
-        """Of an input, and of the weights that it is multiplied with, (out, in), or (experts, out, in)."""
+        """Operands of an input, and of the weights that it is multiplied with, (out, in), or (experts, out, in)."""
 
     def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
         """The input as ``forward`` kept it, once more."""
 
     def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
-        """Of the product for the input's gradient."""
+        """The weights as operands of the product for the input's gradient."""
 
     def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
-        """Of the output of each weight: for the input's gradient and for the weight's."""
+        """Operands of the output gradient of each weight: one for the input's gradient, one for the weight's."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Precision:
 
     @property
     def gradient(self) -> torch.dtype:
-        """Of gradients."""
+        """Dtype of gradients."""
         return gradient_dtype(self.fp8_format)
 
 
@@ -123,7 +123,7 @@ class TensorScaling:
         return self.precision.product(dtype)
 
     def _scales(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Of several tensors, with one exchange."""
+        """Scales of several tensors, (n,), with one exchange."""
         return inverse_scale(max_over(torch.stack([largest(x) for x in tensors]), self.groups), dtype)
 
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
@@ -159,7 +159,7 @@ class RowScaling:
         return self.precision.product(dtype)
 
     def _scales(self, amaxes: Sequence[torch.Tensor], dtype: torch.dtype, *, cut: bool) -> list[torch.Tensor]:
-        """Of rows that are cut over the ranks, or not, with one exchange."""
+        """Scales of rows, one for each number of ``amaxes``; rows that are ``cut`` over the ranks take one exchange."""
         every = torch.cat([amax.flatten() for amax in amaxes])
         scales = inverse_scale(max_over(every, (self.tp,)) if cut else every, dtype)
         parts = scales.split([amax.numel() for amax in amaxes])
@@ -174,7 +174,7 @@ class RowScaling:
         return x
 
     def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
-        """Under scales of columns: the other product sums over rows."""
+        """The weights, with scales of columns: the product for the input's gradient sums over rows."""
         columns = self._scales([largest(w, -2) for w in weights], E4M3, cut=self.kind == "column")
         return [quantise(w, scale, E4M3) for w, scale in zip(weights, columns, strict=True)]
 
@@ -239,7 +239,7 @@ class Fp4Scaling:
         return self.precision.product(dtype)
 
     def _scales(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of several tensors, with one exchange."""
+        """Scales of several tensors, (n,), with one exchange."""
         return tensor_scale(max_over(torch.stack([largest(x) for x in tensors]), self.groups))
 
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:

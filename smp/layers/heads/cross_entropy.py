@@ -56,8 +56,8 @@ class VocabShard:
         return (self.softcap * (logits.to(accumulation_dtype(logits.dtype)) / self.softcap).tanh()).to(logits.dtype)
 
     def cap_(self, logits: torch.Tensor, *, with_slope: bool) -> torch.Tensor | None:
-        """The same in place, and its derivative if asked for; None: they stay, and it is 1. Takes no memory besides it
-        but a block's of rows in fp32, twice."""
+        """Apply the cap in place, and return its derivative if asked for; None without a cap: logits stay, and it is 1.
+        Takes no memory besides the derivative but that of a block of rows in fp32, twice."""
         if self.softcap is None:
             return None
         slope = torch.empty_like(logits) if with_slope else None

@@ -51,7 +51,7 @@ class TeacherHead:
     sequence_parallel: bool
 
     def aligned(self, shard: VocabShard) -> TeacherHead:
-        """The same with the rows of ``shard``: vocabularies may be padded to different sizes. Token ids that one of
+        """This head with the rows of ``shard``: vocabularies may be padded to different sizes. Token ids that one of
         both does not have get no row."""
         own, whole = self.shard, wait(start_all_gather(self.matrix, shard.group), shard.group)
         common = min(own.vocab_size, shard.vocab_size)
@@ -94,13 +94,14 @@ class TopLogits:
     vocab_size: int
 
     def padded(self, tokens: int) -> TopLogits:
-        """With rows for tokens that only fill up."""
+        """These logits, with rows for tokens that only fill up."""
         more = tokens - len(self.ids)
         ids, log_probs = (F.pad(x, (0, 0, 0, more)) for x in (self.ids, self.log_probs))
         return TopLogits(ids, log_probs, F.pad(self.rest, (0, more)), self.vocab_size)
 
     def within(self, vocab_size: int) -> TopLogits:
-        """With the probability of token ids that a model of ``vocab_size`` does not have in that of the others."""
+        """These logits, with the probability of token ids that a model of ``vocab_size`` does not have added to that of
+        the rest."""
         if self.vocab_size <= vocab_size:
             return self
         known = self.ids < vocab_size
@@ -109,7 +110,7 @@ class TopLogits:
         return TopLogits(self.ids, log_probs, torch.logaddexp(self.rest, unknown), vocab_size)
 
     def __getitem__(self, part: slice | torch.Tensor) -> TopLogits:
-        """Of some tokens."""
+        """These logits for some of the tokens."""
         return TopLogits(self.ids[part], self.log_probs[part], self.rest[part], self.vocab_size)
 
 
@@ -131,7 +132,7 @@ class Distilled:
 
 
 class Terms(NamedTuple):
-    """Of each token id: the terms of the divergence, q times its slope, and q."""
+    """For each token id its term of the divergence, q times the slope of that, and q."""
 
     divergence: torch.Tensor
     slopes: torch.Tensor
@@ -204,7 +205,7 @@ class _ByTeacher:
 
     @staticmethod
     def of(loss: Distilled, shard: VocabShard, tokens: int, backend: str) -> _ByTeacher:
-        """For a micro-batch of ``tokens``, padding included."""
+        """The divergence for a micro-batch of ``tokens``, padding included."""
         teacher, shard = loss.teacher, replace(shard, temperature=loss.temperature)
         if isinstance(teacher, TopLogits):
             common = min(teacher.vocab_size, shard.vocab_size)
@@ -236,7 +237,7 @@ class _ByTeacher:
         return torch.where(counts, values * weights, 0.0).sum()
 
     def _log_probs(self, logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-        """Of this rank's real columns, of logits with their cap."""
+        """Log-probabilities of this rank's columns without padding, (n, valid), from logits with their cap."""
         seen = shard.tempered(logits)
         seen = seen.to(accumulation_dtype(seen.dtype))
         peak, log_sum = softmax_normalizer(seen, shard, self.backend)
@@ -278,7 +279,7 @@ class _ByTeacher:
         return values, gradient[:, : shard.valid]
 
     def _sums(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Over the ranks of the vocabulary."""
+        """The parts, each summed over the ranks of the vocabulary."""
         return reduce_from_group(torch.stack(parts), self.shard.group).unbind()
 
 
@@ -290,7 +291,7 @@ def _columns(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.
 
 
 def _without(probabilities: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The same with 0 in these columns, of :func:`_columns`."""
+    """``probabilities`` with 0 in these columns, which are of :func:`_columns`."""
     return F.pad(probabilities, (0, 1)).scatter_(1, columns, 0.0)[:, :-1]
 
 

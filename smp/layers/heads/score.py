@@ -23,7 +23,7 @@ from smp.parallel.context import ParallelContext
 
 
 class ScoreHead(nn.Module):
-    """In place of the output matrix.
+    """A head of scores, in place of the output matrix.
 
     Args:
         hidden_size: width of the input.

@@ -80,7 +80,8 @@ def _rounded(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _fitting(experts: torch.Tensor, worth: torch.Tensor | None, limit: int, num_experts: int) -> torch.Tensor:
-    """Of choices (rows, n) the first ``limit`` of each expert in a row, by falling ``worth`` if it is given."""
+    """bool (rows, n): which choices are among the first ``limit`` of their expert in a row, by falling ``worth`` if it
+    is given."""
     if worth is None:
         order = experts.argsort(dim=1, stable=True)
     else:

@@ -68,8 +68,8 @@ class Dispatch:
     def to_slots(
         experts: torch.Tensor, num_experts: int, group: Group | None, kept: torch.Tensor, slots: int
     ) -> Dispatch:
-        """As :meth:`of`, where each expert gets ``slots`` rows of this rank, as many as are kept or more: numbers of
-        rows are known, and the host waits for nothing."""
+        """The dispatch where each expert gets ``slots`` rows of this rank, as many as are kept or more; otherwise as
+        :meth:`of`. Numbers of rows are known, and the host waits for nothing."""
         k, rows = experts.shape[1], num_experts * slots
         chosen = experts.masked_fill(~kept, num_experts).flatten()
         first = chosen.argsort(stable=True)
@@ -100,8 +100,8 @@ class Dispatch:
         kept: torch.Tensor | None = None,
         read: ReadCounts = read_counts,
     ) -> Dispatch:
-        """Of the chosen experts, int64 (tokens, k), and which choices are not dropped, bool (tokens, k); None: all. All
-        ranks of ``group`` call it. ``read`` brings counts to the host."""
+        """The dispatch for the chosen experts, int64 (tokens, k). ``kept``: which choices are not dropped, bool
+        (tokens, k); None: all. All ranks of ``group`` call it. ``read`` brings counts to the host."""
         chosen = (experts if kept is None else experts.masked_fill(~kept, num_experts)).flatten()
         order = chosen.argsort(stable=True)  # what is dropped comes last
         inverse = _inverse(order)

@@ -43,8 +43,8 @@ class SharedExpertGate(nn.Module):
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Of tokens x and what the shared experts made of them, both (tokens [/p], hidden): the gated y. The gate is
-        computed in fp32."""
+        """The gated y, of tokens x and of y, which the shared experts made of them, both (tokens [/p], hidden). The
+        gate is computed in fp32."""
         weight = local(self.weight, x.dtype, summed_over=self.shared_by)
         wide = accumulation_dtype(x.dtype)
         return (F.linear(x.to(wide), weight.to(wide)).sigmoid() * y).to(y.dtype)
@@ -154,7 +154,7 @@ class MoE(nn.Module):
         return kept if len(kept) == own else kept.narrow(0, self.all_slices.rank // self.group.size * own, own)
 
     def _gathered_from_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Of tokens that are those of this rank's expert-tensor-parallel group, those of all TP ranks."""
+        """Tokens of all TP ranks, where ``x`` has those of this rank's expert-tensor-parallel group."""
         return gather_tokens(split_tokens(x.detach(), self.group), self.all_slices)
 
     def _dispatch(self, chosen: torch.Tensor, kept: torch.Tensor | None, layout: TokenLayout | None) -> Dispatch:

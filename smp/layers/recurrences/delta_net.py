@@ -126,8 +126,8 @@ class GatedDeltaNet(RecurrentMixer):
         begins: torch.Tensor | None,
         states_before: StatesBefore,
     ) -> torch.Tensor:
-        """With [0 | 1] as the first state, and values that zeros follow, what a state before is multiplied with stands
-        besides what is added."""
+        """Outputs of pieces. One pass gives what a piece adds to the state before it and what it multiplies that state
+        with: the first state is [0 | 1] and zeros follow the values, so the factor is in the columns behind the sum."""
         unit = torch.eye(self.key_dim, dtype=v.dtype, device=v.device)
         first = F.pad(unit, (self.value_dim, 0)).expand(v.shape[0], v.shape[2], -1, -1)
         v = F.pad(v, (0, self.key_dim))
@@ -150,6 +150,6 @@ class GatedDeltaNet(RecurrentMixer):
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    """Of length 1, over the last dimension; the arithmetic is fp32 inside."""
+    """Vectors of length 1 in the direction of ``x``, over the last dimension; the arithmetic is fp32 inside."""
     wide = x.to(accumulation_dtype(x.dtype))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)).to(x.dtype)

@@ -19,8 +19,8 @@ from smp.parallel.collectives import Group
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Of the tokens that a recurrence goes through, (rows, length) each: those of a micro-batch, or what ``plan`` makes
-    of them.
+    """Where documents begin among the tokens that a recurrence goes through, (rows, length) each: those of a
+    micro-batch, or what ``plan`` makes of them.
 
     Attributes:
         begins: bool, the first token of each document; None: only the first of a row, before which nothing is.
@@ -83,7 +83,7 @@ class DocumentsNeed:
 
 
 def of_documents(ids: torch.Tensor) -> Documents:
-    """Of tokens with these numbers of documents, (rows, length), each of which lies in one piece."""
+    """Where documents begin, from each token's number of its document, (rows, length); a document lies in one piece."""
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)

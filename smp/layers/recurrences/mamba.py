@@ -131,7 +131,8 @@ class Mamba2(RecurrentMixer):
         begins: torch.Tensor | None,
         states_before: StatesBefore,
     ) -> torch.Tensor:
-        """What comes from before a piece only fades: by a number for each token and head, 0 behind a border."""
+        """Outputs of pieces. What comes from before a piece only fades: by a number for each token and head, 0 behind a
+        border."""
         out, added = state_space(q, k, v, tokens.g, tokens.rate, begins)
         total = tokens.g.double().cumsum(1)
         if begins is not None:
@@ -143,7 +144,7 @@ class Mamba2(RecurrentMixer):
         return self._skipped(out + kept[..., None] * read, v)
 
     def _skipped(self, out: torch.Tensor, v: torch.Tensor, heads: Group | None = None) -> torch.Tensor:
-        """With D v added."""
+        """``out`` with D v added."""
         factor = local(self.skip, v.dtype)
         factor = factor if heads is None else of_rank(factor, heads)
         return torch.addcmul(out, v, factor[:, None].to(v.dtype))

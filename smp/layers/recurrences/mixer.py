@@ -34,7 +34,7 @@ StatesBefore = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Tokens(NamedTuple):
-    """Of tokens, (batch, length, ...) each.
+    """What a mixer projects tokens to, (batch, length, ...) each.
 
     Attributes:
         mixed: queries, keys and values side by side before the convolution.
@@ -165,7 +165,7 @@ class RecurrentMixer(nn.Module, ABC):
         return plan.to_tokens(self._whole(whole, None, documents, plan.cp))
 
     def _whole(self, tokens: Tokens, cache: Any, documents: Documents, heads: Group | None = None) -> torch.Tensor:
-        """Of whole sequences, whose ``heads`` are shared by ranks."""
+        """Outputs of whole sequences; the ranks of ``heads`` share the heads of each."""
         before, state = None, None
         if cache is not None and documents.valid is not None:
             # Padding behind a prompt writes nothing, and forgets nothing.

@@ -48,7 +48,7 @@ class NetworkCollectives:
     secondary: Mapping[str, SecondaryShards] = field(default_factory=dict)
 
     def of(self, group: dist.ProcessGroup) -> NetworkGroup | None:
-        """Of one process group; None: flat."""
+        """The network group of one process group; None: its collectives are flat."""
         return self.groups.get(group.group_name)
 
 
@@ -134,8 +134,8 @@ def with_secondary_shards(
     timeout: timedelta | None = None,
     topology_file: str | None = None,
 ) -> NetworkCollectives:
-    """The same, and weights are kept once more within nodes for the backward pass, on CPUs and on GPUs; every rank of
-    the default group calls this.
+    """``collectives``, with weights kept once more within nodes for the backward pass, on CPUs and on GPUs; every rank
+    of the default group calls this.
 
     Args:
         collectives: flat or not.
@@ -175,7 +175,7 @@ def with_secondary_shards(
 
 
 def _groups(meshes: Mapping[str, DeviceMesh | None]) -> dict[str, dist.ProcessGroup]:
-    """By what they do: shards first, replicas of two ranks and more behind."""
+    """Process groups by what they do: shards first, replicas of two ranks and more behind."""
     found = {}
     for name, mesh in meshes.items():
         if mesh is None:
@@ -203,7 +203,7 @@ def topology_of(file: str | None = None) -> Topology:
 
 
 def _network(topology_file: str | None) -> tuple[Topology, Links | None]:
-    """Of the default group; what a file says comes from rank 0."""
+    """Topology and links of the default group; what a file says comes from rank 0."""
     nodes, links = None, None
     if topology_file is not None:
         nodes, links = on_rank_zero(lambda: read_topology(topology_file, dist.get_world_size()), ConfigError)

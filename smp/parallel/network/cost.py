@@ -30,7 +30,7 @@ from smp.parallel.network.topology import Links, Topology
 CHUNKS = (1, 2, 3, 4, 8, 16)
 """Numbers of chunks that are tried."""
 FINER = (6, 12)
-"""Those that are tried after them, in groups of up to about 16 ranks."""
+"""Numbers of chunks that are tried after ``CHUNKS``, in groups of up to about 16 ranks."""
 MESSAGES = 60_000
 """What is simulated to choose a way for a size, in about a second, once: all ways of a group of up to 16 ranks. Of
 larger groups the best by formula; where that is not even one, above 170 to 240 ranks, the formula alone decides. Of 30
@@ -145,7 +145,7 @@ class Policy:
     _known: dict[tuple[Kind, int], Way] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def way(self, kind: Kind, size: int) -> Way:
-        """For a whole buffer of ``size`` bytes."""
+        """How a collective with a whole buffer of ``size`` bytes is to run."""
         if not self.hierarchical or size < self.smallest:
             return FLAT
         if (kind, size) not in self._known:

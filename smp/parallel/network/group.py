@@ -63,13 +63,13 @@ class NetworkGroup:
 
     @staticmethod
     def of(group: dist.ProcessGroup, policy: Policy, timeout: timedelta) -> NetworkGroup:
-        """Of a group whose tensors on a CPU go through gloo."""
+        """The network group of a process group whose tensors on a CPU go through gloo."""
         backend = group._get_backend(torch.device("cpu"))
         return NetworkGroup(dist.get_process_group_ranks(group), group.rank(), backend, policy, timeout)
 
     @property
     def timeout(self) -> timedelta:
-        """Of a collective that begins now."""
+        """Timeout of a collective that begins now."""
         return self._backend.options._timeout if self._timeout is None else self._timeout
 
     def way(self, kind: Kind, tensor: torch.Tensor) -> Way:
@@ -339,7 +339,7 @@ class CollectiveWork(dist.Work):
         self._done.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Until the result is there. The collective has its own timeout; a shorter one may be given here.
+        """Wait until the result is there. The collective has its own timeout; a shorter one may be given here.
 
         Raises:
             CollectiveError: a rank is gone or late.
@@ -367,5 +367,5 @@ class CollectiveWork(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Of the result."""
+        """A future of the result."""
         return self._future

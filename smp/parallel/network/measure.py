@@ -31,7 +31,7 @@ def measure_links(topology: Topology) -> Links:
 
 
 def _measure(ring: list[int]) -> Link:
-    """Of a ring of ranks to which this one belongs; ranks outside of it wait with the others."""
+    """Latency and rate of a ring of ranks to which this one belongs; ranks outside of it wait with the others."""
     latency = sorted(_shift(ring, 1) for _ in range(_ROUNDS))[_ROUNDS // 2]
     for size in _SIZES:
         taken = _shift(ring, size)

@@ -56,7 +56,7 @@ def links_over_time(schedule: Schedule, network: Topology | None = None, width: 
 
 
 def pictures() -> str:
-    """Those of docs/collectives.md, as Markdown."""
+    """Pictures of docs/collectives.md, as Markdown."""
     nodes = Topology.even(2, 2)
     parts = [
         (

@@ -53,7 +53,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode(coded: torch.Tensor, into: torch.Tensor) -> None:
-    """The opposite, into n numbers of any floating-point dtype."""
+    """Undo :func:`encode`, into n numbers of any floating-point dtype."""
     count, blocks = into.numel(), _blocks(into.numel())
     rows = torch.zeros(blocks * BLOCK)
     rows[:count] = coded[:count].view(torch.int8)
@@ -76,7 +76,7 @@ class Quantization:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of what :meth:`taken` measures."""
+        """Names of what :meth:`taken` measures."""
         return tuple(NAMES[what] for what in self._coded())
 
     def _coded(self) -> list[What]:

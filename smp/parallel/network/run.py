@@ -21,7 +21,7 @@ class Posted(Protocol):
     """A message under way."""
 
     def wait(self, timeout: timedelta) -> object:
-        """Until it has left, or is there; raises when it is late or its other end is gone."""
+        """Wait until it has left, or is there; raises when it is late or its other end is gone."""
 
 
 class Transport(Protocol):

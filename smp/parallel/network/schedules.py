@@ -44,7 +44,7 @@ def all_reduce(topology: Topology, chunks: Sequence[int], route: Route = "mesh")
 
 
 def schedule_of(kind: Kind, topology: Topology, chunks: Sequence[int], route: Route) -> Schedule:
-    """That of a kind."""
+    """The schedule of a kind of collective."""
     if len(chunks) != topology.size or min(chunks, default=0) < 0:
         raise ValueError(f"{topology}: there are chunks of {len(chunks)} pieces: {list(chunks)}")
     sends = _sends_of(_Trees(topology, route), chunks)
@@ -53,7 +53,7 @@ def schedule_of(kind: Kind, topology: Topology, chunks: Sequence[int], route: Ro
 
 
 def actions_of(kind: Kind, topology: Topology, chunks: Sequence[int], route: Route, rank: int) -> tuple[Action, ...]:
-    """Those of one rank alone, as in the whole schedule: what a process of many needs."""
+    """Actions of one rank alone, as in the whole schedule: what a process of many needs."""
     trees = _Trees(topology, route)
     return _actions(kind, trees, chunks, rank, _sends_of(trees, chunks))
 
@@ -144,7 +144,7 @@ def _gather_sends(trees: _Trees, chunks: Sequence[int], rank: int) -> list[Actio
 
 
 def _reductions(trees: _Trees, chunks: Sequence[int], rank: int) -> list[Action]:
-    """Of one rank: parts to the handlers of its node, and sums of those that it handles."""
+    """Actions of one rank: parts to the handlers of its node, and sums of those that it handles."""
     node = trees.topology.places[rank][0]
     last = len(trees.topology.nodes) - 1
     # chunks whose sums have a longer way go first, and each node begins with another one's
@@ -182,7 +182,7 @@ def _reduction(trees: _Trees, piece: int, chunk: int, rank: int) -> list[Action]
 
 
 def _with_receives(rank: int, actions: list[Action]) -> list[Action]:
-    """The same with receives: those of a sum are posted right behind the sum ``WINDOW`` before it."""
+    """``actions`` with receives: those of a sum are posted right behind the sum ``WINDOW`` before it."""
     sums = [action for action in actions if action.op is Op.REDUCE]
     posted = [
         [Action(Op.RECEIVE_PART, *action.key, (source,)) for source in action.ranks if source != rank]

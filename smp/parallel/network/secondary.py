@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.parallel.collectives import all_gather_flat
 
 Parts = Mapping[str, tuple[DeviceMesh | None, int]]
-"""By what is said of it: a mesh, 1-D ``(shard)`` or 2-D ``(replicate, shard)``, and how many neighbours of its shard
-dimension hold the weights once more. Where there is no mesh, or it is below two, nothing is kept."""
+"""Meshes by what is said of them: 1-D ``(shard)`` or 2-D ``(replicate, shard)``, and how many neighbours of the shard
+dimension hold the weights once more. Where there is no mesh, or the number is below two, nothing is kept."""
 
 
 class SecondaryShards:
-    """Those of all units that one process group shards.
+    """Secondary shards of all units that one process group shards.
 
     Attributes:
         group: the ranks that hold them together, this one among them.

@@ -60,16 +60,17 @@ class Topology:
         return frozenset(range(self.size)) - set(self.nodes[self.places[rank][0]])
 
     def name_of(self, rank: int) -> str:
-        """Of a rank's node."""
+        """Name of a rank's node."""
         node = self.places[rank][0]
         return self.names[node] if self.names else f"node {node}"
 
     def part(self, ranks: Sequence[int]) -> Topology:
-        """Of the group of these ranks, which gets them in this order as ranks 0, 1, ..."""
+        """Topology of the group of these ranks, which gets them in this order as ranks 0, 1, ..."""
         return Topology.of([self.name_of(rank) for rank in ranks])
 
     def each_alone(self) -> Topology:
-        """The same ranks as if each was on a node of its own: what a collective sees that knows no nodes."""
+        """Topology of the same ranks as if each was on a node of its own: what a collective sees that knows no
+        nodes."""
         return Topology(tuple((rank,) for rank in range(self.size)))
 
     @property
