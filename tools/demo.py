@@ -38,7 +38,7 @@ from smp.config.command_line.command import CommandParser, run_tool
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "class Parser:\n    def __init__(self"
 HEADS = ('def remove_file(path, missing_ok=False):\n    """', 'def is_valid(self, name):\n    """')
-"""Of functions that want a docstring."""
+"""Heads of functions that want a docstring."""
 EXPERTS = shlex.split(
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-router-topk-scaling-factor 2 "
     "--moe-aux-loss-coeff 0.001"
@@ -157,7 +157,7 @@ def bigram_figures(output: str) -> tuple[float, float]:
 
 
 def last_validation_loss(metrics: Path) -> float:
-    """Of the last evaluation, in nats per token."""
+    """Validation loss of the last evaluation, in nats per token."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return float([record["validation loss"] for record in records if "validation loss" in record][-1])
 
@@ -263,7 +263,7 @@ def learn_by_rewards(folder: Path, processes: int, flags: Sequence[str]) -> None
 
 
 def validation_losses(metrics: Path) -> tuple[float, float]:
-    """Of the first and the last evaluation, in nats per token."""
+    """Validation losses of the first and the last evaluation, in nats per token."""
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     losses = [record["validation loss"] for record in records if "validation loss" in record]
     return losses[0], losses[-1]

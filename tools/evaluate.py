@@ -101,7 +101,7 @@ def window(args: argparse.Namespace, longest: int) -> tuple[int, int]:
 
 
 def perplexity(args: argparse.Namespace, scorer: TextScorer, paths: Sequence[Path | RemoteFile]) -> dict[str, Any]:
-    """Of the documents in --data-path."""
+    """Perplexity of the documents in --data-path."""
     found = Perplexity()
     for text in tqdm(
         read_texts(paths, args.json_key), unit=" documents", disable=sys.stderr is None or not sys.stderr.isatty()

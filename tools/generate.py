@@ -139,7 +139,7 @@ class Writer:
 
     @property
     def sampling(self) -> Sampling:
-        """Of --temperature and so on."""
+        """The sampling that --temperature and so on ask for."""
         return Sampling(self.args.temperature, self.args.top_k, self.args.top_p, self.args.seed)
 
     @property
@@ -197,7 +197,7 @@ class Writer:
 
 
 def read_prompts(path: Path, key: str) -> list[Any]:
-    """Of a file: the lines of a .txt file, or what is under a key of each record.
+    """Prompts of a file: the lines of a .txt file, or what is under a key of each record.
 
     Raises:
         ValueError: it is no such file, or a record has no such key.

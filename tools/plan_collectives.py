@@ -41,7 +41,7 @@ from smp.parallel.network.topology import Link, Links, Topology
 
 NODES = tuple(2**i for i in range(1, 13))
 MOST_RANKS = 1 << 20
-"""Of a prediction that takes seconds."""
+"""Most ranks of a prediction that takes seconds."""
 RATES = (1e-6, 1e9)
 """Gbit/s, and GB/s of sums, between which times have digits to show."""
 BF16, FP32 = 2, 4
@@ -49,7 +49,7 @@ BF16, FP32 = 2, 4
 
 @dataclass(frozen=True)
 class Predicted:
-    """Of all collectives of one micro-batch.
+    """What is predicted of all collectives of one micro-batch.
 
     Attributes:
         seconds: one after the other.
@@ -98,7 +98,7 @@ def hierarchical(
 
 
 def _total(of: Sequence[tuple[Kind, int]], seconds: Callable[[Kind, int], float]) -> float:
-    """Of collectives, most of which are alike."""
+    """Seconds of collectives, most of which are alike."""
     return sum(times * seconds(*call) for call, times in Counter(of).items())
 
 

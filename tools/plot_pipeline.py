@@ -52,7 +52,7 @@ def caption(title: str, timeline: Timeline) -> str:
 
 
 def color(op: Op, chunk: int) -> str:
-    """Of a bar: later chunks of a rank are paler."""
+    """Color of a bar: later chunks of a rank are paler."""
     paler = min(chunk, 3) * 0.22
     return "#" + "".join(f"{round(level + (255 - level) * paler):02x}" for level in COLORS[op])
 

@@ -82,7 +82,7 @@ def own_folder(base: Path) -> Path:
 
 
 def next_nodes(places: Sequence[Place]) -> list[int | None]:
-    """Of each rank the one that keeps a copy of its file, of the next node; None where there is one node."""
+    """For each rank, the rank of the next node that keeps a copy of its file; None where there is one node."""
     nodes = sorted({place.node for place in places})
     members = {node: [r for r, place in enumerate(places) if place.node == node] for node in nodes}
     if len(nodes) == 1:

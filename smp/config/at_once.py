@@ -2,6 +2,6 @@
 memory read them, too."""
 
 CAPPED_LOGITS = 1 << 22
-"""Of logits that are capped: 16 MiB in fp32."""
+"""Elements at once of logits that are capped: 16 MiB in fp32."""
 DROPOUT_BITS = 1 << 22
-"""Of a dropout mask whose bits are made, which take 8 bytes each, several times."""
+"""Elements at once of a dropout mask whose bits are made, which take 8 bytes each, several times."""

@@ -165,7 +165,7 @@ def pattern_value(flag: str, text: str, num_layers: int) -> int | list[int]:
 
 
 def _value(node: ast.expr) -> int | list[int]:
-    """Of whole numbers, lists of them, + of two lists, and a list times a number."""
+    """The value of whole numbers, lists of them, + of two lists, and a list times a number."""
     match node:
         case ast.Constant(value=int(number)) if not isinstance(node.value, bool):
             return number

@@ -103,7 +103,17 @@ class AttentionMixer:
     dropout: float = 0.0
 
     def __str__(self) -> str:
-        return ", ".join(["attention", *_seen(self.window, self.chunk), str(self.rope or "no RoPE")])
+        seen = _seen(self.window, self.chunk)
+        has = {
+            "ALiBi": self.alibi,
+            "sinks": self.sinks,
+            "output gate": self.gate,
+            f"norm of queries and keys ({self.norm})": self.norm is not None,
+            f"scores capped at {self.softcap:g}" if self.softcap else "": self.softcap is not None,
+            "biases": self.bias or self.qkv_bias,
+        }
+        kind = "attention" if seen else "full attention"
+        return ", ".join([kind, *seen, str(self.rope or "no RoPE"), *(name for name, there in has.items() if there)])
 
 
 @dataclass(frozen=True)
@@ -189,7 +199,7 @@ class MambaMixer(Recurrence):
 
 @dataclass(frozen=True)
 class Activation:
-    """Of an MLP.
+    """Activation of an MLP.
 
     Attributes:
         kind: of the function.
@@ -205,6 +215,11 @@ class Activation:
     def gated(self) -> bool:
         return self.kind.endswith("glu")
 
+    @property
+    def clamped(self) -> str:
+        """The clamp as text, empty without one."""
+        return "" if self.clamp is None else f" (clamped at {self.clamp:g})"
+
 
 @dataclass(frozen=True)
 class MLPSpec:
@@ -215,7 +230,7 @@ class MLPSpec:
     bias: bool = False
 
     def __str__(self) -> str:
-        return f"MLP {self.width}"
+        return f"MLP {self.width}{self.activation.clamped}"
 
 
 @dataclass(frozen=True)
@@ -262,7 +277,7 @@ class ExpertsSpec:
 
     def __str__(self) -> str:
         shared = "" if self.shared is None else f" and a shared one of {self.shared.width}"
-        return f"{self.topk} of {self.count} experts of {self.expert.width}{shared}"
+        return f"{self.topk} of {self.count} experts of {self.expert.width}{self.expert.activation.clamped}{shared}"
 
 
 @dataclass(frozen=True)
@@ -311,5 +326,5 @@ class LayerSpec:
 
 
 def _seen(window: int | None, chunk: int | None) -> list[str]:
-    """In words, which tokens a token sees, where not all."""
+    """Which tokens a token sees, as text; nothing where it sees all before it."""
     return [f"window {window}"] * (window is not None) + [f"chunks of {chunk}"] * (chunk is not None)

@@ -130,7 +130,7 @@ _ALIKE = ("attention", *_OWN)
 
 
 def layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Of every layer of a resolved model; behind the last one those of multi-token prediction, which are as it is.
+    """Specs of every layer of a resolved model; then those of multi-token prediction, which are as the last one.
 
     Raises:
         ConfigError: --layer-types names a kind that is not there, or other numbers of layers.
@@ -224,7 +224,7 @@ def scores_flag(model: ModelConfig) -> str:
 
 
 def norm_of(model: ModelConfig) -> NormSpec:
-    """Of the residual stream: around layers, of the embedding, and the final one."""
+    """The norm of the residual stream: around layers, of the embedding, and the final one."""
     bias = model.normalization == "LayerNorm" and model.layernorm_bias
     return NormSpec(model.normalization, model.norm_epsilon, model.apply_layernorm_1p, bias)
 
@@ -252,7 +252,7 @@ def _rope(model: ModelConfig, local: bool) -> RopeSpec:
 
 
 def rope_scaling(model: ModelConfig) -> RopeScalingSpec | None:
-    """Of a resolved model's RoPE; None: frequencies as they are."""
+    """The scaling of a resolved model's RoPE; None: frequencies as they are."""
     if not model.use_rope_scaling:
         return None
     kind = model.rope_scaling_type
@@ -311,7 +311,7 @@ def _experts(model: ModelConfig) -> ExpertsSpec:
 
 
 def ranges_of(numbers: list[int]) -> str:
-    """Of ascending numbers: ``0-2, 4``."""
+    """Ascending numbers as ranges: ``0-2, 4``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

@@ -21,11 +21,12 @@ class ObjectiveFacts:
         summary: for --help.
         reads: what a line of the data is: one text with trained parts, a chosen and a rejected answer to one prompt, an
             answer with a label, desirable or not, or a prompt alone.
-        of_answers: the loss is one of whole answers and no entropy of tokens. Samples are not packed then, prompts are
-            never trained, and routers are not balanced.
+        of_answers: the loss is an ``AnswerLoss``, made of log-probabilities or scores of an answer's tokens, and no
+            cross-entropy. Samples are not packed then, prompts are never trained, and routers are not balanced.
         has_reference: it compares with a reference model, see --dpo-reference.
         mismatched: in each step both models also read the prompts with answers of other samples.
-        has_scores: the model gets a head of scores in place of the output matrix.
+        has_scores: the model gets a scalar score head in place of the output matrix (as transformers'
+            ``...ForSequenceClassification`` with one label).
         evaluates: what an evaluation measures: the loss, or the mean reward of completions.
         entropy: the loss is the cross-entropy of tokens, which has a perplexity.
         unit: of the loss, for plots.

@@ -98,7 +98,7 @@ class RolloutConfig:
     temperature: float = only_with(1.0, objective=DIVIDED)
     """Logits are divided by it, in sampling and in every log-probability; in distillation also the teacher's."""
     eval_temperature: float | None = only_with(None, objective=ONLINE)
-    """Of completions in evaluations; 0 takes the likeliest token. Default: --temperature."""
+    """Temperature of completions in evaluations; 0 takes the likeliest token. Default: --temperature."""
     top_k: int = only_with(0, **SAMPLED)
     """Sample from so many likeliest tokens; 0: from all. Log-probabilities stay those of all tokens."""
     top_p: float = only_with(1.0, **SAMPLED)

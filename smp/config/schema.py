@@ -368,7 +368,7 @@ class Config:
 
     @property
     def objective_facts(self) -> ObjectiveFacts:
-        """Of what is minimised; a pretraining run's is that of samples."""
+        """Facts of the objective; a pretraining run's is that of samples."""
         return OBJECTIVES["sft" if self.objective is None else self.objective.objective]
 
     @property

@@ -101,7 +101,7 @@ def _companions(reference: Path | None) -> Path | None:
 
 
 def _own_folder(path: Path) -> Path:
-    """Of the checkpoint that a path to one, or to a run, means."""
+    """The folder of the checkpoint that a path to one, or to a run, means."""
     folder = find(path)
     assert folder.local is not None, "a path is not a URL"
     return folder.local

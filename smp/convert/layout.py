@@ -81,7 +81,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Rows:
-    """Of every ``slots x unit`` external rows, the ``count x unit`` from ``start x unit`` on."""
+    """The ``count x unit`` rows from ``start x unit`` on, of every ``slots x unit`` external rows."""
 
     blocks: int
     slots: int
@@ -150,7 +150,7 @@ class Link:
 
     @property
     def external_shape(self) -> tuple[int, ...]:
-        """Of the whole external tensor."""
+        """Shape of the whole external tensor."""
         rows = self.padded or self.rows.external_rows
         shape: tuple[int, ...] = (rows, *(1,) * self.inner_one, *self.shape[1:])
         # Rows are counted as this project has them; only the shape in the files is turned.
@@ -223,7 +223,7 @@ def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...])
 def _expert_link(
     front: str, table: Table, module: str, config: ModelConfig, name: str, shape: tuple[int, ...], expert: int
 ) -> Link:
-    """Of one expert of a tensor (experts, out, in) or (experts, out). A stacked external tensor is no module's: it has
+    """The link of one expert of a tensor (experts, out, in) or (experts, out). A stacked external tensor's name has
     no ending."""
     count, inner, target = shape[0], shape[1:], table.modules[module]
     rows, transposed = all_rows(inner), table.experts_transposed and len(inner) == 2
@@ -263,7 +263,7 @@ def _fused_rows(fused: Fused, config: ModelConfig, shape: tuple[int, ...]) -> Ro
 
 
 def _recurrent_rows(fused: Fused, config: ModelConfig) -> Rows:
-    """Of a projection of a recurrence, or of its convolution."""
+    """Rows of a projection of a recurrence, or of its convolution."""
     heads, served = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
     key, value = config.linear_key_head_dim, config.linear_value_head_dim * served
     if fused.kind == "recurrent":
@@ -274,7 +274,7 @@ def _recurrent_rows(fused: Fused, config: ModelConfig) -> Rows:
 
 
 def _mamba_rows(fused: Fused, config: ModelConfig) -> Rows:
-    """Of Mamba-2's projection of the input, or of its convolution."""
+    """Rows of Mamba-2's projection of the input, or of its convolution."""
     heads = config.mamba_num_heads or 0
     values, keys = heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
     widths = {"value": values, "key": keys, "query": keys}

@@ -114,7 +114,7 @@ class LinkedWeights(Weights):
         out.copy_(all_rows[link.rows.start :: slots])
 
     def _read_rows(self, link: Link, start: tuple[int, ...], target: torch.Tensor) -> None:
-        """Of the external tensor, from ``start`` on; both as this project's tensor lies."""
+        """Read rows of the external tensor from ``start`` on; both as this project's tensor lies."""
         if link.inner_one:
             start, target = (start[0], 0, *start[1:]), target.unsqueeze(1)
         # Both are turned: the read fills this project's tensor through a view.

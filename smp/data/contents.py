@@ -21,7 +21,7 @@ _CHUNK = 1 << 22  # tokens; a few MB stay in the processor's cache between the h
 
 @dataclass(frozen=True)
 class Contents:
-    """Of one data set.
+    """What one data set contains.
 
     Attributes:
         key: hash of both files, 32 hexadecimal digits.

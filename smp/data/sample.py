@@ -37,7 +37,7 @@ class Sample:
         return lengths[:-1] if self.padding else lengths
 
     def sequence_lengths(self, of_documents: bool) -> npt.NDArray[np.int64]:
-        """Of each token, tokens of its document or of the whole sample; padding has those of a document behind."""
+        """Per token, the length of its document or of the whole sample; padding counts as a document of its own."""
         if of_documents:
             begins = np.flatnonzero(np.diff(self.document_ids, prepend=self.document_ids[0] - 1))
             lengths = np.diff(begins, append=len(self.document_ids))

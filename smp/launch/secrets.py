@@ -37,7 +37,7 @@ _GIVEN = re.compile(
 )
 """``NAME=value`` in a line of shell, a flag with its value, what a server is told."""
 _LINE = re.compile(rf"^[\s-]*['\"]?(?P<name>{_WORDS})['\"]?: +\S", re.IGNORECASE | re.MULTILINE)
-"""Of a file of YAML."""
+"""A line of a YAML file with a secret's name."""
 _FORMED = re.compile(rf"(?<![\w-])(?:{_FORMS})(?![\w-])")
 _SHORTEST = 6  # of what is looked for in other texts: a password "1" would take every 1 with it
 

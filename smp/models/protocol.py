@@ -2,8 +2,9 @@
 
 :class:`Model` is what every model gives; what only some can give is :class:`StagedModel`, and a name in
 ``capabilities``. ``smp.models.gpt.GPT`` is the implementation that gives all of it, and
-``smp.hf.run.model.TransformersModel`` a causal language model of transformers; ``smp.training.build`` chooses. Outside
-of ``smp/models`` nothing imports the first (``make check``): :func:`smp.models.build.new_model` makes one.
+``smp.hf.run.model.TransformersModel`` a causal language model of transformers. ``smp.training.build.assemble`` chooses
+between that and :func:`smp.models.build.new_model`, which makes all others. Outside of ``smp/models`` nothing imports
+``GPT`` (``make check``).
 
 It is a base class and not a ``typing.Protocol``: FSDP, optimizers and hooks take an ``nn.Module``, and a protocol
 cannot say that it is one. All that is asked besides these methods is what every module has. ``parameters`` and

@@ -17,7 +17,7 @@ def in_fp8(parameter: Parameter) -> bool:
 
 @dataclass(frozen=True)
 class Fp8Costs:
-    """Of one recipe.
+    """Costs of one FP8 recipe.
 
     Attributes:
         amax: bytes that are read of each number to know its scale, before it is rounded: delayed scaling knows it, and

@@ -32,7 +32,7 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Shares:
-    """Of all time; they add up to 1.
+    """Shares of all time; they add up to 1.
 
     Attributes:
         waiting: for the slowest process.

@@ -40,7 +40,7 @@ ROTATED = 8 << 20
 """Bytes of the copies of inputs, at most ``COPIES``."""
 COPIES = 8
 REPEATS = 7
-"""Of a collective; an operator is called again for ``PATIENCE`` seconds, 3 to 100 times."""
+"""Measured calls of a collective; an operator is called again for ``PATIENCE`` seconds, 3 to 100 times."""
 PATIENCE = 0.02
 SMALL = (
     "--num-layers 4 --hidden-size {size} --ffn-hidden-size {size} --num-attention-heads {heads} --seq-length 128 "
@@ -95,7 +95,7 @@ def kind_of(layout: Layout) -> str:
 
 
 def small_settings(kind: str, processes: int) -> Config:
-    """Of the model whose step is largely the host's time."""
+    """Settings of the model whose step is largely the host's time."""
     flags = f"--tensor-model-parallel-size {processes} --sequence-parallel" if kind == "tensor" else ""
     sizes = SMALL.format(size=128 * processes, heads=2 * processes)
     return read_settings(shlex.split(f"{sizes} {flags}"), PRESETS, processes)
@@ -276,7 +276,7 @@ def _time_collective(call: Collective) -> float:
 
 
 def _collective(call: Collective) -> Callable[[], Any]:
-    """Of all processes, on bytes as floats; a group that is smaller is taken to be as slow."""
+    """The collective over all processes, on bytes as floats; a smaller group is taken to be as slow."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     part = torch.ones(-(-call.size // (4 * ranks)))
     whole = torch.ones(part.numel() * ranks)

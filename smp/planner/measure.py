@@ -35,7 +35,7 @@ MAY_BE_ZERO = ("latency", "launch", "fp8_peak", "domain", "leaf", "watts")
 
 @dataclass(frozen=True)
 class Rate:
-    """Of something: per second, and the relative error of that as a number for all sizes."""
+    """A rate per second, and the relative error of one number for all sizes."""
 
     value: float
     error: float

@@ -39,7 +39,7 @@ class Recorded:
 
     @staticmethod
     def of(config: Config, layout: Layout) -> Recorded:
-        """Of resolved settings."""
+        """The recorded step of resolved settings."""
         plan = plan_pipeline(config, layout) if layout.pp > 1 else None
         return Recorded(config, layout, plan, recorded_step(config, layout, plan))
 
@@ -72,7 +72,7 @@ def timed(
 
 
 def step_time(recorded: Recorded, times: MachineTimes) -> StepTime:
-    """Of the slowest rank."""
+    """Step time of the slowest rank."""
     host = times.host[kind_of(recorded.layout)]
     if recorded.plan is None:
         return _step(_parts(recorded.ranks[0], times, host), 0.0)
@@ -128,7 +128,7 @@ def _is_message(call: Timed) -> bool:
 
 
 def _costs(seconds: defaultdict[tuple[Op, int], float], stage: int, micro_batches: int) -> StageCosts:
-    """Of a stage, from the seconds of all its actions."""
+    """Costs of a stage, from the seconds of all its actions."""
     whole = seconds[Op.BACKWARD, stage] / 2  # a schedule may split some backward passes; the sum of both ways counts
     return StageCosts(
         seconds[Op.FORWARD, stage] / micro_batches,

@@ -13,7 +13,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Outlook:
-    """Of a run.
+    """What a whole run takes.
 
     Attributes:
         price: in the unit of the price of a GPU hour; None: no price is known.
@@ -29,7 +29,7 @@ class Outlook:
     def of(
         tokens: float, per_second: float, gpus: int, goodput: float, price: float | None, watts: float | None
     ) -> Outlook:
-        """Of ``tokens`` in all, ``per_second`` by all GPUs while they train, which is ``goodput`` of the time."""
+        """Outlook for ``tokens`` in all, ``per_second`` by all GPUs while they train: ``goodput`` of the time."""
         seconds = tokens / per_second / goodput if goodput > 0 else math.inf
         hours = seconds / 3600 * gpus
         return Outlook(

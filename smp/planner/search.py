@@ -48,7 +48,7 @@ class Candidate:
     time: StepTime | None
 
     def tokens_per_second(self) -> float:
-        """Of one device."""
+        """Tokens per second of one device."""
         data = self.config.data
         assert self.time is not None and data.global_batch_size is not None and data.seq_length is not None
         return data.global_batch_size * data.seq_length / self.time.total / self.layout.world_size

@@ -37,7 +37,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(vars(self).values())
 
 

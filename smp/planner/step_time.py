@@ -215,7 +215,7 @@ class StepModel:
         return 2 * self.device.fabric.all_to_all(rows, ep, self._stride("ep"))
 
     def _tokens_to_experts(self) -> float:
-        """Of this rank: those of the ranks that share every matrix of an expert."""
+        """Tokens that this rank sends to experts: those of the ranks that share every matrix of an expert."""
         return self.tokens * self.layout.expert_tp / self.layout.tp
 
     def _context_exchange(self, attention: float) -> tuple[float, float]:

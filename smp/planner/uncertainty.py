@@ -36,7 +36,7 @@ DIVIDED_BY = {
 
 
 def weights(time: StepTime) -> Mapping[str, float]:
-    """Of a step, what falls to each share: how much longer it gets, relatively, when the share is lower."""
+    """What of a step falls to each share: how much longer it gets, relatively, when the share is lower."""
     found = dict.fromkeys(vars(ShareErrors()), 0.0)
     for part, share in DIVIDED_BY.items():
         found[share] += getattr(time, part)

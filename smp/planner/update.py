@@ -17,7 +17,7 @@ weight."""
 
 
 def update_seconds(config: Config, layout: Layout, device: Device, owned: Iterable[tuple[Parameter, float]]) -> float:
-    """Of a rank that updates so many elements of each parameter.
+    """Seconds of the update on a rank that updates so many elements of each parameter.
 
     The state is read and written once. With --optimizer-cpu-offload one core of the host computes while new weights
     come back. Muon orthogonalizes matrices, whose work ranks share as they share their elements, in TF32, and sends

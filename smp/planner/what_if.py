@@ -8,7 +8,7 @@ from smp.planner.devices import GIB
 from smp.planner.search import Candidate
 
 LEAST = 0.002
-"""Of the step: a part that changes less is not named."""
+"""Share of the step: a part that changes less is not named."""
 
 
 def difference(before: Candidate, after: Candidate, words: Mapping[str, str]) -> list[str]:

@@ -155,7 +155,7 @@ def load(spec: str, flag: str, kind: str = "function") -> Callable[..., Any]:
 
 
 class Scored(NamedTuple):
-    """Of one function.
+    """What one function gave.
 
     Attributes:
         rewards: None where it does not apply.

@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def text_of(completion: Any) -> str:
-    """Of a completion as text, or as a list of messages: the content of the last."""
+    """The text of a completion: itself, or the content of the last of its messages."""
     return completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
 
 

@@ -94,7 +94,7 @@ def _not_by_fla(config: Config, exchange: str) -> str:
 
 
 def _attention_shape(config: Config, *, documents: bool, other_lengths: tuple[int, ...]) -> AttentionShape:
-    """Of one call on one rank: tensor parallelism cuts heads, and neighbours may share a key/value head."""
+    """Shape of one attention call on one rank: tensor parallelism cuts heads; neighbours may share a key/value head."""
     model, tp, length = config.model, config.parallel.tensor_model_parallel_size, config.data.seq_length
     groups = model.num_query_groups
     assert model.kv_channels is not None and groups is not None and length is not None, "resolved before"

@@ -340,7 +340,7 @@ class Trainer:
         return num_valid, num_tokens, visible_pairs, num_samples
 
     def _visible_pairs_of(self, batch: RankBatch) -> int:
-        """Of this rank's tokens, in all layers."""
+        """Visible pairs of this rank's tokens, over all layers."""
         lengths = batch.attended_lengths
         if lengths is None:
             lengths = np.full(batch.labels[..., 0].numel(), batch.labels.shape[-1])

@@ -10,7 +10,7 @@ from smp.config.rollouts import RolloutConfig
 from smp.config.schema import Config
 
 BETA = 0.5
-"""Of the divergence, where --beta is not given: TRL's."""
+"""The divergence's beta where --beta is not given: TRL's."""
 
 
 def fill_distillation(config: Config) -> RolloutConfig | None:

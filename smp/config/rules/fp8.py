@@ -163,7 +163,7 @@ def _check_widths(model: ModelConfig, parallel: ParallelConfig, tp: int) -> None
 
 
 def _widths_of_heads(model: ModelConfig) -> dict[str, int]:
-    """Of attention's projections that TP cuts."""
+    """Widths of attention's projections that TP cuts."""
     heads, groups, head_dim = model.num_attention_heads, model.num_query_groups, model.kv_channels
     assert head_dim is not None and groups is not None, "filled in before"
     if not model.multi_latent_attention:
@@ -180,7 +180,7 @@ def _widths_of_heads(model: ModelConfig) -> dict[str, int]:
 
 
 def _widths_of_latents(model: ModelConfig) -> dict[str, int]:
-    """Of latent attention's projections that every process has whole."""
+    """Widths of latent attention's projections that every process has whole."""
     if not model.multi_latent_attention:
         return {}
     found = {

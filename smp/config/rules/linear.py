@@ -122,7 +122,7 @@ def _check_mamba(model: ModelConfig, tp: int) -> None:
 
 
 def _check_without_attention(model: ModelConfig) -> None:
-    """Of a model none of whose layers has attention."""
+    """Refuse what a model without attention in any layer cannot have."""
     named = given(model, *OF_ATTENTION)
     if model.num_query_groups != model.num_attention_heads:
         named += given(model, "num_query_groups")

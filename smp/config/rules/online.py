@@ -107,7 +107,7 @@ def _check(config: Config, rollouts: RolloutConfig, name: str) -> None:
 
 
 def _check_following(config: Config, rollouts: RolloutConfig) -> None:
-    """Of a reference that moves."""
+    """Check the settings of a reference that moves."""
     if not rollouts.sync_ref_model:
         return
     require(bool(rollouts.beta), "--sync-ref-model has no effect without --beta: there is no reference; leave it out")
@@ -188,14 +188,14 @@ def check_generation(config: Config) -> None:
 
 
 def reward_names(rollouts: RolloutConfig) -> list[str]:
-    """Of each reward function, as metrics name it, then of the environment and of the reward model."""
+    """Names of each reward function, as in metrics, then of the environment and of the reward model."""
     names = [spec.rpartition(":")[2] for spec in shlex.split(rollouts.reward_funcs or "")]
     names += [] if rollouts.environment is None else ["environment"]
     return names if rollouts.reward_model is None else [*names, "reward model"]
 
 
 def reward_weights(rollouts: RolloutConfig) -> list[float]:
-    """Of each of :func:`reward_names`.
+    """Weights of each of :func:`reward_names`.
 
     Raises:
         ConfigError: one is no number.

@@ -147,7 +147,7 @@ LLAMA_FIELDS = {
 }
 LLAMA_FIXED: dict[str, Any] = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope"}
 ATTENTION_BIAS = {"attention_bias": "bias"}
-"""Of families whose attention may have biases on all four projections."""
+"""The key of families whose attention may have biases on all four projections."""
 NO_BIAS: dict[str, Any] = {"disable_bias_linear": True, "add_qkv_bias": False}
 LLAMA_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None,

@@ -26,7 +26,7 @@ GEMMA = Own(_gemma, _nothing)
 
 
 def _read_local_rope(reader: Reader, base: Any) -> Values:
-    """Of layers with a window, which are never scaled."""
+    """RoPE of layers with a window, which are never scaled."""
     given = reader.content.get("rope_parameters") or {}
     local = given.get("sliding_attention") if isinstance(given, dict) else None
     if isinstance(local, dict):

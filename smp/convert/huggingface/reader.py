@@ -79,7 +79,7 @@ class Reader:
         return {name: value}
 
     def _biases(self) -> dict[str, Any]:
-        """Of attention and of MLPs; where a file cannot say the latter, its family does. Without settings for each
+        """Biases of attention and MLPs; where a file cannot say the latter, its family does. Without settings for each
         where both are the same."""
         found = []
         for key in ("attention_bias", "mlp_bias"):
@@ -146,7 +146,7 @@ class Reader:
         return values | {"use_rope_scaling": True, "rope_scaling_type": kind} | self._scaling(kind, given)
 
     def _scaling(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Of RoPE. The original length may be next to it, and is by default the model's; YaRN's other settings have
+        """RoPE's scaling. The original length may be next to it, else it is the model's; YaRN's other settings have
         defaults."""
         longest = self.content.get("max_position_embeddings")
         default = self.family.defaults.get("original_max_position_embeddings")

@@ -96,7 +96,7 @@ _GRANITE_KEYS = {
 _GRANITE_EXPERTS = ExpertKeys("num_local_experts")
 _LETTERS = {"mamba": MAMBA, "linear_attention": MAMBA, "attention": ATTENTION, "full_attention": ATTENTION}
 _LETTERS |= {"mlp": MLP, "moe": EXPERTS}
-"""Of kinds of layers, by their names in releases of transformers."""
+"""Letters of kinds of layers, by their names in releases of transformers."""
 
 
 def _letters(reader: Reader, kinds: Any, known: str, count: int | None) -> str:

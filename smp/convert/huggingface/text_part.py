@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Part:
-    """Of one ``model_type``: the family of its text, and what transformers takes where ``text_config`` is silent."""
+    """The text part of one ``model_type``: its family, and what transformers takes where ``text_config`` is silent."""
 
     architecture: str
     model_type: str

@@ -47,7 +47,7 @@ _KNOWN = {
 """What may be set in adapter_config.json. Anything else that is set makes the adapter compute something else than
 ``scale x B A`` on top of the model's own weights, or DoRA, as far as anybody can know."""
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Of ``init_lora_weights``. Others (PiSSA, OLoRA, CorDA, LoftQ) change the model's weights as well."""
+"""Readable ``init_lora_weights``. Others (PiSSA, OLoRA, CorDA, LoftQ) change the model's weights as well."""
 
 
 def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tuple[Adapters, float]:
@@ -247,7 +247,7 @@ def _magnitudes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _magnitude(
     content: Mapping[str, Any], module: str, magnitudes: Mapping[str, torch.Tensor], rows: int, folder: Path
 ) -> torch.Tensor | None:
-    """Of a module with DoRA, (out,); None without."""
+    """The magnitude vector of a module with DoRA, (out,); None without."""
     found = magnitudes.get(module)
     if bool(content.get("use_dora")) != (found is not None):
         raise CheckpointError(

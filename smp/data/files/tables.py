@@ -40,7 +40,7 @@ def _source(path: Path | RemoteFile) -> AbstractContextManager[Any]:
 
 
 def parquet_rows(path: Path | RemoteFile, keys: Sequence[str] | None, chunk_bytes: int) -> Iterator[Rows]:
-    """Of a .parquet file; ``keys``: columns, by default all. Raises ValueError when it lacks one or is damaged."""
+    """Rows of a .parquet file; ``keys``: columns, by default all. Raises ValueError when it lacks one or is damaged."""
     pyarrow = pyarrow_for(path)
     try:
         with _source(path) as file, pyarrow.parquet.ParquetFile(file) as table:
@@ -58,7 +58,7 @@ def parquet_rows(path: Path | RemoteFile, keys: Sequence[str] | None, chunk_byte
 
 
 def arrow_rows(path: Path | RemoteFile, keys: Sequence[str] | None) -> Iterator[Rows]:
-    """Of an .arrow file, streamed or with an index. Raises ValueError as :func:`parquet_rows`."""
+    """Rows of an .arrow file, streamed or with an index. Raises ValueError as :func:`parquet_rows`."""
     pyarrow = pyarrow_for(path)
     try:
         with pyarrow.memory_map(str(path)) if isinstance(path, Path) else path.open() as file:
@@ -79,7 +79,7 @@ def arrow_rows(path: Path | RemoteFile, keys: Sequence[str] | None) -> Iterator[
 
 
 def csv_rows(path: Path | RemoteFile, file: BinaryIO) -> Iterator[list[dict[str, Any]]]:
-    """Of text in UTF-8 whose first line names the columns, between commas, or else semicolons, tabs or bars; all values
+    """Rows of UTF-8 text whose first line names the columns, between commas, else semicolons, tabs or bars; all values
     are text.
 
     Raises:
@@ -135,7 +135,7 @@ def objects_over_lines(content: bytes) -> list[bytes] | None:
 
 
 def json_array(path: Path | RemoteFile, text: str) -> Iterator[list[Any]]:
-    """Of a JSON array, decoded a thousand elements at a time.
+    """Elements of a JSON array, decoded a thousand at a time.
 
     Raises:
         ValueError: it is no array, or damaged.

@@ -154,7 +154,7 @@ class TuningDataset:
     def _fields(
         self, rows: npt.NDArray[np.int64], texts: list[list[Encoded]], real: npt.NDArray[np.bool_]
     ) -> dict[str, Any]:
-        """Of a batch of sequences, each the texts in it; ``rows``: their numbers, (micro-batches, sequences), ``real``:
+        """Fields of a batch of sequences of texts; ``rows``: their numbers, (micro-batches, sequences), ``real``:
         those that do not only fill up."""
         stacked = np.stack([self._row(held) for held in texts]).reshape(*rows.shape, 5, self.seq_length)
         input_ids, labels, document_ids, position_ids, lengths = (
@@ -178,7 +178,7 @@ class TuningDataset:
         }
 
     def _numbers(self, texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Of the labels of a sequence, (seq_length,), -1 behind them: each is the token behind the one that is read."""
+        """Numbers of a sequence's labels, (seq_length,), then -1: a label is the token after the one that is read."""
         offsets, out = self.samples.offsets, np.full(self.seq_length, -1, np.int64)
         held = [np.arange(offsets[n] + 1, offsets[n + 1]) for n in texts]
         count = sum(map(len, held))
@@ -238,5 +238,5 @@ class TuningDataset:
 
 
 def _lengths(document_ids: torch.Tensor) -> tuple[int, ...]:
-    """Of each micro-batch, the columns that some row uses; at least one."""
+    """Columns per micro-batch that some row uses; at least one."""
     return tuple(int(n) for n in (document_ids >= 0).sum(-1).amax(-1).clamp(min=1))

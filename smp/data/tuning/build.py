@@ -232,7 +232,7 @@ def _encoder(config: Config, tokenizer: TuningTokenizer, template: ChatTemplate 
 
 
 def chat_template_of(path: str | None, tokenizer: TuningTokenizer, place: str | None = None) -> ChatTemplate | None:
-    """Of --chat-template, or the tokenizer's; None: there is none. Raises ConfigError when it cannot be used.
+    """The template of --chat-template, or the tokenizer's, or None. Raises ConfigError when it cannot be used.
     ``place`` stands for an image in messages, which the template gets as content parts then."""
     try:
         source = tokenizer.template if path is None else Path(path).read_text(encoding="utf-8-sig")

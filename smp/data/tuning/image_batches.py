@@ -66,7 +66,7 @@ class ImageBatch(RankBatch):
 
 @dataclass(frozen=True)
 class _Read:
-    """Of one text: where it begins in its row, how many of its tokens are there, and what the processor gives."""
+    """What is read of one text: where its row has it, how many of its tokens are there, what the processor gives."""
 
     at: int
     count: int
@@ -95,7 +95,7 @@ class ImageReader:
         self._filler, self._of_tokens, self._of_rows = _example(processor)
 
     def micro_batch(self, rows: Sequence[npt.NDArray[np.int64]], length: int) -> ImageTensors:
-        """Of the texts in each row; ``length`` columns are read.
+        """Image tensors of the texts in each row; ``length`` columns are read.
 
         Raises:
             ValueError: an image cannot be read any more.

@@ -40,7 +40,7 @@ class Conversation:
 
 
 def conversation(messages: Any, record: dict[str, Any], name: str = "messages") -> Conversation:
-    """Of the messages under ``name``, and what the record says in addition: a system text and tools.
+    """The conversation of the messages under ``name``, with the record's system text and tools.
 
     Raises:
         BadSampleError: something in them is not as it has to be, or contradicts the rest.

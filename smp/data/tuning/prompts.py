@@ -183,7 +183,7 @@ class PromptDataset:
 
 
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Of tokens and columns."""
+    """A hash of the prompts' tokens and columns."""
     digest = xxhash.xxh3_64()
     for prompt in prompts:
         digest.update(np.array(prompt.ids, np.int32).tobytes())

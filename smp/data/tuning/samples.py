@@ -46,7 +46,7 @@ class Samples:
         return np.diff(self.offsets)
 
     def fingerprint(self) -> str:
-        """Of all that is in it."""
+        """A hash of all that is in it."""
         arrays: list[npt.NDArray[Any]] = [self.tokens, self.trained, self.offsets]
         seen = [image.digest for shown in self.shown or () if shown is not None for image in shown.images]
         arrays += [] if self.desirable is None else [self.desirable]

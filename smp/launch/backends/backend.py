@@ -48,7 +48,7 @@ NOT_SUBMITTED = "not submitted"
 PRIVATE = ("secrets.sh", "secrets.json", "secret.yaml")
 """Files of secrets, which their owner alone can read."""
 ASKED = "asked to save and end"
-"""Of a job that was cancelled and still runs."""
+"""State of a job that was cancelled and still runs."""
 
 
 def facts_artifact(job: Job, **facts: Any) -> Artifacts:

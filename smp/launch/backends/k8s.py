@@ -180,7 +180,7 @@ def _workload(job: Job, kind: str, private: bool) -> list[Object]:
 
 
 def _monitoring(job: Job) -> Object:
-    """Of lines that a run of this project prints; what scripts print is not known."""
+    """Rules for lines that a run of this project prints; what scripts print is not known."""
     rules = log_monitoring(job.cluster.get("log_monitoring")) if job.recipe.task != "custom" else None
     return {} if rules is None or job.recipe.num_nodes > 1 else {"logMonitoringConfiguration": rules}
 

@@ -14,7 +14,7 @@ from typing import Any
 from smp.config import ConfigError
 
 KEYS: dict[str, float | None] = {"start_seconds": 3600, "hang_seconds": 1800, "min_tokens_per_second": None}
-"""Of cluster.log_monitoring, with what they are where they are not given; null: no such rule."""
+"""Keys of cluster.log_monitoring with their defaults; null: no such rule."""
 ITERATION = r".*\] iteration +\d+/ *\d+ \|.*"
 """The line of --log-interval, in both formats."""
 SPEED = r".*\] iteration +\d+/.* tokens/s: (\d+).*"

@@ -30,7 +30,7 @@ _MODULES = {
     "linear_fc2": "down",
 }
 SMP_COEFFICIENT = 1e-3
-"""Of SMP v2's auxiliary losses of experts, which its recipes cannot change."""
+"""Coefficient of SMP v2's auxiliary losses of experts, which its recipes cannot change."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama_v3": {},
     "mistral": {},
@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SIZES = {"tiiuae/falcon-7b": "falcon-7b"}
 """Folders of the Hugging Face hub whose architecture a recipe trains from the beginning, and the size of that name."""
 _PATTERN = re.compile(r"(?:language_model\.)?model\.layers\.\*\.?(?:self_attn|mlp)\.\(([a-z_|]+)\)")
-"""Of names of all layers' modules; the last parts of these names are known without the rest."""
+"""Matches names of all layers' modules; the last parts of these names are known without the rest."""
 
 
 def model_type(value: Any, get: Get) -> Mapping[str, Any]:

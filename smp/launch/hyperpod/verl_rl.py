@@ -90,7 +90,7 @@ def _ulysses(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _kl(value: Any, get: Get) -> Mapping[str, Any]:
-    """Of either key: only one of them can be true."""
+    """The KL settings of either key: only one of them can be true."""
     in_loss, in_reward = get(_A + "actor.use_kl_loss"), get(_ALG + "use_kl_in_reward")
     if in_loss and in_reward:
         raise ConfigError("use_kl_loss and use_kl_in_reward cannot be had together: take one")

@@ -67,7 +67,7 @@ class Row:
         return self.formula / self.published - 1, self.fitted / self.published - 1
 
     def line(self) -> str:
-        """Of the page's table."""
+        """A row of the page's table."""
         said = (f"{tokens:,.0f}" for tokens in (self.published, self.formula, self.fitted))
         errors = (f"{100 * error:+.0f} %" for error in self.errors)
         published, formula, fitted = said

@@ -25,10 +25,10 @@ from smp.planner.uncertainty import DIVIDED_BY
 ROUNDS = 4
 """Times that steps are taken apart."""
 PRICE = 0.4
-"""Of all rows' errors together, for a factor that is off by e."""
+"""Price, in all rows' errors together, of a factor that is off by e."""
 MOVES = (0.8, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 1.25)
 _NAMES = {"product": "product_share", "attention": "attention_share", "memory": "memory_share", "link": "link_share"}
-"""Of factors, by the shares of ``uncertainty``."""
+"""Names of factors, by the shares of ``uncertainty``."""
 
 
 def scaled(parts: StepTime, now: Factors, then: Factors, fp8: bool) -> float:
@@ -57,7 +57,7 @@ def cost(rows: Sequence[tuple[Run, StepTime]], now: Factors, then: Factors) -> f
 
 
 def fitted(group: Sequence[Run]) -> Factors:
-    """Of the runs of a group that are not held out."""
+    """Factors fitted on the runs of a group that are not held out."""
     used, now = [run for run in group if not run.held_out], Factors()
     for _ in range(ROUNDS):
         rows = [(run, StepModel(run.config, run.layout, now.of(DEVICES[run.gpu]), run.plan).predict()) for run in used]

@@ -118,12 +118,12 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan | None:
-        """Of its pipeline."""
+        """The plan of its pipeline; None without one."""
         return plan_pipeline(shortened(self.config, self.layout), self.layout) if self.pp > 1 else None
 
     @cached_property
     def flops(self) -> float:
-        """Of a token's training."""
+        """FLOPs of a token's training."""
         assert self.config.model.vocab_size is not None
         return training_flops_per_token(self.config.model, self.seq, self.config.model.vocab_size)
 

@@ -40,7 +40,7 @@ class Origin:
 
     @staticmethod
     def asked(config: Config) -> Origin | None:
-        """Of a command line; None: it begins from nothing, or goes on from what is in --save."""
+        """The origin that a command line asks for; None: it begins from nothing, or goes on from what is in --save."""
         load, settings, tuning = config.checkpoint.load, config.checkpoint, config.objective is not None
         if load in (None, "auto") or settings.save is None:
             return None
@@ -53,7 +53,7 @@ class Origin:
 
     @staticmethod
     def noted(extra: Mapping[str, Any]) -> Origin | None:
-        """Of a checkpoint, whatever its ``extra`` holds."""
+        """The origin that a checkpoint notes, whatever its ``extra`` holds."""
         said = extra.get(ORIGIN)
         try:
             return Origin(**said) if isinstance(said, dict) else None

@@ -68,7 +68,7 @@ class RunCheckpoints:
         self._failure, self._is_last, self._told_size = "", False, False
         self._kept = _NOTHING_ELSE
         self.carried: dict[str, torch.Tensor] = {}
-        """Of the checkpoint that was loaded: the state of what makes batches."""
+        """The state of what makes batches, from the checkpoint that was loaded."""
         if self.root is None:
             return
         try:

@@ -176,7 +176,7 @@ def _exchanges(config: Config, layout: Layout) -> list[str]:
 
 
 def _offload(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned, memory: MemoryEstimate) -> list[str]:
-    """Of a pipeline, on the rank that holds most micro-batches."""
+    """Lines about offload; in a pipeline, on the rank that holds most micro-batches."""
     under_way = 1.0
     if plan is not None:
         under_way = max(peak_activations(plan.training)) * layout.pp / plan.training.stages

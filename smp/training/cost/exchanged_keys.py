@@ -38,7 +38,7 @@ def others_keys(config: Config, layout: Layout, b: int, heads: int, groups: int,
 
 
 def _gathered_keys(config: Config, layout: Layout, b: int, heads: int, groups: int, width: int) -> int:
-    """Of some key/value heads at a time, w elements of all ranks' keys and values: these and, if there are more heads,
+    """Bytes for some key/value heads at a time, w elements of all ranks' keys and values: these and, with more heads,
     the next ones; sums of the gradients of these and of their queries, in fp32; and of the later half of the queries,
     which sees all keys but those of the last chunk: keys and values taken, their gradients, and these summed over query
     heads; queries, outputs and gradients of outputs taken, and gradients of queries, as a kernel gives them and in
@@ -56,7 +56,7 @@ def _gathered_keys(config: Config, layout: Layout, b: int, heads: int, groups: i
 
 
 def _ring_keys(b: int, q: int, w: int, ring: int) -> int:
-    """Of another rank's w elements of keys and values: these and, where the ring goes on, the next ones; in fp32 sums
+    """Bytes for another rank's w elements of keys and values: these and, while the ring runs, the next ones; fp32 sums
     of the own gradients, those of these keys and of the last ones, the last ones' put together, and what came of
     others; and as of half of the queries in :func:`_gathered_keys`, with all of these keys, but none taken."""
     return b * (w * (1 + (ring > 3)) + 2 * w + 2 * q) + 4 * (q + w + w * (4 if ring > 2 else 3))

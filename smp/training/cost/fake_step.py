@@ -242,7 +242,7 @@ class _PlannedOnTheHost:
 
 @dataclass(frozen=True)
 class _DocumentsOnTheHost:
-    """Of sequences that are cut, as :class:`_PlannedOnTheHost`."""
+    """Document layout of sequences that are cut, as :class:`_PlannedOnTheHost`."""
 
     need: DocumentsNeed
 
@@ -378,7 +378,7 @@ def _micro_batches(
 
 
 def _cut(config: Config, context: ParallelContext, rows: int) -> SequenceCut | None:
-    """Of sequences that are one document each."""
+    """The cut of sequences that are one document each."""
     if context.cp_group is None:
         return None
     with unset_fake_temporarily():
@@ -397,7 +397,7 @@ def _fake_group(layout: Layout, rank: int) -> Iterator[None]:
 
 
 def _names(context: ParallelContext) -> dict[str, str]:
-    """Of the groups, as users know them."""
+    """Names of the groups, as users know them."""
     meshes = {"tp": context.tp, "cp": context.cp, "pp": context.pp}
     names: dict[str, str] = {mesh.get_group().group_name: name for name, mesh in meshes.items() if mesh is not None}
     if (exchange := context.cp_exchange) is not None:

@@ -191,7 +191,7 @@ def _per_position(config: Config, layout: Layout, recompute: str, b: int) -> int
 
 
 def _of_a_cap(model: ModelConfig, recompute: str) -> int:
-    """Of these the capped scores, which the cap's derivative is made of."""
+    """Bytes of the capped scores among them, which the cap's derivative is made of."""
     return 0 if model.attn_logit_softcapping is None or recompute == "selective" else 4
 
 

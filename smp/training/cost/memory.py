@@ -136,7 +136,7 @@ def estimate_memory(
     received = b * config.model.hidden_size // slices * (layout.pp > 1)  # the gradient of the next stage
 
     def activations(micro_batches: int, waiting: int, beside: float = around) -> int:
-        """Of micro-batches, of which so many, without the one that is computed, wait between loss and backward pass."""
+        """Bytes of micro-batches, ``waiting`` of which, and the computed one, are between loss and backward."""
         at_once = len(share.layers) * micro_batches / len(share.parts)
         if parallel.offload_activations:
             at_once = min(at_once, parallel.activation_loading_horizon)
@@ -224,7 +224,7 @@ def _most_in_passes(
 def largest_memory(
     config: Config, layout: Layout, chunk_bytes: int, plan: Plan | None, tuned: Tuned = PRETRAINED
 ) -> MemoryEstimate:
-    """Of the pipeline rank that needs most, or without a pipeline of each; arguments as of :func:`estimate_memory`."""
+    """Memory of the pipeline rank that needs most, or of each rank without a pipeline; see :func:`estimate_memory`."""
     if plan is None:
         return estimate_memory(config, layout, chunk_bytes, tuned=tuned)
     held, losses = peak_activations(plan.training), peak_losses(plan.training)
@@ -248,7 +248,7 @@ def largest_memory(
 
 
 def tokens_of(config: Config, layout: Layout, tuned: Tuned) -> int:
-    """Of a micro-batch on one of the context-parallel processes."""
+    """Tokens of a micro-batch on one of the context-parallel processes."""
     assert config.data.seq_length is not None, "resolved before"
     return tuned.rows * config.data.micro_batch_size * config.data.seq_length // layout.cp
 

@@ -23,7 +23,7 @@ class Tuned:
 
 
 PRETRAINED = Tuned()
-"""Of a run that tunes nothing."""
+"""What a run without adapters or frozen parts has."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Share:
 
     @staticmethod
     def of(model: ModelConfig, layout: Layout, parts: Sequence[ModelPart]) -> Share:
-        """Of these parts."""
+        """The share that these parts of the model make."""
         head = any(p.head for p in parts)
         mtp = mtp_layers(model) if head else range(0)
         layers = [*(i for part in parts for i in part.layers), *mtp]

@@ -1,4 +1,5 @@
-"""When a training step needs most memory, by formula. No torch; symbols as in :mod:`smp.training.cost.memory`."""
+"""At which point in time a training step needs most memory, by formula (these moments are not the
+optimizer's). No torch; symbols as in :mod:`smp.training.cost.memory`."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Weights:
 
     @staticmethod
     def of(config: Config, layout: Layout, share: Share, tuned: Tuned) -> Weights:
-        """Of the process that has ``share``."""
+        """Bytes of weights of the process that has ``share``."""
         b = 2 if config.parallel.bf16 else 4
         before_ep = replace(layout, ep=1, etp=None)  # ep takes from FSDP what it cuts
         n, sharing = elements(share.parameters, before_ep), layout.dp_shard * layout.cp
@@ -93,7 +93,7 @@ def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tun
 
 
 def _until_backward(config: Config, layout: Layout, share: Share, gathered: int, buffer: int, b: int) -> dict[str, int]:
-    """Of weights that stay until their own backward pass in a step's only one; ``buffer`` bytes for each element of
+    """Bytes of weights that stay until their backward pass, the only one of a step; ``buffer`` bytes per element of
     what was gathered last: the output matrix, or where the embedding's unit has it, which comes first, a block."""
     at_both_ends = _used_at_both_ends(config, layout, share) > 0
     in_blocks = gathered if at_both_ends else gathered - b * share.ends
@@ -188,7 +188,7 @@ def _gathered(config: Config, layout: Layout, share: Share, tuned: Tuned) -> int
 
 
 def _secondary(config: Config, layout: Layout, tuned: Tuned) -> int:
-    """Of blocks, which are gathered twice; of experts where several of the neighbours have the same."""
+    """Bytes of the second shards of blocks, gathered twice; of experts where several neighbours have the same."""
     model, size = config.model, config.parallel.zero_hpz_partition_size
     if size == 1:
         return 0
@@ -201,7 +201,7 @@ def _secondary(config: Config, layout: Layout, tuned: Tuned) -> int:
 
 
 def _cast(parallel: ParallelConfig, blocks: Sequence[int]) -> int:
-    """Of weights of blocks, without FSDP in bf16, what layers keep in it for the backward pass."""
+    """Bytes of bf16 casts of blocks' weights that layers keep for the backward pass, without FSDP."""
     block = max(blocks, default=0)
     kept = sum(blocks) if parallel.recompute_granularity == "none" else block  # a replay casts its block's again
     return min(kept, parallel.activation_loading_horizon * block) if parallel.offload_activations else kept
@@ -227,7 +227,7 @@ def trained_by_muon(optim: OptimizerConfig, parameter: Parameter) -> bool:
 
 
 def _frozen_bytes(parameter: Parameter, layout: Layout, tuned: Tuned, b: int) -> int:
-    """Of a frozen parameter, before FSDP."""
+    """Bytes of a frozen parameter, before FSDP."""
     shape = parameter.local_shape(layout)
     if tuned.in_4_bits is None or not parameter.linear:
         return b * math.prod(shape)

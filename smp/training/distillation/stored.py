@@ -133,7 +133,7 @@ class StoredLogits:
         return tensors
 
     def __getitem__(self, numbers: torch.Tensor) -> TopLogits:
-        """Of labels by number, int64 (n,); zeros where it is below 0, and where the label is not trained."""
+        """Stored logits of labels by number, int64 (n,); zeros below 0, and where the label is not trained."""
         where = self._where[numbers.clamp(min=0).numpy()]
         where[(numbers < 0).numpy()] = -1
         k = self._files[0]["ids"].shape[1]

@@ -75,7 +75,7 @@ class Guard:
             self._trainer.progress.spikes = self._trainer.spikes.state()
 
     def take_snapshot(self) -> None:
-        """Of the state as it is."""
+        """Copy the state as it is now."""
         if not self._rewinds:
             return
         trainer, iteration = self._trainer, self._trainer.progress.iteration
@@ -109,7 +109,7 @@ class Guard:
             rerun.said.clear()
 
     def _name_origin(self, step: Step, result: StepResult) -> None:
-        """Of the first of a row of steps that are not finite: those behind it are likely to have the same reason."""
+        """Name the origin of the first of a row of steps that are not finite: the next likely have the same reason."""
         if result.skipped_in_a_row > 1 or step.batch is None:
             return
         with self._goodput.during("rerun"):

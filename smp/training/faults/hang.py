@@ -25,7 +25,7 @@ from smp.pipeline.failure import of_this_package
 _TORCHS = ("distributed_c10d.py", "_functional_collectives.py", "_fsdp_collectives.py", "_fsdp_param_group.py")
 """Files of torch whose functions are collectives or wait for them."""
 _MESSAGE = "a message"
-"""Of a pipeline, which only the runner waits for."""
+"""What the runner of a pipeline waits for, in place of a collective's name."""
 _FRAMES = 12
 """Innermost ones of a stack that is told."""
 
@@ -47,7 +47,7 @@ class Word:
 
 
 def word_of_thread(ident: int) -> Word:
-    """Of a thread of this process, as it is now."""
+    """What a thread of this process is in now."""
     frames = list(traceback.walk_stack(sys._current_frames()[ident]))  # innermost first
     stack = "".join(traceback.StackSummary.extract(iter(frames[:_FRAMES][::-1])).format())
     callers = [one for one in frames if not _is_ours(one[0])]

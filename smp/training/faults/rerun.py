@@ -105,7 +105,7 @@ class Rerun:
                 handle.remove()
 
     def _note(self, name: str, gradient: torch.Tensor) -> None:
-        """Of one micro-batch."""
+        """Note a gradient of one micro-batch."""
         found = checksum(local_part(gradient))
         self._own[name] = found if name not in self._own else self._own[name] + found
 

@@ -27,7 +27,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 def implementation_of(config: Config) -> Implementation:
-    """Of the run's objective; a pretraining run's is the next token."""
+    """The implementation of the run's objective; a pretraining run's is the next token."""
     return IMPLEMENTATIONS["sft" if config.objective is None else config.objective.objective]
 
 

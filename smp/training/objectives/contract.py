@@ -2,8 +2,8 @@
 
 An objective is built once for a run (:class:`Implementation`), from the settings and from what the run has for it
 (:class:`Surroundings`): devices, ranks, and the models to compare with. In each step it makes micro-batches of a rank's
-share of the batch. A loss that is no sum over tokens comes along as ``MicroBatch.answers``; see
-``smp.layers.heads.answers``.
+share of the batch. A loss that is no weighted cross-entropy of tokens comes along as
+``MicroBatch.answers``; see ``smp.layers.heads.answers``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Objective(Protocol):
         """Names of what the loss measures; reported as means over what the loss is a mean over."""
 
     def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
-        """Of this rank's share; ``num_valid`` is what the loss is averaged over, of the global batch."""
+        """Micro-batches of this rank's share; ``num_valid`` of the global batch is what the loss is averaged over."""
 
 
 class Reference(Protocol):
     """A source of log-probabilities of answers, without gradients."""
 
     def log_probs(self, batch: RankBatch) -> torch.Tensor:
-        """Of whole answers, fp32 (micro-batches, rows); without a meaning on a pipeline rank that does not have the
+        """Log-probabilities of whole answers, fp32 (micro-batches, rows); no meaning on a pipeline rank without the
         head."""
 
 
@@ -63,7 +63,7 @@ class Surroundings(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Of the model."""
+        """The model's device."""
 
     def policy(self) -> Reference:
         """The model itself, as it is when it is asked, without dropout."""

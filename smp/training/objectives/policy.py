@@ -88,7 +88,7 @@ class PolicyLoss:
 
     @property
     def beta(self) -> float:
-        """Of the KL term of the loss."""
+        """Coefficient of the KL term of the loss."""
         return (self.settings.beta or 0.0) if self.settings.kl_placement == "loss" else 0.0
 
     def judge(self, known: Known, tokens: TokenValues) -> Judged:
@@ -143,7 +143,7 @@ class PolicyLoss:
         return ones / max(known.tokens, 1)
 
     def _losses(self, ratio: torch.Tensor, lp: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """Of tokens (rows, length), or (rows, 1): of every token of a completion the same."""
+        """Losses of tokens (rows, length), or (rows, 1): the same for every token of a completion."""
         of = self.settings
         assert of.epsilon is not None and of.epsilon_high is not None, "filled in before"
         if of.loss_type == "cispo":

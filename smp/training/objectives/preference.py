@@ -94,7 +94,7 @@ class PairLoss:
 
 
 def _log_odds(log_prob: torch.Tensor) -> torch.Tensor:
-    """Of a probability by its logarithm. One that only fills up has 0, whose odds would make the gradient NaN."""
+    """Log odds of a probability given by its logarithm. A filler has 0, whose odds would make the gradient NaN."""
     log_prob = torch.where(log_prob < 0, log_prob, -1e-12)
     # log(1 - p) from log p, exact also where p is close to 1.
     return log_prob - torch.log(-torch.expm1(log_prob))

@@ -42,8 +42,8 @@ class ModelReference:
     temperature: float = 1.0
 
     def of_tokens(self, batch: RankBatch) -> list[torch.Tensor]:
-        """Of each micro-batch, fp32 (rows, length) on this rank's columns, 0 outside of answers; nothing on a pipeline
-        rank that does not have the head."""
+        """Log-probabilities per micro-batch, fp32 (rows, length) on this rank's columns, 0 outside answers; none on a
+        pipeline rank without the head."""
         training = self.model.training
         # Without dropout, as evaluations: the same log-probabilities at every time.
         self.model.eval()
@@ -86,7 +86,7 @@ class FollowingReference:
 
     @property
     def logical_rows(self) -> dict[str, int]:
-        """Of padded tensors, as ``smp.checkpoint.save`` asks."""
+        """Rows without padding of padded tensors, as ``smp.checkpoint.save`` asks."""
         return {_own_name(name): rows for name, rows in collect_logical_rows(self.reference.model).items()}
 
     @torch.no_grad()

@@ -221,7 +221,7 @@ def _iteration(line: str) -> float:
 
 
 def _cell(value: Any) -> str:
-    """Of a table in Markdown: as it is, on one line."""
+    """A cell of a Markdown table: the value as it is, on one line."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text.replace("|", "\\|").replace("\r", "").replace("\n", "<br>")
 

@@ -29,7 +29,7 @@ def overlong_penalty(lengths: npt.NDArray[np.int64], longest: int, buffer: int) 
 
 
 def spreads(rewards: Numbers, group: int) -> npt.NDArray[np.bool_]:
-    """Of each prompt, whether its completions were rewarded differently, by more than a reward model's rounding."""
+    """Whether each prompt's completions were rewarded differently, by more than a reward model's rounding."""
     of = rewards.reshape(-1, group)
     known = ~np.isnan(of)
     largest = np.where(known, of, -np.inf).max(axis=1)
@@ -39,7 +39,7 @@ def spreads(rewards: Numbers, group: int) -> npt.NDArray[np.bool_]:
 
 
 def advantages(rewards: Numbers, group: int, estimator: str, scale: str) -> Numbers:
-    """Of each completion; 0 where it has no reward.
+    """Advantage of each completion; 0 where it has no reward.
 
     Args:
         rewards: (completions,), those of a prompt after each other; NaN: none.

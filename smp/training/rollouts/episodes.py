@@ -144,7 +144,7 @@ class Episodes:
         return tokenizer.decode([i for i in ids if i not in tokenizer.special])
 
     def _text(self, episode: Episode) -> str:
-        """Of the last turn."""
+        """The text of the last turn."""
         return str(episode.messages[-1]["content"]) if episode.messages else ""
 
     def _heard(self, episode: Episode, prompt: Prompt, answer: Any, stops: Stops, longest: int) -> bool:

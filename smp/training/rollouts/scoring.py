@@ -44,7 +44,7 @@ class RewardModel:
     trim: bool
 
     def scores(self, prompts: list[Any], completions: list[Any]) -> npt.NDArray[np.float64]:
-        """Of each prompt with its completion, texts or messages, (completions,); NaN where it cannot read them, or they
+        """Score of each prompt's completion, texts or messages, (completions,); NaN where it cannot read them, or they
         are too long for it. All ranks ask for the same ones together, and each computes some."""
         every_text = [self._encoded(prompt, said) for prompt, said in zip(prompts, completions, strict=True)]
         read = np.array([text is not None for text in every_text])

@@ -84,7 +84,7 @@ class RolloutSource:
 
     @property
     def _completions(self) -> int:
-        """Of a generation."""
+        """Number of completions of one generation."""
         return self.cut.batch_size * self.settings.steps_per_generation
 
     @property
@@ -261,7 +261,7 @@ class RolloutSource:
         return found.view(len(rollout), self.cut.length).sum(1).numpy()
 
     def _log_probs(self, model: ModelReference, rollout: Rollout) -> torch.Tensor:
-        """Of all completions, on all ranks: each rank computes those that it trains."""
+        """Log-probabilities of all completions, on all ranks: each rank computes those that it trains."""
         table = torch.zeros(len(rollout) * self.cut.length, device=self.device)
         for part in range(self.settings.steps_per_generation):
             batch = self.cut.batch(rollout, part, 0)

@@ -196,7 +196,7 @@ class Writing:
     def _gathered(
         self, dataset: PromptDataset, sent: list[_Sent], written: float, scoring: float, problem: str
     ) -> Written:
-        """Of all ranks, on each of them.
+        """What all ranks wrote, on each of them.
 
         Raises:
             TrainingError: a rank could not write or reward, or a reward function failed and the run is to end.

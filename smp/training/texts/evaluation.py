@@ -188,7 +188,7 @@ def harness_model(scorer: TextScorer, name: str, seed: int = 0) -> Any:
 
 
 def _written(scorer: TextScorer, asked: Sequence[tuple[str, dict[str, Any]]], seed: int) -> list[str]:
-    """Of requests to write, (context, settings). Those with the same settings are written together."""
+    """Texts for requests to write, (context, settings). Those with the same settings are written together."""
     groups: dict[str, list[int]] = {}
     for number, (_, settings) in enumerate(asked):
         groups.setdefault(repr(sorted(settings.items())), []).append(number)

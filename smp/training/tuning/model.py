@@ -59,7 +59,7 @@ class AdapterPlan:
 
     @staticmethod
     def asked(names: Iterable[str], lora: LoraConfig) -> AdapterPlan:
-        """Of these layers, as --lora-rank, --lora-alpha and --use-dora say."""
+        """The plan of adapters on these layers, as --lora-rank, --lora-alpha and --use-dora say."""
         assert lora.lora_rank is not None and lora.lora_alpha is not None, "filled in before"
         return AdapterPlan(dict.fromkeys(names, (lora.lora_rank, lora.lora_alpha)), lora.use_dora)
 
@@ -208,7 +208,7 @@ def tune(model: Model, config: Config, plan: AdapterPlan | None, *, trainable: b
 
 
 def _adapter_plan(model: Model, config: Config, start: Mapping[str, Adapter] | None) -> AdapterPlan:
-    """Of this rank's layers at least."""
+    """The plan of adapters, at least on this rank's layers."""
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
     if start is not None:

@@ -293,7 +293,7 @@ def _check_fit(model: ModelConfig, found: ModelConfig, load: str) -> None:
 
 
 def tokenizer_of(config: Config, flag: str = "--load") -> TuningTokenizer:
-    """Of --tokenizer-model, or what came with the model, which ``flag`` names."""
+    """The tokenizer of --tokenizer-model, or the one that came with the model, which ``flag`` names."""
     given, load = config.data.tokenizer_model, Path(config.checkpoint.load or "")
     try:
         if given is not None:
