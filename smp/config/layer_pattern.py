@@ -35,6 +35,8 @@ OF_FEED_FORWARD = (
 """What only layers with an MLP or experts have besides attention; likewise."""
 
 
+DELTA_RULES = ("gated_delta_net", "kda")
+"""Of --linear-attention-type, those whose states follow the delta rule."""
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
 """Letters of --hybrid-layer-pattern."""
 

@@ -124,7 +124,7 @@ class LatentMixer:
         heads: of queries, keys and values.
         kv_rank, q_rank: width of the latent vectors; q_rank None: queries are projected directly.
         plain_dim, rope_dim, value_dim: channels of a head's query and key without and with RoPE, and of its value.
-        rope: of the ``rope_dim`` channels.
+        rope: of the ``rope_dim`` channels; None: nothing is rotated.
         norm: latent vectors are normalized.
         norm_eps, window, dropout: as of :class:`AttentionMixer`.
     """
@@ -135,7 +135,7 @@ class LatentMixer:
     plain_dim: int
     rope_dim: int
     value_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
     norm: bool = False
     norm_eps: float = 1e-5
     window: int | None = None
@@ -144,7 +144,7 @@ class LatentMixer:
 
     def __str__(self) -> str:
         latents = f"latent attention {self.kv_rank}{'' if self.q_rank is None else f' + {self.q_rank}'}"
-        return ", ".join([latents, *_seen(self.window, None), str(self.rope)])
+        return ", ".join([latents, *_seen(self.window, None), str(self.rope or "no RoPE")])
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,15 @@ class DeltaNetMixer(Recurrence):
 
     def __str__(self) -> str:
         return f"gated delta net, {self.value_heads} states of {self.key_dim} x {self.value_dim}"
+
+
+@dataclass(frozen=True)
+class KimiDeltaMixer(Recurrence):
+    """Kimi delta attention, see :mod:`smp.layers.recurrences.kimi_delta`: as many heads of keys as of values, and as
+    wide; its norm is of each head."""
+
+    def __str__(self) -> str:
+        return f"Kimi delta attention, {self.value_heads} states of {self.key_dim} x {self.value_dim}"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from smp.config.layer_specs import (
     CapacitySpec,
     DeltaNetMixer,
     ExpertsSpec,
+    KimiDeltaMixer,
     LatentMixer,
     LayerSpec,
     MambaMixer,
@@ -52,7 +53,6 @@ def _attention(model: ModelConfig, layer: int) -> AttentionMixer | LatentMixer:
     window = model.window_size if has_window else None
     rope = None if no_rope(model)[layer] else _rope(model, has_window and model.rotary_base_local is not None)
     if model.multi_latent_attention:
-        assert rope is not None, "checked with the settings of latent attention"
         return LatentMixer(
             heads=model.num_attention_heads,
             kv_rank=model.kv_lora_rank,
@@ -62,7 +62,7 @@ def _attention(model: ModelConfig, layer: int) -> AttentionMixer | LatentMixer:
             value_dim=model.v_head_dim,
             rope=rope,
             norm=model.qk_layernorm,
-            norm_eps=model.norm_epsilon,
+            norm_eps=model.norm_epsilon if model.latent_norm_epsilon is None else model.latent_norm_epsilon,
             window=window,
             dropout=model.attention_dropout,
         )
@@ -91,8 +91,9 @@ def _attention(model: ModelConfig, layer: int) -> AttentionMixer | LatentMixer:
     )
 
 
-def _delta_net(model: ModelConfig, layer: int) -> DeltaNetMixer:
-    return DeltaNetMixer(
+def _delta_net(model: ModelConfig, layer: int) -> DeltaNetMixer | KimiDeltaMixer:
+    kind = KimiDeltaMixer if model.linear_attention_type == "kda" else DeltaNetMixer
+    return kind(
         key_heads=model.linear_num_key_heads,
         value_heads=model.linear_num_value_heads,
         key_dim=model.linear_key_head_dim,
@@ -121,7 +122,7 @@ def _nothing(model: ModelConfig, layer: int) -> None:
 
 MIXERS: dict[str, MixerResolver] = {"attention": _attention}
 """Kinds of mixers that --layer-types names; :func:`smp.models.mixers.register_mixer` adds one."""
-_LINEAR: dict[str, MixerResolver] = {"gated_delta_net": _delta_net, "mamba2": _mamba}
+_LINEAR: dict[str, MixerResolver] = {"gated_delta_net": _delta_net, "kda": _delta_net, "mamba2": _mamba}
 """By --linear-attention-type."""
 _NONE = "none"
 _OWN: dict[str, MixerResolver] = {**_LINEAR, _NONE: _nothing}

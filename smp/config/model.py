@@ -170,26 +170,30 @@ class ModelConfig:
     qk_head_dim: int = only_with(128, multi_latent_attention=True)
     """Channels without RoPE in a head's query and key."""
     qk_pos_emb_head_dim: int = only_with(64, multi_latent_attention=True)
-    """Channels with RoPE in a head's query, and in the one key that all heads share; rotated in neighbouring pairs."""
+    """Channels with RoPE in a head's query, and in the one key that all heads share; rotated in neighbouring pairs, or
+    with --position-embedding-type none not at all (Kimi-Linear)."""
     v_head_dim: int = only_with(128, multi_latent_attention=True)
     """Channels of a head's value."""
+    latent_norm_epsilon: float | None = only_with(None, multi_latent_attention=True)
+    """Epsilon of --qk-layernorm's norms of latent vectors. Default: --norm-epsilon (Kimi-Linear: 1e-6)."""
     attention_output_gate: bool = False
     """Multiply attention's output by the sigmoid of one more projection of its input (Qwen3-Next)."""
-    linear_attention_type: Literal["gated_delta_net", "mamba2"] | None = None
+    linear_attention_type: Literal["gated_delta_net", "kda", "mamba2"] | None = None
     """A linear recurrence in place of attention, in the layers of --linear-attention-freq. gated_delta_net: that of
-    Qwen3-Next and Qwen 3.5; mamba2: Mamba-2 with an MLP behind it (Granite 4). Default: all layers have attention."""
+    Qwen3-Next and Qwen 3.5; kda: Kimi delta attention, whose channels fade apart (Kimi-Linear); mamba2: Mamba-2 with an
+    MLP behind it (Granite 4). Default: all layers have attention."""
     linear_attention_freq: str | None = only_with(None, linear_attention_type=GIVEN)
     """Layers with the linear recurrence. n: all but every n-th, which keeps attention (Qwen3-Next: 4). Or Megatron's
     list, with 1 for a layer with the recurrence and 0 for one with attention. Default: all layers."""
     linear_conv_kernel_dim: int = only_with(4, linear_attention_type=GIVEN, hybrid_layer_pattern=GIVEN)
     """Tokens that the causal convolution in front of the recurrence sees, with the token itself."""
-    linear_key_head_dim: int = only_with(128, linear_attention_type="gated_delta_net")
+    linear_key_head_dim: int = only_with(128, linear_attention_type=("gated_delta_net", "kda"))
     """Channels of a query and of a key of the recurrence."""
-    linear_value_head_dim: int = only_with(128, linear_attention_type="gated_delta_net")
-    """Channels of a value of the recurrence."""
-    linear_num_key_heads: int = only_with(16, linear_attention_type="gated_delta_net")
-    """Heads of queries and keys of the recurrence; each serves as many heads of values."""
-    linear_num_value_heads: int = only_with(32, linear_attention_type="gated_delta_net")
+    linear_value_head_dim: int = only_with(128, linear_attention_type=("gated_delta_net", "kda"))
+    """Channels of a value of the recurrence; of kda as many as of a key."""
+    linear_num_key_heads: int = only_with(16, linear_attention_type=("gated_delta_net", "kda"))
+    """Heads of queries and keys of the recurrence; each serves as many heads of values, of kda one."""
+    linear_num_value_heads: int = only_with(32, linear_attention_type=("gated_delta_net", "kda"))
     """Heads of values of the recurrence, each with a state of its own."""
     hybrid_layer_pattern: str | None = None
     """A letter for each layer, which is one part alone with one norm. M: Mamba-2; *: attention; -: MLP; E: experts

@@ -24,7 +24,7 @@ PREDICTIONS = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": 
 """What a layer of multi-token prediction has besides its block, and Hugging Face's names of it, in that block."""
 
 Fusion = Literal[
-    "per_group", "stacked", "halves", "interleaved", "gated", "per_key_head", "recurrent", "mamba", "mamba_conv"
+    "per_group", "stacked", "halves", "interleaved", "gated", "per_key_head", "recurrent", "mamba", "mamba_conv", "ones"
 ]
 """How matrices lie in a fused one, by rows:
 
@@ -39,6 +39,7 @@ serves; in a matrix of its own their rates, then their decays (Qwen3-Next).
 recurrent: of a recurrence, all queries, then all keys, then all values (Qwen 3.5).
 mamba: of Mamba-2, all gates, values, keys, queries and steps, one after the other; mamba_conv: of its convolution, all
 values, keys and queries.
+ones: a number for each head alone, between dimensions of one (Kimi-Linear).
 """
 
 
@@ -135,7 +136,7 @@ class Link:
         leading: index and size of its leading dimensions, of layers and of experts, if it has them.
         entry: index in the leading dimension of this project's tensor, of an expert; None: the link is of all of it.
         padded: its rows, when it is padded at the end.
-        inner_one: the external tensor has a dimension of one behind the rows, of a convolution.
+        inner_one: the external tensor has a dimension of one behind the rows, as of a convolution.
     """
 
     smp_name: str
@@ -204,7 +205,10 @@ def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...])
     # First by the tensor's full name, for tensors that have no module of their own there.
     front, whole = table.block.format(number), table.modules.get(f"{module}.{part}")
     if isinstance(whole, str):
-        return [Link(name, front + whole, shape, all_rows(shape))]
+        return [Link(name, front + whole, shape, all_rows(shape), inner_one=part.endswith("_conv"))]
+    if whole is not None and whole.kind == "ones":
+        around = ((0, 1), (0, 1))
+        return [Link(name, front + whole.external_name, shape, all_rows(shape), leading=around, inner_one=True)]
     if whole is not None and part.endswith(("_conv", "_conv_bias")):
         rows, one = _fused_rows(whole, config, shape), part.endswith("_conv")
         return [Link(name, front + whole.external_name, shape, rows, inner_one=one)]

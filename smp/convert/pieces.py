@@ -39,7 +39,8 @@ class Planned:
     def straight(self) -> bool:
         """Whether its rows are those of one tensor, as they are."""
         first = self.parts[0]
-        as_it_is = first.rows.whole and not first.transposed and first.padded is None and not first.leading
+        as_it_is = first.rows.whole and not (first.transposed or first.inner_one or first.leading)
+        as_it_is = as_it_is and first.padded is None
         return len(self.parts) == 1 and as_it_is
 
 
@@ -172,7 +173,7 @@ class Feed:
 
     def _in_place(self, planned: Planned, part: Link) -> bool:
         same = self.weights.tensors[part.smp_name].dtype == planned.stored.dtype
-        return same and part.rows.whole and not part.transposed
+        return same and part.rows.whole and not (part.transposed or part.inner_one)
 
     def _put(self, planned: Planned, part: Link, out: torch.Tensor, spare: torch.Tensor) -> None:
         """Read a part into its rows of ``out``, where necessary by ``spare``."""

@@ -25,6 +25,7 @@ from smp.layers.moe import Experts, MoE, Router
 from smp.layers.norm import LayerNorm, RMSNorm
 from smp.layers.parameter import Constant, Normal, init_weights, local, tp_parameter
 from smp.layers.recurrences.delta_net import GatedDeltaNet
+from smp.layers.recurrences.kimi_delta import KimiDeltaAttention
 from smp.layers.recurrences.mamba import Mamba2
 from smp.layers.rope import (
     DynamicScaling,
@@ -47,6 +48,7 @@ __all__ = [
     "DynamicScaling",
     "Experts",
     "GatedDeltaNet",
+    "KimiDeltaAttention",
     "LayerNorm",
     "LinearScaling",
     "LongRopeScaling",

@@ -44,7 +44,8 @@ class LatentAttention(nn.Module):
             split along dim 0.
         kv_lora_rank: width of the latent of keys and values.
         q_lora_rank: width of the latent of queries; None: they are projected at once.
-        qk_head_dim, rope_dim: channels of a head's query and key without and with RoPE.
+        qk_head_dim, rope_dim: channels of a query and a key without and with RoPE; the latter are a part of the key
+            that all heads share also where ``rope`` is None.
         v_head_dim: channels of a head's value.
         norm_eps: when given, latents are RMS-normalized with this epsilon.
         scale: of scores; None: 1 / sqrt(qk_head_dim + rope_dim).
@@ -76,7 +77,7 @@ class LatentAttention(nn.Module):
         scale: float | None = None,
         window: int | None = None,
         dropout: float = 0.0,
-        rope: str = "rope",
+        rope: str | None = "rope",
         needs: tuple[TokenNeed, ...] = (),
         init_std: float = 0.02,
         output_std: float = 0.02,
@@ -127,10 +128,11 @@ class LatentAttention(nn.Module):
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         key_rope = gather(key_rope, self.group)[:, None]  # (tokens, 1, rope_dim), of all heads of all ranks
         plain, rotated = q.split((self.qk_head_dim, self.rope_dim), dim=-1)
-        # DeepSeek's files have pairs side by side. Kernels rotate halves; queries and keys are reordered alike.
-        pairs = deinterleaved(rotated, self.rope_dim), deinterleaved(key_rope, self.rope_dim)
-        table: RotaryTable = prepared(layout, self.rope)
-        rotated, key_rope = rope(*pairs, *table, self.rope_dim, self.kernels.rope)
+        if self.rope is not None:
+            # DeepSeek's files have pairs side by side. Kernels rotate halves; queries and keys are reordered alike.
+            pairs = deinterleaved(rotated, self.rope_dim), deinterleaved(key_rope, self.rope_dim)
+            table: RotaryTable = prepared(layout, self.rope)
+            rotated, key_rope = rope(*pairs, *table, self.rope_dim, self.kernels.rope)
         if layout.cache is not None:
             # The latents are kept, not keys and values: that is what this kind of attention is for.
             (kept,) = layout.cache.append(torch.cat((gather(latent, self.group)[:, None], key_rope), dim=-1))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smp.config import ModelConfig, resolve_model
-from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, LatentMixer, MambaMixer
+from smp.config.layer_specs import AttentionMixer, DeltaNetMixer, KimiDeltaMixer, LatentMixer, MambaMixer
 from smp.config.layers import layer_specs
 from smp.config.rules.mtp import mtp_layers
 from smp.models.inventory import inventory, of_each_block, prediction_parameters
@@ -108,6 +108,7 @@ Mixers that are not here have products alone, which the inventory counts."""
 
 STATE_FLOPS: dict[type, Callable[[Any], int]] = {
     DeltaNetMixer: lambda mixer: 7 * mixer.value_heads * mixer.key_dim * mixer.value_dim,
+    KimiDeltaMixer: lambda mixer: 7 * mixer.value_heads * mixer.key_dim * mixer.value_dim,
     MambaMixer: lambda mixer: 5 * mixer.value_heads * mixer.key_dim * mixer.value_dim,
 }
 """FLOPs by the type of a mixer's spec, for each token: what a recurrence does with its states, a token after the other.

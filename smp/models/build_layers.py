@@ -14,6 +14,7 @@ from smp.config.layer_specs import (
     AttentionMixer,
     DeltaNetMixer,
     ExpertsSpec,
+    KimiDeltaMixer,
     LatentMixer,
     LayerSpec,
     MambaMixer,
@@ -36,6 +37,7 @@ from smp.layers.moe.capacity import Capacity
 from smp.layers.moe.router import Balancing
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
 from smp.layers.recurrences.delta_net import GatedDeltaNet
+from smp.layers.recurrences.kimi_delta import KimiDeltaAttention
 from smp.layers.recurrences.mamba import Mamba2
 from smp.layers.token_needs import QueryScale, RopeTable
 from smp.models.rope_scaling import latent_scale, scaling_of
@@ -206,7 +208,8 @@ def _attention(spec: AttentionMixer, build: Build) -> SelfAttention:
 
 
 def _latent_attention(spec: LatentMixer, build: Build) -> LatentAttention:
-    table = RopeTable(spec.rope.base, spec.rope.channels, scaling_of(spec.rope.scaling))
+    rope = spec.rope
+    table = None if rope is None else RopeTable(rope.base, rope.channels, scaling_of(rope.scaling))
     return LatentAttention(
         build.hidden_size,
         spec.heads,
@@ -220,8 +223,8 @@ def _latent_attention(spec: LatentMixer, build: Build) -> LatentAttention:
         scale=latent_scale(spec),
         window=spec.window,
         dropout=spec.dropout,
-        rope=table.key,
-        needs=(table,),
+        rope=None if table is None else table.key,
+        needs=() if table is None else (table,),
         init_std=build.init_std,
         output_std=build.output_std,
         kernels=build.kernels,
@@ -236,6 +239,20 @@ def _delta_net(spec: DeltaNetMixer, build: Build) -> Mixer:
         build.context,
         key_dim=spec.key_dim,
         value_dim=spec.value_dim,
+        conv=spec.conv,
+        norm_eps=spec.norm_eps,
+        init_std=build.init_std,
+        output_std=build.output_std,
+        kernels=build.kernels,
+    )
+
+
+def _kimi_delta(spec: KimiDeltaMixer, build: Build) -> Mixer:
+    return KimiDeltaAttention(
+        build.hidden_size,
+        spec.value_heads,
+        build.context,
+        head_dim=spec.value_dim,
         conv=spec.conv,
         norm_eps=spec.norm_eps,
         init_std=build.init_std,
@@ -267,6 +284,7 @@ MIXER_BUILDERS: dict[type, MixerBuilder] = {
     AttentionMixer: _attention,
     LatentMixer: _latent_attention,
     DeltaNetMixer: _delta_net,
+    KimiDeltaMixer: _kimi_delta,
     MambaMixer: _mamba,
 }
 """Builders by the type of a mixer's spec; :func:`smp.models.mixers.register_mixer` adds one."""

@@ -95,6 +95,7 @@ def _latent_heads(model: ModelConfig) -> str:
     text += f"{model.v_head_dim}) on {model.kv_lora_rank} latent numbers"
     text += f", queries on {model.q_lora_rank}" if model.q_lora_rank is not None else ""
     text += ", with norms" if model.qk_layernorm else ""
+    text += _some(model, attends(model))
     return text + (f", that see {model.window_size:,} tokens" if model.window_size is not None else "")
 
 

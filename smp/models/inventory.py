@@ -17,6 +17,7 @@ from smp.config.layer_specs import (
     AttentionMixer,
     DeltaNetMixer,
     ExpertsSpec,
+    KimiDeltaMixer,
     LatentMixer,
     LayerSpec,
     MambaMixer,
@@ -231,6 +232,22 @@ def _delta_net(mixer: DeltaNetMixer, hidden: int, name: str) -> Iterator[Paramet
     yield from linear(f"{name}.output", values, hidden, 1, False)
 
 
+def _kimi_delta(mixer: KimiDeltaMixer, hidden: int, name: str) -> Iterator[Parameter]:
+    """Every rank has all of the down projections."""
+    heads, low, width = mixer.value_heads, mixer.value_dim, mixer.value_heads * mixer.value_dim
+    for part in ("query", "key", "value"):
+        yield from linear(f"{name}.{part}", hidden, width, 0, False)
+        yield Parameter(f"{name}.{part}_conv", (width, mixer.conv), 0, flops=2 * mixer.conv * width)
+    yield from linear(f"{name}.beta", hidden, heads, 0, False)
+    for part in ("decay", "gate"):
+        yield from linear(f"{name}.{part}_down", hidden, low, None, False)
+        yield from linear(f"{name}.{part}_up", low, width, 0, False)
+    yield Parameter(f"{name}.decay_log", (heads,), 0)
+    yield Parameter(f"{name}.decay_bias", (width,), 0)
+    yield Parameter(f"{name}.norm.weight", (low,))
+    yield from linear(f"{name}.output", width, hidden, 1, False)
+
+
 def _mamba(mixer: MambaMixer, hidden: int, name: str) -> Iterator[Parameter]:
     """Queries and keys of a single group are every rank's."""
     groups, heads = mixer.key_heads, mixer.value_heads
@@ -252,6 +269,7 @@ MIXER_PARAMETERS: dict[type, MixerParameters] = {
     AttentionMixer: _attention,
     LatentMixer: _latent_attention,
     DeltaNetMixer: _delta_net,
+    KimiDeltaMixer: _kimi_delta,
     MambaMixer: _mamba,
 }
 """(spec of a mixer, width of the residual stream, name of the module) -> its parameters, by the spec's type;

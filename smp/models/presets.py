@@ -384,6 +384,13 @@ PRESETS: dict[str, Preset] = {
     | {"max_position_embeddings": 262144, "mamba_num_heads": 64, "hybrid_layer_pattern": _NANO_30B}
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     | {"moe_router_topk_scaling_factor": 2.5},
+    "kimi-linear-48b-a3b": _size(27, 2304, 32, 32, 9216)
+    | _experts(256, 8, 1024, moe_layer_freq="[0]*1+[1]*26", **_shared(1024))
+    | {"vocab_size": 163840, "max_position_embeddings": 1048576, "norm_epsilon": 1e-5, "latent_norm_epsilon": 1e-6}
+    | {"position_embedding_type": "none", "multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 512}
+    | {"linear_attention_type": "kda", "linear_attention_freq": "[1,1,1,0]*6+[1,1,0]", "linear_num_key_heads": 32}
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    | {"moe_router_topk_scaling_factor": 2.446},
     "gpt-oss-20b": _GPT_OSS | _size(24, 2880, 64, 8, 2880) | _experts(32, 4, 2880),
     "gpt-oss-120b": _GPT_OSS | _size(36, 2880, 64, 8, 2880) | _experts(128, 4, 2880),
 }

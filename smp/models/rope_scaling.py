@@ -19,7 +19,8 @@ from smp.layers.rope import (
 def latent_scale(mixer: LatentMixer) -> float:
     """What the scores of latent attention are multiplied by: 1 / sqrt(channels of a key), and as in DeepSeek-V2's and
     V3's files the square of YaRN's amplitude for --yarn-mscale-all-dim."""
-    scale, scaling = float((mixer.plain_dim + mixer.rope_dim) ** -0.5), mixer.rope.scaling
+    scale = float((mixer.plain_dim + mixer.rope_dim) ** -0.5)
+    scaling = None if mixer.rope is None else mixer.rope.scaling
     if scaling is None or scaling.kind != "yarn" or scaling.mscale_all_dim is None:
         return scale
     return scale * yarn_growth(scaling.factor, scaling.mscale_all_dim) ** 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from smp.config import Config, ConfigError
-from smp.config.layer_specs import MambaMixer, Recurrence
+from smp.config.layer_specs import KimiDeltaMixer, MambaMixer, Recurrence
 from smp.config.layers import layer_specs
 from smp.config.rules.context_parallel import exchange_sizes
 from smp.layers.context_parallel.auto import CPU, H100, Seen, choose_comm_type
@@ -129,5 +129,6 @@ def recurrence_bytes(config: Config, mixer: Recurrence) -> tuple[int, int]:
     factor = 1 if isinstance(mixer, MambaMixer) else mixer.key_dim**2
     state = 4 * heads * (mixer.key_dim * mixer.value_dim + factor)
     pieces = 2 * rows * (cp - 1)  # two on each process, of each sequence
-    there, back = b * channels + 8 * heads, b * heads * mixer.value_dim
+    numbers = 1 + (mixer.key_dim if isinstance(mixer, KimiDeltaMixer) else 1)  # of a head in fp32: rate and decays
+    there, back = b * channels + 4 * numbers * heads, b * heads * mixer.value_dim
     return pieces * (state + (mixer.conv - 1) * channels * b), rows * length // cp * (cp - 1) * (there + back) // cp

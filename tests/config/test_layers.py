@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from smp.config import Config, ConfigError, Layout, ModelConfig, load_config, resolve
-from smp.config.layer_specs import DeltaNetMixer, ExpertsSpec, LatentMixer, MambaMixer, MLPSpec
+from smp.config.layer_specs import DeltaNetMixer, ExpertsSpec, KimiDeltaMixer, LatentMixer, MambaMixer, MLPSpec
 from smp.config.layers import in_runs, layer_specs
 from smp.config.resolve import resolve_model
 from smp.config.rules.finetune import LoraConfig
@@ -81,6 +81,22 @@ def test_a_recurrence_is_in_the_layers_that_the_pattern_names() -> None:
 def test_a_recurrence_that_cannot_be_is_one_line(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         layer_specs(named("qwen3-next-80b-a3b", **settings))
+
+
+def test_kimi_linear_has_delta_attention_and_latents_without_rope() -> None:
+    specs = layer_specs(named("kimi-linear-48b-a3b"))
+    assert [number for number, spec in enumerate(specs, 1) if isinstance(spec.mixer, LatentMixer)] == [
+        *(4, 8, 12, 16, 20, 24, 27)
+    ]
+    assert isinstance(specs[0].mixer, KimiDeltaMixer) and not specs[0].has_experts and specs[1].has_experts
+    assert specs[3].mixer.rope is None and specs[3].mixer.norm_eps == 1e-6 and specs[0].mixer.norm_eps == 1e-5
+    assert str(specs[0]).startswith("Kimi delta attention, 32 states of 128 x 128")
+    with pytest.raises(ConfigError, match="--linear-num-key-heads 16 and --linear-num-value-heads 32 must be the same"):
+        layer_specs(named("kimi-linear-48b-a3b", linear_num_key_heads=16))
+    with pytest.raises(ConfigError, match="--linear-key-head-dim 64 and --linear-value-head-dim 128 must be the same"):
+        layer_specs(named("kimi-linear-48b-a3b", linear_key_head_dim=64))
+    with pytest.raises(ConfigError, match="--latent-norm-epsilon 1e-06: latent vectors have norms with --qk-layernorm"):
+        layer_specs(named("kimi-linear-48b-a3b", qk_layernorm=False))
 
 
 @pytest.mark.parametrize(

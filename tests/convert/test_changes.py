@@ -106,6 +106,7 @@ OTHER: dict[str, list[tuple[dict[str, Any], Any]]] = {
     "qk_head_dim": [(LATENT, 16)],
     "qk_pos_emb_head_dim": [(LATENT, 8)],
     "v_head_dim": [(LATENT, 16)],
+    "latent_norm_epsilon": [(LATENT | {"qk_layernorm": True}, 0.1)],
     "attention_output_gate": [({}, True)],
     "linear_attention_type": [({}, LINEAR)],
     "linear_attention_freq": [(LINEAR, "2"), (LINEAR | {"linear_attention_freq": "2"}, "[1,0]")],

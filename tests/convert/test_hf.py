@@ -126,6 +126,15 @@ def test_experts_that_lie_in_one_tensor_are_the_same(kind: str, tmp_path: Path) 
         assert torch.equal(a.read(name), b.read(name)), name
 
 
+def test_dense_mlps_of_kimi_linear_are_read_under_both_names(tmp_path: Path) -> None:
+    theirs = save_theirs("kimi-linear-moe", tmp_path / "theirs")
+    their_model("kimi-linear-moe").save_pretrained(tmp_path / "saved")
+    assert "model.layers.0.block_sparse_moe.up_proj.weight" in tensors_of(tmp_path / "saved")
+    a, b = (SmpWeights(to_smp(folder, tmp_path / f"{folder.name}-ours")) for folder in (theirs, tmp_path / "saved"))
+    for name in a.tensors:
+        assert torch.equal(a.read(name), b.read(name)), name
+
+
 def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path: Path) -> None:
     theirs = save_theirs("glm4-moe", tmp_path / "theirs")
     tensors = load_file(theirs / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}

@@ -16,7 +16,7 @@ from smp.convert.megatron.table import padded_vocab
 from tests.convert import megatron_core
 from tests.convert.conversion import convert
 from tests.convert.test_hf import assert_same_tensors
-from tests.convert.tiny import EXPERTS, HYBRID, SCALED, STATE_SPACE, TINY, save_theirs
+from tests.convert.tiny import DELTA_RULES, EXPERTS, HYBRID, SCALED, STATE_SPACE, TINY, save_theirs
 from tests.distributed import run_distributed
 
 pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ WRITABLE_SCALED = ("smollm3", "glm", "starcoder2")
 """Of those with scales, caps, norms or layers of their own: layers without RoPE, interleaved RoPE, biases."""
 REFUSED = ("llama3.1", "qwen2-yarn", "qwen3-yarn", "neox", "neox-linear", "neox-serial")
 REFUSED += ("llama-attention-bias", "llama-mlp-bias", "llama-dynamic")
-REFUSED += tuple(kind for kind in (*SCALED, *HYBRID, *STATE_SPACE) if kind not in WRITABLE_SCALED)
+REFUSED += tuple(kind for kind in (*SCALED, *HYBRID, *STATE_SPACE, *DELTA_RULES) if kind not in WRITABLE_SCALED)
 WRITABLE_EXPERTS = ("mixtral", "qwen2-moe", "glm4-moe-groups")
 """Those with experts in every layer, and a norm of each head if they have one."""
 KINDS = [kind for kind in TINY if kind not in REFUSED and (kind not in EXPERTS or kind in WRITABLE_EXPERTS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,18 @@ STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5},
     ),
 }
-TINY |= SCALED | HYBRID | STATE_SPACE
+_KIMI: dict[str, Any] = {**_IDS, "vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0}
+_KIMI |= {"num_key_value_heads": 4, "intermediate_size": 52, "num_hidden_layers": 3, "kv_lora_rank": 10}
+_KIMI |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "linear_num_heads": 4, "linear_head_dim": 6}
+_KIMI |= {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 20, "rms_norm_eps": 0.3}
+_KIMI |= {"num_shared_experts": 2, "routed_scaling_factor": 2.5, "linear_conv_kernel_dim": 3}
+DELTA_RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi-linear-moe": (
+        "KimiLinear",
+        {**_KIMI, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+}
+TINY |= SCALED | HYBRID | STATE_SPACE | DELTA_RULES
 """Those with scales, caps, norms or layers of their own."""
 EXPERTS = [kind for kind in TINY if kind.startswith(("mixtral", "gpt-oss", "deepseek", "llama4")) or "moe" in kind]
 """Those with experts."""
@@ -273,4 +285,17 @@ def their_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 def save_theirs(kind: str, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
     """A Hugging Face folder written by transformers."""
     their_model(kind, dtype).save_pretrained(folder, max_shard_size=shard)
+    if kind == "kimi-linear-moe":
+        _as_authors_do(folder)
     return folder
+
+
+def _as_authors_do(folder: Path) -> None:
+    """Transformers writes dense MLPs of Kimi-Linear under the name of experts, which its authors' files do not."""
+    from safetensors.torch import load_file, save_file
+
+    for path in folder.glob("*.safetensors"):
+        tensors = {re.sub(r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1", n): t for n, t in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+    for index in folder.glob("*.index.json"):
+        index.write_text(re.sub(r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1", index.read_text()))

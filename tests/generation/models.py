@@ -52,6 +52,13 @@ MODELS = {
         **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6},
         **{"linear_value_head_dim": 5, "attention_output_gate": True, "qk_layernorm": True, "norm_epsilon": 0.3},
     },
+    "kimi": SIZES
+    | LATENT
+    | {
+        **{"linear_attention_type": "kda", "linear_attention_freq": "2", "num_layers": 3, "norm_epsilon": 0.3},
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
+        **{"linear_value_head_dim": 6, "position_embedding_type": "none", "latent_norm_epsilon": 0.1},
+    },
     "mamba": SIZES
     | {
         **{"linear_attention_type": "mamba2", "linear_attention_freq": "2", "num_layers": 3, "norm_epsilon": 0.3},

@@ -17,8 +17,19 @@ from smp.kernels.recurrences import state_space
 from smp.kernels.recurrences.causal_conv import causal_conv
 from smp.kernels.recurrences.delta_rule import CHUNK, Pair, chunked, gated_delta_rule, step_by_step
 
+
+def of_channels(rule: Callable[..., Pair]) -> Callable[..., Pair]:
+    """The rule with a decay for each channel of the keys, which are parts and multiples of the head's."""
+
+    def spread(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, *rest: Any) -> Pair:
+        return rule(q, k, v, g[..., None] * torch.linspace(0.1, 1.7, KEY).to(g.dtype), *rest)
+
+    return spread
+
+
 RULES = {
     "delta rule": (step_by_step, chunked),
+    "of channels": (of_channels(step_by_step), of_channels(chunked)),
     "state space": (state_space.step_by_step, state_space.chunked),
 }
 of_each_rule = pytest.mark.parametrize("rule", RULES)

@@ -34,6 +34,12 @@ MODELS = {
             "linear_value_head_dim": 5,
         },
     ),
+    "recurrence whose channels fade apart": replace(
+        LLAMA,
+        **{"linear_attention_type": "kda", "linear_attention_freq": "2", "norm_epsilon": 1e-2},
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 6, "linear_value_head_dim": 6},
+    ),
     "Mamba-2 alone in a layer": replace(
         LLAMA,
         **{"hybrid_layer_pattern": "M*-", "num_layers": 3, "norm_epsilon": 1e-2, "mamba_num_heads": 4},

@@ -214,6 +214,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **{"linear_value_head_dim": 3, "attention_output_gate": True, "qk_layernorm": True},
         **{"apply_layernorm_1p": True, "rotary_base": 100.0, "rotary_percent": 0.5},
     },
+    "kimi": {  # without RoPE, queries without a latent
+        **{"linear_attention_type": "kda", "linear_attention_freq": "2", "linear_conv_kernel_dim": 3},
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 5, "norm_epsilon": 1e-3},
+        **{"linear_value_head_dim": 5, "position_embedding_type": "none", "multi_latent_attention": True},
+        **{"qk_layernorm": True, "kv_lora_rank": 10, "qk_head_dim": 4, "qk_pos_emb_head_dim": 6, "v_head_dim": 5},
+        **{"latent_norm_epsilon": 1e-2, "kv_channels": None, "num_query_groups": None},
+    },
     "mamba": {  # Granite 4
         **{"linear_attention_type": "mamba2", "linear_attention_freq": "2", "linear_conv_kernel_dim": 3},
         **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 3, "mamba_state_dim": 5},
@@ -328,9 +335,8 @@ def model_config(problem: Problem) -> ModelConfig:
         attention_dropout=0.2 if problem.dropout else 0.0,
         mtp_num_layers=problem.mtp or None,
         **({"mtp_loss_scaling_factor": 0.7} if problem.mtp else {}),
-        **_architecture(problem),
     )
-    return ModelConfig(**values | _EXPERTS[problem.experts])
+    return ModelConfig(**values | _architecture(problem) | _EXPERTS[problem.experts])
 
 
 def _architecture(problem: Problem) -> dict[str, Any]:

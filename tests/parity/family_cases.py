@@ -38,6 +38,10 @@ def fast_cases() -> list[Case]:
         _case("mamba", {}, cp=2, exchange="a2a"),
         _case("nemotron", {"layers": 4, "micro_batch": 1}, pp=2, schedule="1f1b", accumulation=2),
         _case("nemotron experts", {"layers": 4, "experts": "squared relu"}, shard=2, ep=2),
+        _case("kimi", {"kv_heads": 4, "packed": True}, tp=2, sp=True, recompute="selective"),
+        _case("kimi", {"kv_heads": 4, "packed": True, "experts": "sigmoid"}, cp=2, exchange="p2p", shard=2, ep=2),
+        _case("kimi", {"kv_heads": 4, "packed": True}, cp=2, exchange="a2a"),
+        _case("kimi", {"kv_heads": 4, "layers": 4, "micro_batch": 1}, pp=2, schedule="1f1b", accumulation=2),
     ]
 
 
@@ -101,6 +105,15 @@ def slow_cases() -> list[Case]:
         _case("nemotron", {"layers": 4, "micro_batch": 1}, schedule="zb-v", **pipeline),
         _case("nemotron experts", {"layers": 4, "experts": "squared relu"}, tp=2, sp=True, shard=2, ep=2),
         _case("nemotron experts", {"layers": 4, "experts": "squared relu", "packed": True}, cp=2, exchange="p2p", ep=2),
+        _case("kimi", {"kv_heads": 4, "clip": True}, tp=4, sp=True, recompute="full"),
+        _case("kimi", {"kv_heads": 4, "tied": True}, tp=2, shard=2, accumulation=2),
+        _case("kimi", {"kv_heads": 4, "layers": 4, "micro_batch": 1, "packed": True}, schedule="zb-v", **pipeline),
+        _case("kimi", {"kv_heads": 4, "layers": 4, "micro_batch": 1}, schedule="zb-h1", tp=2, sp=True, **pipeline),
+        _case("kimi", {"kv_heads": 4, "length": 70, "packed": True}, tp=2, sp=True),
+        _case("kimi", {"kv_heads": 4, "packed": True}, cp=2, exchange="a2a", tp=2, sp=True, shard=2),
+        _case("kimi", {"kv_heads": 4}, cp=2, exchange="p2p", recompute="selective"),
+        _case("kimi", {"kv_heads": 4, "packed": True, "length": 160}, cp=4, exchange="all_gather"),
+        _case("kimi", {"kv_heads": 4, "experts": "sigmoid"}, tp=2, sp=True, shard=2, ep=2),
         _case("opt", {"dropout": True, "tied": True}, tp=2, sp=True, shard=2),
         _case("opt", {}, cp=2, exchange="p2p"),
         _case("bloom", {"packed": True, "kv_heads": 4}, tp=2, sp=True, recompute="full"),
@@ -117,6 +130,7 @@ def compiled_cases() -> list[Case]:
         _case("hybrid", {"packed": True}, tp=2, sp=True, compile=True, recompute="selective"),
         _case("nemotron", {"packed": True, "layers": 4}, tp=2, sp=True, compile=True, recompute="selective"),
         _case("one group", {}, tp=2, compile=True),
+        _case("kimi", {"kv_heads": 4, "packed": True}, tp=2, sp=True, compile=True, recompute="selective"),
     ]
 
 
@@ -128,4 +142,5 @@ def bf16_cases() -> list[Case]:
         _case("command", {"steps": 4}, tp=2, shard=2, bf16=True),
         _case("hybrid", {"steps": 4}, tp=2, sp=True, bf16=True),
         _case("mamba", {"steps": 4}, tp=2, sp=True, bf16=True),
+        _case("kimi", {"kv_heads": 4, "steps": 4}, tp=2, sp=True, bf16=True),
     ]

@@ -62,7 +62,10 @@ def norm(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> t
     if config.normalization == "LayerNorm" and not name.endswith(("query_norm", "key_norm")):
         x = x - x.mean(-1, keepdim=True)
     weight = weights[f"{name}.weight"] + config.apply_layernorm_1p
-    x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weight
+    epsilon = config.norm_epsilon
+    if config.latent_norm_epsilon is not None and name.endswith(("query_norm", "key_value_norm")):
+        epsilon = config.latent_norm_epsilon
+    x = x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
     return x if bias is None else x + bias
 
 
@@ -136,6 +139,8 @@ def attention(
     """Explicit softmax over a full (length, length) score matrix."""
     batch, length, _ = x.shape
     name = f"layers.{layer}.attention"
+    if f"{name}.decay_down.weight" in weights:
+        return kimi_delta(x, weights, name, config, layout)
     if config.multi_latent_attention:
         q, k, v = latent(x, weights, name, config, layout)
         return attend(q, k, v, weights, layer, config, dropout, layout, config.window_size, x)
@@ -235,6 +240,27 @@ def delta_net(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig,
     return linear(mixed.flatten(2) * F.silu(z), weights, f"{name}.output")
 
 
+def kimi_delta(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig, layout: Layout) -> torch.Tensor:
+    """Kimi-Linear's recurrence, one token after the other: as :func:`delta_net`, but rows of a state fade apart."""
+    width = config.linear_key_head_dim
+    q, k, v = (convolved(x, weights, f"{name}.{part}", width, layout) for part in ("query", "key", "value"))
+    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    rate = linear(x, weights, f"{name}.beta").sigmoid()
+    decay, gate = (linear(linear(x, weights, f"{name}.{p}_down"), weights, f"{name}.{p}_up") for p in ("decay", "gate"))
+    steps = F.softplus(decay + weights[f"{name}.decay_bias"]).unflatten(-1, (-1, width))
+    kept = torch.exp(-weights[f"{name}.decay_log"].exp()[:, None] * steps)
+    state, outs = torch.zeros(*q[:, 0].shape, width, dtype=x.dtype), []
+    for t in range(x.shape[1]):
+        state = state * kept[:, t, :, :, None] * (layout.before[:, t] > 0)[:, None, None, None]
+        missing = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        state = state + torch.einsum("bh,bhk,bhv->bhkv", rate[:, t], k[:, t], missing)
+        outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) / math.sqrt(width))
+    mixed = torch.stack(outs, 1)
+    mixed = mixed / (mixed.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
+    mixed = mixed * weights[f"{name}.norm.weight"]
+    return linear(mixed.flatten(2) * gate.sigmoid(), weights, f"{name}.output")
+
+
 def latent(
     x: torch.Tensor, weights: Weights, name: str, config: ModelConfig, layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -242,16 +268,17 @@ def latent(
     Channels 2i and 2i + 1 are rotated together."""
     plain, turning, low = config.qk_head_dim, config.qk_pos_emb_head_dim, config.kv_lora_rank
     angles = layout.places.double()[..., None] * frequencies(config, None)  # (batch, length, turning / 2)
+    angles = angles * (config.position_embedding_type == "rope")
 
     def turned(y: torch.Tensor) -> torch.Tensor:
         pairs = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
-    queries = linear(
-        norm(linear(x, weights, f"{name}.query_down"), weights, f"{name}.query_norm", config),
-        weights,
-        f"{name}.query_up",
-    )
+    if config.q_lora_rank is None:
+        queries = linear(x, weights, f"{name}.query")
+    else:
+        low_queries = norm(linear(x, weights, f"{name}.query_down"), weights, f"{name}.query_norm", config)
+        queries = linear(low_queries, weights, f"{name}.query_up")
     down = linear(x, weights, f"{name}.key_value_down")
     up = linear(norm(down[..., :low], weights, f"{name}.key_value_norm", config), weights, f"{name}.key_value_up")
     shared, q, k, v = turned(down[..., low:]), [], [], []

@@ -14,7 +14,7 @@ import torch
 
 import finetune
 from smp.data.tuning.tokenizer import FolderTokenizer
-from tests.convert.tiny import SCALED, STATE_SPACE, TINY, save_theirs
+from tests.convert.tiny import DELTA_RULES, SCALED, STATE_SPACE, TINY, save_theirs
 from tests.distributed import run_distributed
 from tests.training.flag_runs import clean_process
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
@@ -109,7 +109,7 @@ def test_dynamic_rope_beyond_the_models_length_is_that_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*SCALED, *STATE_SPACE, "llama-attention-bias", "llama-mlp-bias"])
+@pytest.mark.parametrize("kind", [*SCALED, *STATE_SPACE, *DELTA_RULES, "llama-attention-bias", "llama-mlp-bias"])
 def test_every_family_is_tuned_whole_and_by_adapters(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

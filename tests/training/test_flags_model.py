@@ -14,6 +14,8 @@ from tests.training.flag_runs import Run, Runs, Watched, proves
 Check = Callable[[Run, Run], object]
 DELTA_NET = "--linear-attention-type gated_delta_net --linear-num-key-heads 2 --linear-num-value-heads 4 "
 DELTA_NET += "--linear-key-head-dim 6 --linear-value-head-dim 5 --num-query-groups 4 "
+KIMI = "--linear-attention-type kda --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 6 "
+KIMI += "--linear-value-head-dim 6 --num-query-groups 4"
 MAMBA = "--linear-attention-type mamba2 --mamba-num-heads 4 --mamba-num-groups 2 --mamba-head-dim 6 "
 MAMBA += "--mamba-state-dim 5 --num-query-groups 4 "
 FURTHER = "--mtp-num-layers 1"
@@ -222,6 +224,13 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ),
     ("v_head_dim", LATENT + "--v-head-dim 10", LATENT, with_suffix({"output.weight": (32, 40)})),
     (
+        "latent_norm_epsilon",
+        LATENT + "--qk-layernorm --latent-norm-epsilon 0.1",
+        LATENT + "--qk-layernorm",
+        other_math,
+    ),
+    ("position_embedding_type", LATENT + "--position-embedding-type none", LATENT, other_math),
+    (
         "yarn_mscale_all_dim",
         f"{LATENT} {YARN} --yarn-mscale 1 --yarn-mscale-all-dim 1",
         f"{LATENT} {YARN} {ALONE}",
@@ -242,6 +251,7 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("linear_num_key_heads", DELTA_NET + "--linear-num-key-heads 4", DELTA_NET, with_suffix({"key_conv": (24, 4)})),
     ("linear_num_value_heads", DELTA_NET + "--linear-num-value-heads 8", DELTA_NET, with_suffix({"decay_log": (8,)})),
     ("linear_attention_type", MAMBA, "", with_suffix({"attention.skip": (4,)})),
+    ("linear_attention_type", KIMI, "", with_suffix({"decay_bias": (24,)})),
     ("hybrid_layer_pattern", "--hybrid-layer-pattern *-", "", with_suffix({"0.mlp.up.weight": ()})),
     ("mamba_state_dim", MAMBA + "--mamba-state-dim 8", MAMBA, with_suffix({"key_conv": (16, 4)})),
     ("mamba_head_dim", MAMBA + "--mamba-head-dim 8", MAMBA, with_suffix({"value_conv": (32, 4)})),

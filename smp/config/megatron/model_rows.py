@@ -129,8 +129,8 @@ MODEL: tuple[Row, ...] = (
     *(
         chosen(
             f"{flag}:1",
-            {"gated_delta_net": "--linear-attention-type gated_delta_net"},
-            f"{flag} takes gated_delta_net",
+            {kind: f"--linear-attention-type {kind}" for kind in ("gated_delta_net", "kda")},
+            f"{flag} takes gated_delta_net and kda",
         )
         for flag in ("--linear-attention-type", "--experimental-attention-variant")
     ),

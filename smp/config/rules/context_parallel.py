@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smp.config.command_line.fields import flag_of, given
-from smp.config.layer_pattern import attends, linear
+from smp.config.layer_pattern import DELTA_RULES, attends, linear
 from smp.config.layout import Layout
 from smp.config.parallel import ParallelConfig
 from smp.config.schema import Config, ConfigError
@@ -55,7 +55,7 @@ def _check_recurrence(config: Config, layout: Layout) -> None:
     model = config.model
     if not any(linear(model)) or config.parallel.cp_comm_type != "a2a":
         return
-    name = "linear_num_key_heads" if model.linear_attention_type == "gated_delta_net" else "mamba_num_groups"
+    name = "linear_num_key_heads" if model.linear_attention_type in DELTA_RULES else "mamba_num_groups"
     count = getattr(model, name)
     if count // layout.tp and count // layout.tp % layout.cp == 0:
         return

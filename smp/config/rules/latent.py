@@ -44,8 +44,14 @@ def check_latent(model: ModelConfig) -> None:
         "own; leave it out",
     )
     require(
-        model.position_embedding_type == "rope",
-        "--multi-latent-attention needs --position-embedding-type rope, which rotates --qk-pos-emb-head-dim channels",
+        model.position_embedding_type in ("rope", "none"),
+        "--multi-latent-attention needs --position-embedding-type rope, which rotates --qk-pos-emb-head-dim channels, "
+        "or none, which rotates nothing",
+    )
+    require(
+        model.latent_norm_epsilon is None or model.qk_layernorm,
+        f"--latent-norm-epsilon {model.latent_norm_epsilon}: latent vectors have norms with --qk-layernorm only; give "
+        "it, or leave this out",
     )
     require(
         model.qk_pos_emb_head_dim % 2 == 0,

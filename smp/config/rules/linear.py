@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from smp.config.command_line.fields import given, require
+from smp.config.command_line.fields import flag_of, given, require
 from smp.config.layer_pattern import (
     ATTENTION,
+    DELTA_RULES,
     EXPERTS,
     MAMBA,
     MLP,
@@ -34,7 +35,7 @@ def check_linear(model: ModelConfig, tp: int) -> None:
             f"--layer-types {model.layer_types} and --linear-attention-type {model.linear_attention_type} both say "
             "what layers are; leave out one",
         )
-    if model.linear_attention_type == "gated_delta_net":
+    if model.linear_attention_type in DELTA_RULES:
         _check_delta_net(model, tp)
     elif any(linear(model)):
         _check_mamba(model, tp)
@@ -88,6 +89,9 @@ def check_pattern(model: ModelConfig) -> None:
 
 def _check_delta_net(model: ModelConfig, tp: int) -> None:
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    if model.linear_attention_type == "kda":
+        _check_alike(model, "linear_num_key_heads", "linear_num_value_heads")
+        _check_alike(model, "linear_key_head_dim", "linear_value_head_dim")
     require(
         values % keys == 0,
         f"--linear-num-value-heads {values} is not divisible by --linear-num-key-heads {keys}; change one of them",
@@ -95,6 +99,14 @@ def _check_delta_net(model: ModelConfig, tp: int) -> None:
     require(
         keys % tp == 0,
         f"--linear-num-key-heads {keys} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
+    )
+
+
+def _check_alike(model: ModelConfig, one: str, other: str) -> None:
+    require(
+        getattr(model, one) == getattr(model, other),
+        f"--linear-attention-type kda: {flag_of(one)} {getattr(model, one)} and {flag_of(other)} "
+        f"{getattr(model, other)} must be the same number; give both",
     )
 
 

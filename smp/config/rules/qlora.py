@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smp.config.command_line.fields import require
-from smp.config.layer_pattern import attends, has_mlp, linear
+from smp.config.layer_pattern import DELTA_RULES, attends, has_mlp, linear
 from smp.config.layout import Layout
 from smp.config.schema import Config
 
@@ -49,8 +49,10 @@ def check_qlora(config: Config, layout: Layout) -> None:
         widths |= {"keys and values": (model.kv_lora_rank, 1), "queries": (model.q_lora_rank or BLOCK, 1)}
     if not any(attends(model)):
         del widths["attention"]
-    if model.linear_attention_type == "gated_delta_net":
+    if model.linear_attention_type in DELTA_RULES:
         widths["recurrence"] = (model.linear_num_value_heads * model.linear_value_head_dim, layout.tp)
+        if model.linear_attention_type == "kda":
+            widths["decays and gates of the recurrence"] = (model.linear_key_head_dim, 1)
     elif any(linear(model)):
         widths["recurrence"] = ((model.mamba_num_heads or 0) * model.mamba_head_dim, layout.tp)
     if any(has_mlp(model)):

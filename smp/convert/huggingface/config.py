@@ -117,6 +117,9 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
         "longrope_short_factor": factors[0],
         "longrope_long_factor": factors[1],
         "softmax_scale": None if usual else config.softmax_scale,
+        "latent_norm_epsilon": None
+        if config.latent_norm_epsilon == config.norm_epsilon
+        else config.latent_norm_epsilon,
         "disable_bias_linear": not all_biases,
         **{name: getattr(config, name) and not all_biases for name in parts},
     }

@@ -77,7 +77,7 @@ _GLM4_MOE = Table(
     LLAMA_ENDS,
     stacked=STACKED_EXPERTS,
 )
-_LATENT: dict[str, str | Fused] = {
+LATENT_MODULES: dict[str, str | Fused] = {
     "attention.query_down": "self_attn.q_a_proj",
     "attention.query_norm": "self_attn.q_a_layernorm",
     "attention.query_up": "self_attn.q_b_proj",
@@ -88,7 +88,7 @@ _LATENT: dict[str, str | Fused] = {
 _DEEPSEEK = Table(
     "model.layers.{}.",
     LLAMA_MODULES
-    | _LATENT
+    | LATENT_MODULES
     | _EXPERTS
     | _shared_experts("shared_experts")
     | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
@@ -185,12 +185,12 @@ _WINDOWED = replace(LLAMA_FAMILY, fields=LLAMA_FIELDS, window_key="sliding_windo
 _WINDOW_DEFAULTS = LLAMA_DEFAULTS | {
     **{"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
 }
-_LATENT_FIELDS = {name: name for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim")}
-_LATENT_FIELDS |= {"qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim"}
+LATENT_FIELDS = {name: name for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim")}
+LATENT_FIELDS |= {"qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim"}
 _DEEPSEEK_FAMILY = replace(
     LLAMA_FAMILY,
     table=_DEEPSEEK,
-    fields={key: name for key, name in LLAMA_FIELDS.items() if key != "head_dim"} | _LATENT_FIELDS,
+    fields={key: name for key, name in LLAMA_FIELDS.items() if key != "head_dim"} | LATENT_FIELDS,
     fixed=LLAMA_FIXED | NO_BIAS | {"multi_latent_attention": True, "qk_layernorm": True, "window_size": None},
     # latents have norms of this epsilon, whatever the others' is
     required={"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-6, "moe_layer_freq": 1},

@@ -33,7 +33,7 @@ class ExpertKeys:
 
 CLASSIFIERS: dict[str, str | None] = {
     **dict.fromkeys(("olmoe", "glm4_moe", "granite", "cohere", "cohere2")),
-    **dict.fromkeys(("mamba2", "granitemoehybrid", "nemotron_h")),
+    **dict.fromkeys(("mamba2", "granitemoehybrid", "nemotron_h", "kimi_linear")),
     "llama4_text": None,
     "gemma3_text": "Gemma3TextForSequenceClassification",
     "qwen3_5_text": "Qwen3_5TextForSequenceClassification",
@@ -79,7 +79,7 @@ class Family:
         same_as: keys that must have the value of another key, or be absent.
         ignored: ends of names of tensors that hold no weights (tables that old versions saved).
         skipped: beginnings of names of tensors that only multi-token prediction uses, which are left out.
-        renamed: modules that have another name in some files.
+        renamed: modules that have another name in some files; between dots a part of names.
         aliases: keys of config.json and the other name that transformers takes for them.
         experts: its keys about experts; None: its layers are dense.
         predicts: files may have layers behind the last for multi-token prediction.

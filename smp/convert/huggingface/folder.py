@@ -149,14 +149,18 @@ def _spelled(wanted: Iterable[Link], store: PieceStore, family: Family) -> list[
     """Links as this folder spells them: base models leave out the first word, and some names changed over time."""
     first = family.table.block.split(".")[0] + "."
     # Files of a base model, which transformers saves without the head, lack the model's name in front.
-    fronts = first, *(f"{new}." for new in family.renamed.values())
+    fronts = first, *(f"{new}." for new in family.renamed.values() if not new.startswith("."))
     bare = not any(name.startswith(fronts) for name in store.tensors)
 
     def rename(name: str) -> str:
         if bare:
             name = name.removeprefix(first)
         for old, new in family.renamed.items():
-            if name not in store.tensors and name.startswith(f"{old}."):
+            if name in store.tensors:
+                break
+            if old.startswith(".") and (other := name.replace(old, new)) in store.tensors:
+                return other
+            if name.startswith(f"{old}."):
                 return new + name.removeprefix(old)
         return name
 

@@ -27,6 +27,7 @@ from smp.convert.huggingface.families import (
     STACKED_EXPERTS,
 )
 from smp.convert.huggingface.family import ExpertKeys, Family
+from smp.convert.huggingface.hybrids import HYBRID_FAMILIES
 from smp.convert.huggingface.llama4 import LLAMA4
 from smp.convert.huggingface.own import COHERE2, FALCON, GEMMA, GEMMA3, GPT_OSS, OLMO3, QWEN3_NEXT, SMOLLM3
 from smp.convert.huggingface.state_space import STATE_SPACE_FAMILIES
@@ -494,5 +495,6 @@ _MORE = (
         own=LLAMA4,
     ),
 )
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*FIRST_FAMILIES, *_MORE, *STATE_SPACE_FAMILIES)}
+_ALL = (*FIRST_FAMILIES, *_MORE, *STATE_SPACE_FAMILIES, *HYBRID_FAMILIES)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """By ``model_type``."""

@@ -49,12 +49,47 @@ class Decays:
         # Masked before exp: the differences above the diagonal may be too large for it.
         within.masked_fill_(future, -torch.inf)
         if begins is not None:
-            number, known = _documents(begins, g.shape[2])
+            number, known = documents_of(begins, g.shape[2])
             within.masked_fill_(number != number.transpose(2, 3), -torch.inf)
             before.masked_fill_(number != known, -torch.inf)
             behind.masked_fill_(number != number[:, :, -1:], -torch.inf)
             whole.masked_fill_(number[:, :, -1:] != known, -torch.inf)
         return Decays(within.exp_(), before.exp_(), behind.exp_(), whole.exp_())
+
+    def products(self, q: torch.Tensor, k: torch.Tensor) -> Pair:
+        """(q k^T) within and (k k^T) within, of (n, B, C, channels)."""
+        return (q @ k.transpose(2, 3)).mul_(self.within), (k @ k.transpose(2, 3)).mul_(self.within)
+
+    def products_backward(
+        self,
+        dscores: torch.Tensor,
+        dkeys: torch.Tensor,
+        scores: torch.Tensor,
+        keys: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, of k and of the logarithm of ``within``, of those of :meth:`products`, which are
+        multiplied in place."""
+        of_pairs = (dkeys * keys).addcmul_(dscores, scores)
+        dscores.mul_(self.within)
+        dkeys.mul_(self.within)
+        dk = dscores.transpose(2, 3) @ q + (dkeys + dkeys.transpose(2, 3)) @ k
+        return dscores @ k, dk, of_pairs
+
+    def of_numbers(self, x: torch.Tensor) -> torch.Tensor:
+        """The gradient of what all channels were multiplied by, of products of both."""
+        return x.sum(3, keepdim=True)
+
+    def of_states(self, x: torch.Tensor) -> torch.Tensor:
+        """The same of states, (n, B, key channels, value channels)."""
+        return x.sum((2, 3), keepdim=True) * self.whole
+
+    def gradient(
+        self, of_pairs: torch.Tensor, before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor
+    ) -> torch.Tensor:
+        """Of g, see :func:`decay_gradient`."""
+        return decay_gradient(of_pairs, before, behind, whole)
 
 
 def decay_gradient(
@@ -67,8 +102,18 @@ def decay_gradient(
     these, and not of differences, which would round more.
     """
     here_on = torch.ones(CHUNK, CHUNK, dtype=within.dtype, device=within.device).triu()
-    dg = (here_on @ within).tril_(-1).sum(-1, keepdim=True) + before.flip(-2).cumsum(-2).flip(-2)
-    return dg.add_(behind.cumsum(-2) - behind + whole)
+    dg = (here_on @ within).tril_(-1).sum(-1, keepdim=True)
+    return dg.add_(passing_gradient(before, behind, whole))
+
+
+def passing_gradient(before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The part of :func:`decay_gradient` that is not of pairs of a chunk; also of as many channels as these have."""
+    return from_here_on(before).add_(behind.cumsum(-2) - behind + whole)
+
+
+def from_here_on(x: torch.Tensor) -> torch.Tensor:
+    """Of (..., C, channels), the sum over a token and those behind it in the chunk."""
+    return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def by_chunk(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -94,7 +139,7 @@ def as_tokens(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return by_row.to(like.dtype).contiguous()
 
 
-def _documents(begins: torch.Tensor, heads: int) -> Pair:
+def documents_of(begins: torch.Tensor, heads: int) -> Pair:
     """Number of each token's document in its row, and of the one that the chunk before ended in, both int64 (n, B, C or
     1, 1)."""
     rows, length = begins.shape

@@ -6,9 +6,11 @@ For each head a state S (key_dim, value_dim), and for each token, with its decay
     S <- S + k (b (v - S^T k))^T         write what the memory does not know of k yet
     o  = S^T q                           read
 
-A token that begins a document forgets all. :func:`step_by_step` is that, and the oracle. :func:`chunked` computes C
-tokens at a time with matrix products. With G the sum of g in the chunk up to each token, e = exp(G), D_ij = exp(G_i -
-G_j) for i >= j in one document, else 0, and T = (1 + strict lower part of (b_i k_i.k_j D_ij))^-1:
+A token that begins a document forgets all. g is a number for each head, or, as in Kimi delta attention (Kimi Team 2025,
+arXiv 2510.26692), one for each channel of its keys: rows of S fade apart. :func:`step_by_step` is that, and the oracle.
+:func:`chunked` computes C tokens at a time with matrix products. With G the sum of g in the chunk up to each token, e =
+exp(G), D_ij = exp(G_i - G_j) for i >= j in one document, else 0, and T = (1 + strict lower part of (b_i k_i.k_j
+D_ij))^-1:
 
     V = T (b (v - e k S))                what each token writes
     o = e q S + (q k^T * D) V
@@ -16,7 +18,8 @@ G_j) for i >= j in one document, else 0, and T = (1 + strict lower part of (b_i 
 
 FLOPs of a forward pass per token and head: 6 key_dim value_dim + C (4 key_dim + 4 value_dim) + C^2. Kept for the
 backward pass besides the inputs: a state for each chunk, key_dim value_dim / C a token, and C of T. Sums are in fp32,
-those of g in fp64.
+those of g in fp64. With a decay for each channel D is in the sum over channels, of q k^T as of k k^T: log2(C)
+products in place of one (:mod:`smp.kernels.recurrences.channel_decays`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.recurrences.chunks import CHUNK, Decays, Pair, as_tokens, by_chunk, decay_gradient
+from smp.kernels.recurrences.channel_decays import ChannelDecays
+from smp.kernels.recurrences.chunks import CHUNK, Decays, Pair, as_tokens, by_chunk
 from smp.kernels.registry import accumulation_dtype, define
 
 
@@ -43,13 +47,14 @@ def step_by_step(
     """The rule by its definition, a token after the other. Arguments and results as of :func:`chunked`."""
     dtype, wide = v.dtype, accumulation_dtype(v.dtype)
     q, k, v, g, beta = (x.to(wide) for x in (_for_heads(q, v), _for_heads(k, v), v, g, beta))
+    kept = (g if g.dim() == 4 else g[..., None]).exp()
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     outs = []
     for t in range(v.shape[1]):
         if begins is not None:
             state = state.masked_fill(begins[:, t, None, None, None], 0.0)
-        state = state * g[:, t, :, None, None].exp()
+        state = state * kept[:, t, ..., None]
         written = beta[:, t, :, None] * (v[:, t] - (state * k[:, t, :, :, None]).sum(2))
         state = state + k[:, t, :, :, None] * written[:, :, None]
         outs.append((state * q[:, t, :, :, None]).sum(2))
@@ -70,7 +75,8 @@ def chunked(
     Args:
         q, k: (rows, length, key heads, key_dim); each of the key heads is that of heads / key heads neighbours.
         v: (rows, length, heads, value_dim).
-        g, beta: (rows, length, heads): log of the decay, at most 0, and the rate of writing.
+        g, beta: (rows, length, heads): log of the decay, at most 0, and the rate of writing. g may be (rows, length,
+            heads, key_dim).
         begins: bool (rows, length), tokens that begin a document; None: none does but the first.
         state: (rows, heads, key_dim, value_dim) in the precision of sums, before the first token; None: zeros.
 
@@ -95,10 +101,11 @@ def gated_delta_rule(
     backend: str = "torch",
 ) -> Pair:
     """The rule by ``backend``: torch, or fla for the Triton kernels of flash-linear-attention, which take q, k and v of
-    one dtype with 16 bits; all else is computed in chunks here. Arguments and results as of :func:`chunked`."""
+    one dtype with 16 bits, and here g of heads; all else is computed in chunks. Arguments and results as of
+    :func:`chunked`."""
     if v.shape[1] == 1 and not torch.is_grad_enabled():  # a token of each text that is being written
         return step_by_step(q, k, v, g, beta, begins, state)
-    if backend == "fla" and q.dtype == k.dtype == v.dtype and v.dtype.itemsize == 2:
+    if backend == "fla" and q.dtype == k.dtype == v.dtype and v.dtype.itemsize == 2 and g.dim() == 3:
         return _by_fla(q, k, v, g, beta, begins, state)
     return chunked(q, k, v, g, beta, begins, state)
 
@@ -174,20 +181,14 @@ class _Chunks:
     Attributes:
         q, k, v: as they are.
         beta: (n, B, C, 1).
-        decay: D of the file's text, (n, B, C, C).
-        before: e, 0 where the token's document began in the chunk, (n, B, C, 1).
-        behind: exp(G_C - G), 0 where the document ended in the chunk, likewise.
-        whole: exp(G_C), 0 where a document began in the chunk, (n, B, 1, 1).
+        decays: D of the file's text, e, exp(G_C - G) and exp(G_C), 0 where a document's border lies between.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     beta: torch.Tensor
-    decay: torch.Tensor
-    before: torch.Tensor
-    behind: torch.Tensor
-    whole: torch.Tensor
+    decays: Decays | ChannelDecays
 
     @staticmethod
     def of(
@@ -198,16 +199,17 @@ class _Chunks:
         beta: torch.Tensor,
         begins: torch.Tensor | None,
     ) -> _Chunks:
-        d = Decays.of(g, begins, accumulation_dtype(v.dtype))
-        q, k, v = by_chunk(q), by_chunk(k), by_chunk(v)
-        return _Chunks(q, k, v, by_chunk(beta[..., None]), d.within, d.before, d.behind, d.whole)
+        of_channels, wide = g.dim() == 4, accumulation_dtype(v.dtype)
+        decays = ChannelDecays.of(g, begins, wide) if of_channels else Decays.of(g, begins, wide)
+        return _Chunks(by_chunk(q), by_chunk(k), by_chunk(v), by_chunk(beta[..., None]), decays)
 
-    def inverse(self) -> torch.Tensor:
-        """T, (n, B, C, C)."""
-        system = (self.k @ self.k.transpose(2, 3)).mul_(self.decay).mul_(self.beta)
-        unit = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
-        # It reads what is below the diagonal, and gives columns.
-        return torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True).contiguous()
+
+def _inverse(keys: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """T, (n, B, C, C), of keys with keys and rates."""
+    system = keys.mul_(beta)
+    unit = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
+    # It reads what is below the diagonal, and gives columns.
+    return torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True).contiguous()
 
 
 def _forward(
@@ -221,16 +223,17 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output; the states before each chunk and after the last, (n + 1, B, key_dim, value_dim); T."""
     c = _Chunks.of(q, k, v, g, beta, begins)
-    inverse, scores = c.inverse(), (c.q @ c.k.transpose(2, 3)).mul_(c.decay)
+    d = c.decays
+    scores, keys = d.products(c.q, c.k)
+    inverse = _inverse(keys, c.beta)
     states = state.new_empty(len(c.v) + 1, *state.flatten(0, 1).shape)
     states[0], out = state.flatten(0, 1), torch.empty_like(c.v)
-    asked, kept = c.k * c.before, c.k * c.behind
-    read = c.q * c.before
+    asked, kept, read = c.k * d.before, c.k * d.behind, c.q * d.before
     for i, s in enumerate(states[:-1]):
         written = inverse[i] @ torch.baddbmm(c.v[i], asked[i], s, alpha=-1).mul_(c.beta[i])
         torch.bmm(scores[i], written, out=out[i])
         out[i].baddbmm_(read[i], s)
-        torch.baddbmm(s * c.whole[i], kept[i].transpose(1, 2), written, out=states[i + 1])
+        torch.baddbmm(s * d.whole[i], kept[i].transpose(1, 2), written, out=states[i + 1])
     return as_tokens(out, v), states, inverse
 
 
@@ -251,43 +254,37 @@ def _backward(
     From the last chunk to the first the state's gradient is carried; all else follows for all chunks at once.
     """
     c, dout = _Chunks.of(q, k, v, g, beta, begins), by_chunk(dout)
-    scores = c.q @ c.k.transpose(2, 3)
-    known = states[:-1]
-    missing = torch.baddbmm(c.v.flatten(0, 1), (c.k * c.before).flatten(0, 1), known.flatten(0, 1), alpha=-1)
+    d, known = c.decays, states[:-1]
+    scores, keys = d.products(c.q, c.k)
+    asked, kept, read = c.k * d.before, c.k * d.behind, c.q * d.before
+    missing = torch.baddbmm(c.v.flatten(0, 1), asked.flatten(0, 1), known.flatten(0, 1), alpha=-1)
     missing = missing.view_as(c.v)
     written = inverse @ (missing * c.beta)
-    asked, kept, read = c.k * c.before, c.k * c.behind, c.q * c.before
     # What each token's write and the state before each chunk get from the outputs of the chunk.
-    dmissing = (scores * c.decay).transpose(2, 3) @ dout
+    dmissing = scores.transpose(2, 3) @ dout
     dstates = torch.empty_like(states)
     dstates[-1] = dlast.flatten(0, 1)
     torch.matmul(read.transpose(2, 3), dout, out=dstates[:-1])
     dright = torch.empty_like(c.v)
     for i in reversed(range(len(c.v))):
         torch.bmm(inverse[i].transpose(1, 2), dmissing[i].baddbmm_(kept[i], dstates[i + 1]), out=dright[i])
-        dstates[i].add_(dstates[i + 1] * c.whole[i])
+        dstates[i].add_(dstates[i + 1] * d.whole[i])
         dstates[i].baddbmm_(asked[i].transpose(1, 2), dright[i] * c.beta[i], alpha=-1)
     dbeta = (dright * missing).sum(3, keepdim=True)
     dv = dright * c.beta
     # T depends on keys, rates and decays: the gradient of its inverse is - T^T dT T^T.
-    dsystem = (dright @ written.transpose(2, 3)).neg_().tril_(-1).mul_(c.decay)
-    products = c.k @ c.k.transpose(2, 3)
-    dbeta += (dsystem * products).sum(3, keepdim=True)
-    dsystem *= c.beta
-    dscores = (dout @ written.transpose(2, 3)).mul_(c.decay)
-    ddecay = (dsystem * products).add_(dscores * scores)  # times D already
-    dq = dscores @ c.k
-    dk = dscores.transpose(2, 3) @ c.q + (dsystem + dsystem.transpose(2, 3)) @ c.k
+    dkeys = (dright @ written.transpose(2, 3)).neg_().tril_(-1)
+    dbeta += (dkeys * keys).sum(3, keepdim=True)
+    dq, dk, of_pairs = d.products_backward(dout @ written.transpose(2, 3), dkeys.mul_(c.beta), scores, keys, c.q, c.k)
     dread, dasked = dout @ known.transpose(2, 3), (dv @ known.transpose(2, 3)).neg_()
     dkept = written @ dstates[1:].transpose(2, 3)
-    of_before = (dread * read).sum(3, keepdim=True) + (dasked * asked).sum(3, keepdim=True)
-    of_behind = (dkept * kept).sum(3, keepdim=True)
-    dq += dread * c.before
-    dk += dasked * c.before + dkept * c.behind
-    of_whole = (known * dstates[1:]).sum((2, 3), keepdim=True) * c.whole
-    dg = decay_gradient(ddecay, of_before, of_behind, of_whole)
+    of_before = d.of_numbers((dread * read).addcmul_(dasked, asked))
+    of_behind = d.of_numbers(dkept * kept)
+    dq += dread * d.before
+    dk += dasked * d.before + dkept * d.behind
+    dg = d.gradient(of_pairs, of_before, of_behind, d.of_states(known * dstates[1:]))
     tokens = (as_tokens(x, y) for x, y in ((dq, q), (dk, k), (dv, v)))
-    numbers = (as_tokens(x, y[..., None]).squeeze(3) for x, y in ((dg, g), (dbeta, beta)))
+    numbers = (as_tokens(x, y if y.dim() == 4 else y[..., None]).view_as(y) for x, y in ((dg, g), (dbeta, beta)))
     return *tokens, *numbers, dstates[0].clone().view(v.shape[0], v.shape[2], *states.shape[2:])
 
 

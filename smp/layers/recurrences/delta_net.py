@@ -34,7 +34,57 @@ _EPS = 1e-6
 """Under the root of a query's or key's length, squared."""
 
 
-class GatedDeltaNet(RecurrentMixer):
+class DeltaRuleMixer(RecurrentMixer):
+    """Base of mixers whose states follow the gated delta rule.
+
+    Attributes:
+        backend: what computes it.
+    """
+
+    backend = "torch"
+
+    def _read(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tokens: Tokens,
+        begins: torch.Tensor | None,
+        state: torch.Tensor | None,
+        heads: Group | None,
+    ) -> Pair:
+        return gated_delta_rule(q, k, v, self._decay(tokens), tokens.rate, begins, state, self.backend)
+
+    def _of_pieces(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tokens: Tokens,
+        begins: torch.Tensor | None,
+        states_before: StatesBefore,
+    ) -> torch.Tensor:
+        """Outputs of pieces. One pass gives what a piece adds to the state before it and what it multiplies that state
+        with: the first state is [0 | 1] and zeros follow the values, so the factor is in the columns behind the sum."""
+        unit = torch.eye(self.key_dim, dtype=v.dtype, device=v.device)
+        first = F.pad(unit, (self.value_dim, 0)).expand(v.shape[0], v.shape[2], -1, -1)
+        v = F.pad(v, (0, self.key_dim))
+        # Not by flash-linear-attention, whose kernels round to 16 bits.
+        both, maps = gated_delta_rule(q, k, v, self._decay(tokens), tokens.rate, begins, first)
+        widths = self.value_dim, self.key_dim
+        out, factor = both.split(widths, dim=3)
+        before = states_before(*maps.split(widths, dim=3))  # (rows, heads, key_dim, value_dim)
+        return out + (factor.transpose(1, 2) @ before).transpose(1, 2)
+
+    def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _unit(q) * self.key_dim**-0.5, _unit(k)
+
+    def _decay(self, tokens: Tokens) -> torch.Tensor:
+        """g as the rule takes it."""
+        return tokens.g
+
+
+class GatedDeltaNet(DeltaRuleMixer):
     """Projections, convolution, gated delta rule, gated norm and the output projection.
 
     Args:
@@ -104,42 +154,6 @@ class GatedDeltaNet(RecurrentMixer):
         out = self.norm(out).flatten(1)  # (tokens, heads/p x value_dim)
         wide = accumulation_dtype(gate.dtype)
         return (out.to(wide) * F.silu(gate.to(wide))).to(gate.dtype)
-
-    def _read(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tokens: Tokens,
-        begins: torch.Tensor | None,
-        state: torch.Tensor | None,
-        heads: Group | None,
-    ) -> Pair:
-        return gated_delta_rule(q, k, v, tokens.g, tokens.rate, begins, state, self.backend)
-
-    def _of_pieces(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tokens: Tokens,
-        begins: torch.Tensor | None,
-        states_before: StatesBefore,
-    ) -> torch.Tensor:
-        """Outputs of pieces. One pass gives what a piece adds to the state before it and what it multiplies that state
-        with: the first state is [0 | 1] and zeros follow the values, so the factor is in the columns behind the sum."""
-        unit = torch.eye(self.key_dim, dtype=v.dtype, device=v.device)
-        first = F.pad(unit, (self.value_dim, 0)).expand(v.shape[0], v.shape[2], -1, -1)
-        v = F.pad(v, (0, self.key_dim))
-        # Not by flash-linear-attention, whose kernels round to 16 bits.
-        both, maps = gated_delta_rule(q, k, v, tokens.g, tokens.rate, begins, first)
-        widths = self.value_dim, self.key_dim
-        out, factor = both.split(widths, dim=3)
-        before = states_before(*maps.split(widths, dim=3))  # (rows, heads, key_dim, value_dim)
-        return out + (factor.transpose(1, 2) @ before).transpose(1, 2)
-
-    def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _unit(q) * self.key_dim**-0.5, _unit(k)
 
     def _decays(self, x: torch.Tensor) -> torch.Tensor:
         """g, in the precision of sums."""

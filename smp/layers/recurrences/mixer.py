@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
 
     Attributes:
         mixed: queries, keys and values side by side before the convolution.
-        g: log of what a state keeps, for each head.
+        g: log of what a state keeps, for each head, or for each channel of its keys.
         rate: how much is written, for each head.
     """
 

@@ -1,0 +1,176 @@
+"""Architectures of transformers with delta rules of their own: names of their tensors, and what their ``config.json``
+say in words of their own. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smp.config import ConfigError, ModelConfig
+from smp.config.layer_pattern import linear, skip_pattern, with_experts
+from smp.convert.huggingface.experts import read_experts, write_experts
+from smp.convert.huggingface.families import LATENT_FIELDS, LATENT_MODULES, LLAMA_ENDS, LLAMA_MODULES, NO_BIAS
+from smp.convert.huggingface.family import ExpertKeys, Family, Own
+from smp.convert.huggingface.reader import Reader
+from smp.convert.layout import Fused, Table
+
+Values = Mapping[str, Any]
+KINDS = ("full_attention", "linear_attention")
+
+
+def read_kinds(reader: Reader, kinds: Any, layers: int) -> list[bool]:
+    """Whether each layer has the recurrence, of a list of ``KINDS``."""
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in KINDS for kind in kinds):
+        raise ConfigError(f"{reader.where}: layer_types {kinds!r} is not one of {', '.join(KINDS)} for each layer")
+    return [kind == KINDS[True] for kind in kinds]
+
+
+_KIMI_EXPERTS = ExpertKeys("num_experts", "first_k", "multiple", "sigmoid", own_width=True)
+_KIMI_NAMES = {
+    **{"num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts"},
+    **{"norm_topk_prob": "moe_renormalize", "n_group": "num_expert_group"},
+}
+"""Keys as other families have them, and as its authors' files do."""
+_KIMI_SIZES = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
+_KIMI_SIZES |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
+"""Of ``linear_attn_config``, and transformers' keys outside of it."""
+
+
+def _read_kimi(reader: Reader, values: Values) -> Values:
+    layers = values["num_layers"]
+    return {**_read_kda(reader, layers), **_read_kimi_experts(reader, layers)}
+
+
+def _read_kda(reader: Reader, layers: int) -> dict[str, Any]:
+    inner = reader.content.get("linear_attn_config") or {}
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{reader.where}: linear_attn_config {inner!r} is not an object")
+    recurs = _kimi_layers(reader, inner, layers)
+    if not any(recurs):
+        return {}
+    sizes = {name: inner.get(key, reader.get(name)) for key, name in _KIMI_SIZES.items()}
+    for name, value in sizes.items():
+        reader.check_number(name, value, int)
+    heads, width = sizes["linear_num_heads"], sizes["linear_head_dim"]
+    return {
+        **{"linear_attention_type": "kda", "linear_attention_freq": skip_pattern(recurs, ones=True)},
+        **{"linear_num_key_heads": heads, "linear_num_value_heads": heads},
+        **{"linear_key_head_dim": width, "linear_value_head_dim": width},
+        "linear_conv_kernel_dim": sizes["linear_conv_kernel_dim"],
+    }
+
+
+def _kimi_layers(reader: Reader, inner: Mapping[str, Any], layers: int) -> list[bool]:
+    """``linear_attn_config`` counts layers from 1."""
+    if (kinds := reader.content.get("layer_types")) is not None:
+        return read_kinds(reader, kinds, layers)
+    lists = inner.get("full_attn_layers"), inner.get("kda_layers")
+    if lists == (None, None):
+        return [not (layer and layer % 4 == 0) for layer in range(layers)]  # as transformers has it
+    named = [layer for found in lists if isinstance(found, list) for layer in found]
+    if None in lists or sorted(map(str, named)) != sorted(map(str, range(1, layers + 1))):
+        raise ConfigError(
+            f"{reader.where}: full_attn_layers and kda_layers of linear_attn_config do not name each of {layers} "
+            "layers once, from 1 on"
+        )
+    return [layer + 1 in (lists[1] or ()) for layer in range(layers)]
+
+
+def _read_kimi_experts(reader: Reader, layers: int) -> dict[str, Any]:
+    kinds = reader.content.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers or not all(k in ("dense", "sparse") for k in kinds):
+            raise ConfigError(f"{reader.where}: mlp_layer_types {kinds!r} is not one of dense, sparse for each layer")
+        sparse = [kind == "sparse" for kind in kinds]
+    else:
+        first = reader.get("first_k_dense_replace")
+        reader.check_number("first_k_dense_replace", first, int)
+        sparse = [layer >= first for layer in range(layers)]
+    if not any(sparse):
+        return {}
+    pattern = str([int(layer) for layer in sparse]).replace(" ", "")
+    return read_experts(reader, _KIMI_EXPERTS, layers) | {"moe_layer_freq": "1" if all(sparse) else pattern}
+
+
+def _write_kimi(config: ModelConfig) -> Values:
+    """In the form of its authors' files; ``mlp_layer_types`` says also what ``first_k_dense_replace`` cannot."""
+    recurs, sparse = linear(config), with_experts(config)
+    out: dict[str, Any] = {
+        "linear_attn_config": {
+            "full_attn_layers": [layer + 1 for layer, one in enumerate(recurs) if not one],
+            "kda_layers": [layer + 1 for layer, one in enumerate(recurs) if one],
+            "head_dim": config.linear_value_head_dim,
+            "num_heads": config.linear_num_value_heads,
+            "short_conv_kernel_size": config.linear_conv_kernel_dim,
+        },
+        "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+        "first_k_dense_replace": sparse.index(True) if any(sparse) else len(sparse),
+    }
+    if config.num_experts is None:
+        return out
+    return out | {_KIMI_NAMES.get(key, key): value for key, value in write_experts(config, _KIMI_EXPERTS).items()}
+
+
+_CONVOLVED = ("query", "key", "value")
+_KIMI_MODULES: dict[str, str | Fused] = {
+    **LLAMA_MODULES,
+    **LATENT_MODULES,
+    **{f"attention.{part}_conv": f"self_attn.{part[0]}_conv1d.weight" for part in _CONVOLVED},
+    **{"attention.beta": "self_attn.b_proj", "attention.norm": "self_attn.o_norm"},
+    **{"attention.decay_down": "self_attn.f_a_proj", "attention.decay_up": "self_attn.f_b_proj"},
+    **{"attention.gate_down": "self_attn.g_a_proj", "attention.gate_up": "self_attn.g_b_proj"},
+    **{"attention.decay_log": Fused("self_attn.A_log", "ones", "decay"), "attention.decay_bias": "self_attn.dt_bias"},
+    **{"mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "block_sparse_moe.experts.{}.w1"},
+    **{"mlp.experts.up": "block_sparse_moe.experts.{}.w3", "mlp.experts.down": "block_sparse_moe.experts.{}.w2"},
+    "mlp.router.expert_bias": "block_sparse_moe.gate.e_score_correction_bias",
+    **{f"mlp.shared_experts.{part}": f"block_sparse_moe.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+_KIMI_STACKED: dict[str, str | Fused] = {
+    **{f"attention.{part}_conv": Fused("self_attn.conv1d.weight", "recurrent", part) for part in _CONVOLVED},  # type: ignore[arg-type]
+    "attention.decay_down": "self_attn.forget_gate.f_a_proj",
+    "attention.decay_up": "self_attn.forget_gate.f_b_proj",
+    "attention.decay_log": Fused("self_attn.forget_gate.A_log", "ones", "decay"),
+    "attention.decay_bias": "self_attn.forget_gate.dt_bias",
+    "mlp.router": "mlp.gate",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.experts.gate": Fused("mlp.experts.gate_up_proj", "halves", "gate"),
+    "mlp.experts.up": Fused("mlp.experts.gate_up_proj", "halves", "up"),
+    "mlp.experts.down": "mlp.experts.down_proj",
+    **{f"mlp.shared_experts.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+_KIMI = Family(
+    architecture="KimiLinearForCausalLM",
+    model_type="kimi_linear",
+    table=Table("model.layers.{}.", _KIMI_MODULES, LLAMA_ENDS, stacked=_KIMI_STACKED),
+    fields={
+        **{"vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers"},
+        **{"num_attention_heads": "num_attention_heads", "num_key_value_heads": "num_query_groups"},
+        **{"intermediate_size": "ffn_hidden_size", "model_max_length": "max_position_embeddings"},
+        **{"rms_norm_eps": "norm_epsilon", "tie_word_embeddings": "tied"},
+        **LATENT_FIELDS,
+    },
+    defaults={
+        **{"vocab_size": 163840, "hidden_size": 2304, "num_hidden_layers": 27, "num_attention_heads": 32},
+        **{"num_key_value_heads": 32, "intermediate_size": 9216, "model_max_length": 1048576, "rms_norm_eps": 1e-5},
+        **{"tie_word_embeddings": False, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128},
+        **{"qk_rope_head_dim": 64, "v_head_dim": 128, "linear_num_heads": 32, "linear_head_dim": 128},
+        **{"linear_conv_kernel_dim": 4, "first_k_dense_replace": 1, "num_experts": 256, "num_experts_per_tok": 8},
+        **{"n_shared_experts": 1, "moe_intermediate_size": 1024, "routed_scaling_factor": 2.446},
+        **{"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+    },
+    # latents have norms of this epsilon, whatever the others' is
+    fixed={"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "none", "latent_norm_epsilon": 1e-6}
+    | NO_BIAS
+    | {"multi_latent_attention": True, "qk_layernorm": True, "window_size": None},
+    required={
+        **{"attention_bias": False, "hidden_act": "silu", "mla_use_nope": True, "moe_layer_freq": 1},
+        "moe_router_activation_func": "sigmoid",
+    },
+    said={"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "hidden_act": "silu"},
+    activation_key=None,
+    rope_keys=None,
+    renamed={".mlp.": ".block_sparse_moe."},
+    aliases={**_KIMI_NAMES, "model_max_length": "max_position_embeddings", "num_experts": "num_local_experts"},
+    own=Own(_read_kimi, _write_kimi),
+)
+HYBRID_FAMILIES = (_KIMI,)

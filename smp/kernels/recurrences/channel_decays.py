@@ -1,0 +1,129 @@
+"""Decays of each channel of a state's keys, as Kimi delta attention has them, for recurrences in chunks of tokens.
+
+With G the sum of g in the chunk up to each token, of each channel c, a product of two tokens of one document is
+
+    P_ij = sum over c of l_ic r_jc exp(G_ic - G_jc)      for i >= j
+
+which is no product of two matrices with a number for each pair, as where a head has one decay. exp(G_i) and exp(-G_j)
+apart would overflow. So pairs are taken by halves: of 2 s neighbouring tokens, the second half with the first, for s =
+1, 2, 4, ..., C / 2, and with m the last token of the first half, both exp(G_i - G_m) and exp(G_m - G_j) are at most 1.
+That is log2(C) products of matrices, C K numbers are exponentiated for each, and what is left are tokens with
+themselves, where nothing fades.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from smp.kernels.recurrences.chunks import CHUNK, by_chunk, documents_of, from_here_on, passing_gradient
+
+
+@dataclass
+class ChannelDecays:
+    """As :class:`~smp.kernels.recurrences.chunks.Decays`, of n chunks of C tokens, B = rows x heads and K channels.
+
+    Attributes:
+        total: G, fp64 (n, B, C, K).
+        together: bool (n, B, C, C), pairs of tokens of one document; None: all are.
+        before: from before the chunk to each token, (n, B, C, K), 0 where a document's border lies between.
+        behind: from each token to the end of the chunk, likewise.
+        whole: from before the chunk to its end, (n, B, K, 1), for the rows of a state.
+    """
+
+    total: torch.Tensor
+    together: torch.Tensor | None
+    before: torch.Tensor
+    behind: torch.Tensor
+    whole: torch.Tensor
+
+    @staticmethod
+    def of(g: torch.Tensor, begins: torch.Tensor | None, dtype: torch.dtype) -> ChannelDecays:
+        """Of g (rows, length, heads, K) and ``begins`` bool (rows, length), in ``dtype``."""
+        total = by_chunk(g, torch.float64).cumsum(2)
+        last, together = total[:, :, -1:], None
+        before, behind, whole = (x.to(dtype, copy=True).exp_() for x in (total, last - total, last.transpose(2, 3)))
+        if begins is not None:
+            number, known = documents_of(begins, g.shape[2])
+            together = number == number.transpose(2, 3)
+            before.masked_fill_(number != known, 0.0)
+            behind.masked_fill_(number != number[:, :, -1:], 0.0)
+            whole.masked_fill_(number[:, :, -1:] != known, 0.0)
+        return ChannelDecays(total, together, before, behind, whole)
+
+    def products(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """P of q and k, and of k and k, (n, B, C, C), 0 above the diagonal."""
+        scores, keys = (q.new_zeros(*q.shape[:3], CHUNK) for _ in range(2))
+        for at, later, earlier in self._halves(q.dtype):
+            right = (_half(k, at, 0) * earlier).transpose(3, 4)
+            for left, into in ((q, scores), (k, keys)):
+                _block(into, at).copy_((_half(left, at, 1) * later) @ right)
+        for left, into in ((q, scores), (k, keys)):
+            into.diagonal(dim1=2, dim2=3).copy_((left * k).sum(3))
+            self._within_documents(into)
+        return scores, keys
+
+    def products_backward(
+        self,
+        dscores: torch.Tensor,
+        dkeys: torch.Tensor,
+        scores: torch.Tensor,
+        keys: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, of k, and of G as far as these products go, (n, B, C, K). ``dkeys`` has nothing on the
+        diagonal; what stands above it, or between documents, in both is not read."""
+        for x in (dscores, dkeys):
+            self._within_documents(x)
+        alone = dscores.diagonal(dim1=2, dim2=3)[..., None]
+        dq, dleft, dright = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(k)
+        for at, later, earlier in self._halves(q.dtype):
+            right, of_scores, of_keys = _half(k, at, 0) * earlier, _block(dscores, at), _block(dkeys, at)
+            _half(dq, at, 1).addcmul_(of_scores @ right, later)
+            _half(dleft, at, 1).addcmul_(of_keys @ right, later)
+            summed = of_scores.transpose(3, 4) @ (_half(q, at, 1) * later)
+            summed += of_keys.transpose(3, 4) @ (_half(k, at, 1) * later)
+            _half(dright, at, 0).addcmul_(summed, earlier)
+        dtotal = (q * dq).addcmul_(k, dleft).addcmul_(k, dright, value=-1)  # of a token with itself nothing fades
+        return dq.addcmul_(alone, k), dleft.add_(dright).addcmul_(alone, q), dtotal
+
+    def of_numbers(self, x: torch.Tensor) -> torch.Tensor:
+        """The gradient of what channels were multiplied by, of products of both."""
+        return x
+
+    def of_states(self, x: torch.Tensor) -> torch.Tensor:
+        """The same of states (n, B, K, value channels), in the shape of G's last token."""
+        return (x.sum(3, keepdim=True) * self.whole).transpose(2, 3)
+
+    def gradient(
+        self, of_pairs: torch.Tensor, before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor
+    ) -> torch.Tensor:
+        """Of g, (n, B, C, K), of those of G and of the logarithms of ``before``, ``behind`` and ``whole``."""
+        return from_here_on(of_pairs).add_(passing_gradient(before, behind, whole))
+
+    def _halves(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(s, exp(G_i - G_m) of second halves, exp(G_m - G_j) of first ones), (n, B, C / 2s, s, K) each."""
+        at = CHUNK // 2
+        while at:
+            first, second = _half(self.total, at, 0), _half(self.total, at, 1)
+            middle = first[:, :, :, -1:]
+            yield at, (second - middle).to(dtype).exp_(), (middle - first).to(dtype).exp_()
+            at //= 2
+
+    def _within_documents(self, x: torch.Tensor) -> None:
+        if self.together is not None:
+            x.masked_fill_(~self.together, 0.0)
+
+
+def _half(x: torch.Tensor, at: int, which: int) -> torch.Tensor:
+    """Of each 2 ``at`` tokens of (n, B, C, K) the first or second half, a view (n, B, C / 2 at, at, K)."""
+    return x.unflatten(2, (-1, 2, at))[:, :, :, which]
+
+
+def _block(x: torch.Tensor, at: int) -> torch.Tensor:
+    """Of (n, B, C, C) the pairs of a second half and its first one, a view (n, B, C / 2 at, at, at)."""
+    apart = x.unflatten(3, (-1, 2, at))[:, :, :, :, 0].unflatten(2, (-1, 2, at))[:, :, :, 1]
+    return apart.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
