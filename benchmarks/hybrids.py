@@ -1,7 +1,7 @@
 """A step (forward and backward) of a layer of a hybrid beside that of transformers' PyTorch path, in turns.
 
     python benchmarks/hybrids.py    # Qwen3-Next's gated delta net and attention with experts behind, Mamba-2 layers
-    python benchmarks/hybrids.py --tokens 2048
+    python benchmarks/hybrids.py --tokens 2048 --only Kimi
 
 Both compute the same from the same weights, in fp32, which is checked first. Processor time, medians over rounds and
 the median of each round's ratio: waiting for a busy machine does not count. Beside it what the matrix products alone
@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, NemotronHConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    NemotronHConfig,
+    Qwen3NextConfig,
+)
 from transformers.utils import logging
 
 from smp.config import Layout
@@ -49,10 +55,18 @@ _NEMOTRON: dict[str, Any] = {
     **{"vocab_size": 512, "layers_block_type": ["linear_attention"]},
 }
 """A quarter of Nemotron-H 8B's widths, all its groups."""
+_KIMI: dict[str, Any] = {
+    **{"hidden_size": 576, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 8},
+    **{"linear_num_heads": 8, "linear_head_dim": 128, "layer_types": ["linear_attention"]},
+    **{"mlp_layer_types": ["sparse"], "num_experts": 16, "num_experts_per_token": 4, "moe_intermediate_size": 256},
+    **{"vocab_size": 512, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+}
+"""A quarter of Kimi-Linear's widths; its head widths."""
 MODELS: dict[str, Any] = {
     "Qwen3-Next, gated delta net and experts": lambda: Qwen3NextConfig(**SIZES, layer_types=["linear_attention"]),
     "Qwen3-Next, gated attention and experts": lambda: Qwen3NextConfig(**SIZES, layer_types=["full_attention"]),
     "Granite 4, Mamba-2 and MLP": lambda: GraniteMoeHybridConfig(**_GRANITE),
+    "Kimi-Linear, delta attention and experts": lambda: KimiLinearConfig(**_KIMI),
     "Nemotron-H, Mamba-2 alone": lambda: NemotronHConfig(**_NEMOTRON),
 }
 
@@ -100,13 +114,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="models whose name has this in it")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     context, ids = build_context(Layout(), "cpu"), torch.randint(0, SIZES["vocab_size"], (1, arguments.tokens))
     print(f"{arguments.tokens} tokens, fp32, {arguments.rounds} rounds, 1 thread, torch {torch.__version__}")
-    for kind in MODELS:
+    for kind in (name for name in MODELS if arguments.only in name):
         with tempfile.TemporaryDirectory() as folder:
             theirs, ours = models(kind, folder, context)
         losses = step_of_theirs(theirs, ids).item(), step_of_ours(ours, ids).item()

@@ -245,10 +245,10 @@ STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5},
     ),
 }
-_KIMI: dict[str, Any] = {**_IDS, "vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0}
+_KIMI: dict[str, Any] = {**_IDS, "vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "pad_token_id": None}
 _KIMI |= {"num_key_value_heads": 4, "intermediate_size": 52, "num_hidden_layers": 3, "kv_lora_rank": 10}
 _KIMI |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "linear_num_heads": 4, "linear_head_dim": 6}
-_KIMI |= {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 20, "rms_norm_eps": 0.3}
+_KIMI |= {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24, "rms_norm_eps": 0.3}
 _KIMI |= {"num_shared_experts": 2, "routed_scaling_factor": 2.5, "linear_conv_kernel_dim": 3}
 DELTA_RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi-linear-moe": (

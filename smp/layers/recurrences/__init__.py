@@ -1,1 +1,1 @@
-"""Mixers with a linear recurrence: a gated delta net, Mamba-2, and what they share."""
+"""Mixers with a linear recurrence: a gated delta net, Kimi delta attention, Mamba-2, and what they share."""
