@@ -187,16 +187,21 @@ def mixer_kinds(model: ModelConfig) -> tuple[str, ...]:
 
 def effective(model: ModelConfig, keep: Container[str] = ()) -> ModelConfig:
     """``model`` with what has no effect at its default, but for the settings in ``keep``."""
-    # again and again: what needed one of these has no effect now
-    while idle := [s for s in without_effect(Config(model=model), "model") if s.name not in keep]:
-        model = replace(model, **{setting.name: setting.default for setting in idle})
+    model = _without_idle(model, keep)
     if not 0 < model.num_layers <= MOST_LAYERS or any(attends(model)):  # of a number that is refused nothing is asked
         return model
     # Of a named size or a folder, of which so few layers are taken that none has attention.
     names = [name for name in (*OF_ATTENTION, "num_query_groups", "kv_channels") if name not in keep]
     if model.position_embedding_type == "none":  # without attention as good as any that nobody sees
         names.append("position_embedding_type")
-    return replace(model, **{name: getattr(ModelConfig, name) for name in names})
+    return _without_idle(replace(model, **{name: getattr(ModelConfig, name) for name in names}), keep)
+
+
+def _without_idle(model: ModelConfig, keep: Container[str]) -> ModelConfig:
+    # again and again: what needed one of these has no effect now
+    while idle := [s for s in without_effect(Config(model=model), "model") if s.name not in keep]:
+        model = replace(model, **{setting.name: setting.default for setting in idle})
+    return model
 
 
 def in_runs(specs: tuple[LayerSpec, ...]) -> list[str]:

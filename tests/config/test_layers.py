@@ -9,7 +9,7 @@ import pytest
 
 from smp.config import Config, ConfigError, Layout, ModelConfig, load_config, resolve
 from smp.config.layer_specs import DeltaNetMixer, ExpertsSpec, KimiDeltaMixer, LatentMixer, MambaMixer, MLPSpec
-from smp.config.layers import in_runs, layer_specs
+from smp.config.layers import effective, in_runs, layer_specs
 from smp.config.resolve import resolve_model
 from smp.config.rules.finetune import LoraConfig
 from smp.config.rules.qlora import check_qlora
@@ -83,6 +83,9 @@ def test_a_recurrence_that_cannot_be_is_one_line(settings: dict[str, object], me
         layer_specs(named("qwen3-next-80b-a3b", **settings))
 
 
+FEW = {"linear_attention_freq": None, "moe_layer_freq": "[0,1]"}
+
+
 def test_kimi_linear_has_delta_attention_and_latents_without_rope() -> None:
     specs = layer_specs(named("kimi-linear-48b-a3b"))
     assert [number for number, spec in enumerate(specs, 1) if isinstance(spec.mixer, LatentMixer)] == [
@@ -91,6 +94,9 @@ def test_kimi_linear_has_delta_attention_and_latents_without_rope() -> None:
     assert isinstance(specs[0].mixer, KimiDeltaMixer) and not specs[0].has_experts and specs[1].has_experts
     assert specs[3].mixer.rope is None and specs[3].mixer.norm_eps == 1e-6 and specs[0].mixer.norm_eps == 1e-5
     assert str(specs[0]).startswith("Kimi delta attention, 32 states of 128 x 128")
+    # of so few layers none has attention, and what its latents are has no effect
+    few = resolve_model(effective(ModelConfig(**PRESETS["kimi-linear-48b-a3b"] | {"num_layers": 2} | FEW)))
+    assert not few.multi_latent_attention and few.kv_lora_rank == ModelConfig.kv_lora_rank
     with pytest.raises(ConfigError, match="--linear-num-key-heads 16 and --linear-num-value-heads 32 must be the same"):
         layer_specs(named("kimi-linear-48b-a3b", linear_num_key_heads=16))
     with pytest.raises(ConfigError, match="--linear-key-head-dim 64 and --linear-value-head-dim 128 must be the same"):
