@@ -4,7 +4,8 @@ A copy is a checkpoint like any other (a manifest and safetensors files), in a f
 node. Every rank writes its file there, sends it to a rank of the next node, and keeps what it gets from the node
 before: any one node may be lost. Files are written and sent by a thread in the background; a copy counts once all nodes
 have the manifest, so all ranks go on from one step. Memory ~ 2 x (own file + neighbour's file): the copy before stays
-until the new one is whole.
+until the new one is whole. Of a copy that was on its way when a process was lost all files may be there as well: each
+rank says what its file holds as soon as it is written, and a start takes all that together for the manifest.
 
 The folder belongs to the process that started this one (torchrun), and so outlives workers that are killed and started
 again, but no job: copies of launchers that are gone are removed, and a new job never goes on from them.
@@ -38,11 +39,14 @@ from smp.checkpoint.folders.lock import started_at
 from smp.checkpoint.format.entries import CheckpointError, Manifest, Shard
 from smp.checkpoint.format.manifest import MANIFEST, check_extra, read_manifest, write_manifest
 from smp.checkpoint.format.tensor_file import FileLayout, write_file
+from smp.checkpoint.peer_parts import manifest_of, read_parts, write_part
 from smp.checkpoint.spare_files import SpareNode
 from smp.checkpoint.storage import build_manifest, write_items
 from smp.checkpoint.together import together
 from smp.parallel.agree import any_rank, gather, on_rank_zero, rank
 
+LAUNCHER = "SMP_LAUNCHER"
+"""Environment variable: process number of the launcher, where another process stands between it and this one."""
 PIECE = 1 << 26
 """Bytes of a message between nodes."""
 _TAG = 711
@@ -77,7 +81,7 @@ def own_folder(base: Path) -> Path:
         pid, _, began = path.name.partition("-")
         if not pid.isdecimal() or started_at(int(pid)) != began:
             shutil.rmtree(path, ignore_errors=True)  # another rank may do the same
-    parent = os.getppid()
+    parent = int(os.environ.get(LAUNCHER) or os.getppid())
     return root / f"{parent}-{started_at(parent)}"
 
 
@@ -255,18 +259,24 @@ class PeerCopies:
     def find(self) -> tuple[PeerFolder, Manifest] | None:
         """The newest copy of which the nodes together have all files, the same on all ranks. All others are removed: an
         older one is of no use, and a newer one that is not whole must not be taken for the newest again."""
-        own = {name: os.listdir(self.root / name) for name in self._copies()}
-        found = gather(own if self._leads else {})
+        found = gather({name: self._files(name) for name in self._copies()} if self._leads else {})
         elsewhere = [
             {name: files for name, files in node.copies.items() if _NAME.fullmatch(name)} for node in self.spare
         ]
         # By the whole name: of one iteration there may be two, and all ranks have to ask for them in one order.
         for name in sorted({name for names in [*found, *elsewhere] for name in names}, key=_order, reverse=True):
             manifests = gather(self._manifest(name))
-            manifest = next((each for each in manifests if each is not None), None)
-            held = {self.places[r].node: frozenset(names[name]) for r, names in enumerate(found) if name in names}
-            there = {file for names in [*found, *elsewhere] for file in names.get(name, ())}
-            if manifest is not None and set(manifest.files) <= there:
+            manifest = next((each for each in manifests if each is not None), None) or self._of_parts(name)
+            if manifest is None:
+                continue
+            # What a neighbour has of a file that was on its way is no file.
+            held = {
+                self.places[r].node: frozenset(f for f, size in manifest.files.items() if names[name].get(f) == size)
+                for r, names in enumerate(found)
+                if name in names
+            }
+            there = frozenset().union(*held.values(), *(names.get(name, ()) for names in elsewhere))
+            if there.issuperset(manifest.files):
                 self._keep_only(name)
                 (self.root / name).mkdir(exist_ok=True)
                 return PeerFolder(self.root / name, self.places, held, self._group, self.spare), manifest
@@ -276,6 +286,10 @@ class PeerCopies:
     def _copies(self) -> list[str]:
         """Names of those on this node, whole or not, oldest first."""
         return sorted((name for name in os.listdir(self.root) if _NAME.fullmatch(name)), key=_order)
+
+    def _files(self, name: str) -> dict[str, int]:
+        """Bytes of the files of a copy on this node."""
+        return {path.name: path.stat().st_size for path in (self.root / name).iterdir()}
 
     def _manifest(self, name: str) -> Manifest | None:
         """That of a copy on this node; rank 0 also asks nodes that do not train."""
@@ -290,6 +304,16 @@ class PeerCopies:
                     node.fetch(name, MANIFEST, self.root / name / MANIFEST)
                     return read_manifest(self.root / name)
         return None
+
+    def _of_parts(self, name: str) -> Manifest | None:
+        """The manifest of a copy that was not known to be whole when a process was lost, if it is; the same on all
+        ranks, which ask together."""
+        parts = gather(read_parts(self.root / name) if self._leads else [])
+        manifest = manifest_of([part for of_node in parts for part in of_node])
+        if manifest is not None and self._leads:
+            (self.root / name).mkdir(exist_ok=True)
+            write_manifest(self.root / name, manifest)
+        return manifest
 
     @property
     def _leads(self) -> bool:
@@ -356,15 +380,21 @@ class PeerCopies:
             try:
                 try:
                     hashes = self._write(save.folder, layout)
+                    save.size = (folder / _file_of(rank())).stat().st_size
+                    save.written = write_items(_file_of(rank()), [item for _, item in self._plan], lambda _: hashes)
+                    self._write_part(save)
                 finally:
                     if to is not None:  # it waits, also where there is nothing to send
                         _send(folder / _file_of(rank()), to, self._group)
                 for each in receiving:
                     each.result()
-                save.size = (folder / _file_of(rank())).stat().st_size
-                save.written = write_items(_file_of(rank()), [item for _, item in self._plan], lambda _: hashes)
             except Exception as error:  # the other ranks hear of it at a later step
                 save.error = f"rank {rank()}: {type(error).__name__}: {error}"
+
+    def _write_part(self, save: _UnderWay) -> None:
+        manifest = build_manifest([save.written], check_extra(save.extra))
+        files = {_file_of(rank()): save.size} if save.written else {}
+        write_part(save.folder.local, rank(), len(self.places), replace(manifest, files=files))
 
     def _write(self, folder: LocalFolder, layout: FileLayout) -> dict[str, str]:
         data = ((slot.key, self._memory.view(slot)) for slot in layout.slots)

@@ -197,3 +197,28 @@ def full(rank: int, world: int, base: str) -> list[str]:
 def test_a_full_memory_is_said_and_training_goes_on(tmp_path: Path) -> None:
     (said, _) = run_distributed(full, 2, str(tmp_path))
     assert "WARNING: no copy in memory: " in said[-1] and "rank 1: OSError: [Errno 28] No space left" in said[-1]
+
+
+def lost_in_between(rank: int, world: int, base: str, torn: bool) -> Any:
+    """A process is lost when the files of a second copy are written, or all but one, and before anybody knows that."""
+    with pytest.MonkeyPatch.context() as patch:
+        first = started(base, rank, patch)
+        copy(first, state_of(world, 6), 6)
+        first.begin(state_of(world, 9), {"progress": {"iteration": 9}}, {})
+        assert first._save is not None
+        first._save.thread.join()
+        if torn and rank == 1:
+            (first._save.folder.local / "part_00001.json").unlink()
+        dist.barrier()
+        found = started(base, rank, patch).find()
+        assert found is not None
+        state = state_of(world, -1)
+        load_from(*found, state)
+        return found[1].extra, whole(state)
+
+
+def test_a_copy_is_whole_when_its_files_are(tmp_path: Path) -> None:
+    for torn, iteration in ((False, 9), (True, 6)):
+        for extra, state in run_distributed(lost_in_between, 2, str(tmp_path / str(iteration)), torn):
+            assert extra == {"progress": {"iteration": iteration}}
+            assert torch.equal(state["sharded"], torch.arange(35.0).view(7, 5) + iteration)
