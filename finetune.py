@@ -19,6 +19,7 @@ from smp.config import Config, LoggingConfig
 from smp.config.command_line.entry_points import FINETUNE
 from smp.data.tuning.build import PromptData, TuningData
 from smp.training.entry import run_command
+from smp.training.inprocess.link import has_keeper
 from smp.training.process import Process
 from smp.training.tuning.settings import read_finetune_settings, uncounted
 
@@ -36,7 +37,7 @@ def read(argv: list[str], world_size: int) -> tuple[Settings, LoggingConfig | No
 
 def check_save(config: Config) -> None:
     """Refuse a --save that is in use or holds another run's checkpoints; one process looks for all."""
-    if config.checkpoint.save is not None and Process.from_environment().rank == 0:
+    if config.checkpoint.save is not None and Process.from_environment().rank == 0 and not has_keeper():
         from smp.training.checkpoints.saving import try_save  # imports torch, which takes seconds
 
         try_save(config, print)

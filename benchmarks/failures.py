@@ -1,12 +1,16 @@
 """Failures of a real run, one after the other, and what they cost: steps trained again, silent differences, hangs.
 
     python -m benchmarks.failures --minutes 60 --seed 1
+    python -m benchmarks.failures --minutes 60 --inprocess-restart
 
 Three nodes (torchruns) of one process each on this machine, with a copy in memory after every step and a checkpoint
 every 20. Drawn at random: what happens (a worker gets SIGKILL or SIGSTOP, a node loses worker and torchrun, a file is
 refused as on a full disk or memory), in which part of a step or of a start, and to how many at once. Rank 0 keeps the
 store of the process group, so its death is that of the store. Every loss that any start has logged is compared with
 those of one process that nobody disturbs.
+
+With --inprocess-restart processes that are lost are replaced while the others stay. Then a node may lose its torchrun
+alone, or the process between torchrun and worker, too: that of rank 0 keeps the store.
 """
 
 from __future__ import annotations
@@ -39,6 +43,9 @@ ELASTIC = (
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
+if "--inprocess-restart" in sys.argv and "SMP_KEEPER" not in os.environ:  # it keeps one that trains
+    import pretrain_gpt
+    sys.exit(pretrain_gpt.main(sys.argv[1:]))
 from smp.checkpoint import peers
 from smp.training import trainer
 from smp.training.checkpoints import saving
@@ -79,6 +86,7 @@ trainer.Trainer.start_step = hooked
 import pretrain_gpt
 sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
+INSIDE = "--inprocess-restart --inprocess-heartbeat-timeout 8 --inprocess-barrier-timeout 45"
 PARTS = ("forward", "backward", "collective", "update", "snapshot", "save", "recovery")
 
 
@@ -91,9 +99,10 @@ class Failure:
     victims: tuple[int, ...]
 
     @staticmethod
-    def drawn(rng: random.Random) -> Failure:
+    def drawn(rng: random.Random, inside: bool) -> Failure:
         """Any of them."""
-        what = rng.choice(("kill", "kill", "stop", "full", "node"))
+        whats = ("kill", "kill", "kill", "kill", "stop", "full", "node", "agent", "keeper")
+        what = rng.choice(whats if inside else ("kill", "kill", "stop", "full", "node"))
         part = rng.choice(("snapshot", "save")) if what == "full" else rng.choice(PARTS)
         # Where all are stopped nobody is left who could find out.
         most = {"full": 1, "kill": NODES}.get(what, NODES - 1)
@@ -129,11 +138,17 @@ def strike(job: Job, failure: Failure) -> Cost:
     """
     began, before, mark = time.monotonic(), job.iteration, job.mark()
     orders = [job.folder / f"{failure.what}-{failure.part}-{rank}" for rank in failure.victims]
-    if failure.what == "node":
-        live = [number for number, node in enumerate(job.nodes) if node.poll() is None]
+    live = [number for number, node in enumerate(job.nodes) if node.poll() is None]
+    if failure.what in ("node", "agent"):
         for victim in failure.victims:
-            job.kill(live[victim])
+            if failure.what == "node":
+                job.kill(live[victim])
+            else:
+                job.nodes[live[victim]].kill()
         job.start(len(failure.victims))
+    elif failure.what == "keeper":
+        for victim in failure.victims:
+            job.kill_worker(live[victim])
     else:
         for order in orders:
             order.touch()
@@ -158,22 +173,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--inprocess-restart", action="store_true", help="replace processes that are lost")
     asked = parser.parse_args()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # a process that was stopped hears no SIGTERM
     rng, deadline = random.Random(asked.seed), time.monotonic() + 60 * asked.minutes
+    flags = f"{FLAGS} {ELASTIC} {INSIDE if asked.inprocess_restart else ''} --train-iters 1000000"
     costs: dict[str, list[Cost]] = {}
     hangs, jobs, kinds = 0, 0, Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         logged: list[tuple[int, float]] = []
         while time.monotonic() < deadline:
             jobs += 1
-            job = Job(Path(name, str(jobs)), f"{FLAGS} {ELASTIC} --train-iters 1000000", 1, NODES)
+            job = Job(Path(name, str(jobs)), flags, 1, NODES)
             (job.folder / "program.py").write_text(PROGRAM)
             try:
                 job.start(NODES)
                 job.until(lambda job=job: f"{NODES} nodes" in job.now() and job.iteration > 2, PATIENCE)
                 while time.monotonic() < deadline:
-                    failure = Failure.drawn(rng)
+                    failure = Failure.drawn(rng, asked.inprocess_restart)
                     kinds[f"{failure.what}, {failure.part}"] += 1
                     cost = strike(job, failure)
                     costs.setdefault(failure.what, []).append(cost)

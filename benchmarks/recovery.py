@@ -1,75 +1,137 @@
-"""Seconds from SIGKILL of a worker to the first new step, by phase: from the memory of nodes and from a file, in turn.
+"""Seconds from SIGKILL of a worker to the first new step, by phase: inside the process, and by a restart of torchrun
+from the memory of nodes and from a file, in turn.
 
     python -m benchmarks.recovery --times 5
 
-Two nodes (torchruns) of one process on this machine; torchrun starts the workers again in both cases, so what differs
-is where the state comes from. Phases: "detected", torchrun has seen it; "started", new worker processes exist (torchrun
-has stopped the others and met with the other node); "state", the checkpoint or copy is loaded (Python, torch, data and
-model come before); "step", the first new step is logged.
+Two processes on this machine; each kind has a job of its own, which is started once, and they are struck in turn.
+Phases, each in seconds after the kill. By a restart: "detected", torchrun has seen it; "met", new worker processes
+exist (torchrun has stopped the others and met again); "state", the copy or checkpoint is loaded (Python, torch, data
+and model come before); "step", the first new step is logged. Inside the process: "detected", the other process has
+noticed it; "let go", that has let go of groups and model; "met", both are there again; "state" and "step" as before.
+
+    python -m benchmarks.recovery --cost --times 20
+
+What the means of recovery cost while nothing fails: seconds of a step without copies and without a keeper, and with
+both (an interval of 10), in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from tests.training.elastic_lab import Job
+from tests.training.elastic_lab import Job, children_of
 
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --vocab-size 1000 --mock-data --seq-length 128 "
     "--global-batch-size 4 --train-iters 1000000 --lr-decay-style constant --log-interval 1 --no-tensorboard "
     "--no-progress-bar --log-dir logs --distributed-timeout-minutes 1"
 )
+INSIDE = "--inprocess-restart --peer-snapshot-interval {}"
 KINDS = {
-    "memory": "--peer-snapshot-interval 2",
-    "file": "--save ck --load auto --save-interval 2 --keep-last-k 2",
+    "in process": INSIDE.format(2),
+    "restart, memory": "--peer-snapshot-interval 2",
+    "restart, file": "--save ck --load auto --save-interval 2 --keep-last-k 2",
 }
-PHASES = ("detected", "started", "state", "step")
+COSTS = {"without": "", "copies": "--peer-snapshot-interval 10", "copies and keeper": INSIDE.format(10)}
+PHASES = ("detected", "let go", "met", "state", "step")
+_TOLD = re.compile(r"rank 0: restart \d+ in process: after the loss let go ([\d.]+) s, all there ([\d.]+) s, state")
+FIRST, STEPS = 20, 200
+"""Of a run whose steps are measured: those that are not, and those that are."""
 
 
-def recover(job: Job) -> dict[str, float]:
-    """Kill a worker of the second node; seconds until each phase is over."""
+def recover(job: Job, inside: bool) -> dict[str, float]:
+    """Kill the process of rank 1 that trains; seconds until each phase is over."""
     before, mark = job.iteration, job.mark()
-    job.kill_worker(1)
+    old = set(job.workers(0))
+    os.kill((job.trainers if inside else job.workers)(0)[1], signal.SIGKILL)
     killed = time.monotonic()
-    old = set(job.workers(1)) | set(job.workers(0))
-
-    out = {}
     waits = {
-        "detected": lambda: "exitcode: -9" in job.since(mark),
-        "started": lambda: all(w and not set(w) & old for w in (job.workers(0), job.workers(1))),
+        "detected": lambda: ("process is lost" if inside else "exitcode: -9") in job.since(mark),
+        "met": lambda: inside or (len(workers := job.workers(0)) == 2 and not set(workers) & old),
         "state": lambda: "resumed from" in job.since(mark),
         "step": lambda: job.iteration > before,
     }
+    out = {}
     for phase, done in waits.items():
         job.until(done)
         out[phase] = time.monotonic() - killed
+    if inside:
+        job.until(lambda: _TOLD.search(job.since(mark)) is not None)
+        told = _TOLD.search(job.since(mark))
+        assert told is not None
+        out |= {phase: out["detected"] + float(s) for phase, s in zip(("let go", "met"), told.groups(), strict=True)}
     return out
+
+
+def started(folder: Path, flags: str, step: float) -> Job:
+    """A job of one node with two processes, which trains."""
+    job = Job(folder, f"{FLAGS} {flags}", 1, 1, step=step, each=2)
+    job.start()
+    return job
+
+
+def table(found: Mapping[str, list[dict[str, float]]]) -> None:
+    """Medians of each kind and phase."""
+    times = min(len(runs) for runs in found.values())
+    print(f"{'seconds after SIGKILL, medians of ' + str(times):40}" + "".join(f"{phase:>12}" for phase in PHASES))
+    for kind, runs in found.items():
+        cells = [[run[phase] for run in runs if phase in run] for phase in PHASES]
+        print(f"{kind:40}" + "".join(f"{statistics.median(cell):12.2f}" if cell else f"{'':12}" for cell in cells))
+
+
+def recoveries(times: int, folder: Path) -> None:
+    """One job at a time: others that train meanwhile would take its processors."""
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    for number in range(times):
+        for kind, flags in KINDS.items():  # interleaved
+            job = started(folder / f"{kind}{number}", flags, 0.05)
+            try:
+                job.reach(6)
+                if kind == "in process":
+                    job.until(lambda job=job: all(len(children_of(keeper)) > 1 for keeper in job.workers(0)))
+                    time.sleep(10)  # those that are held ready have imported what there is
+                found[kind].append(recover(job, kind == "in process"))
+                print(kind, {phase: round(seconds, 2) for phase, seconds in found[kind][-1].items()}, flush=True)
+            finally:
+                job.close()
+    table(found)
+
+
+def costs(times: int, folder: Path) -> None:
+    """Mean seconds of a step, but for the first ones."""
+    means: dict[str, list[float]] = {kind: [] for kind in COSTS}
+    for number in range(times):
+        for kind, flags in COSTS.items():  # interleaved
+            job = started(folder / f"{kind}{number}", f"{flags} --train-iters {FIRST + STEPS}", 0.0)
+            try:
+                job.finish()
+                took = [record["seconds per iteration"] for i, record in job.records().items() if i > FIRST]
+                means[kind].append(statistics.mean(took))
+            finally:
+                job.close()
+        print({kind: round(runs[-1], 4) for kind, runs in means.items()}, flush=True)
+    for kind, runs in means.items():
+        against = statistics.median(run / first for run, first in zip(runs, means["without"], strict=True))
+        print(
+            f"{kind:20} {statistics.median(runs):.4f} s a step, median of {times}; {against:.3f} of without, in pairs"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=5, help="failures of each kind")
-    times = parser.parse_args().times
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    parser.add_argument("--cost", action="store_true", help="of a run in which nothing fails")
+    asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(times):
-            for kind, flags in KINDS.items():  # interleaved
-                job = Job(Path(folder, f"{kind}{number}"), f"{FLAGS} {flags}", 2, 2, step=0.05)
-                try:
-                    job.start(2)
-                    job.reach(6)
-                    found[kind].append(recover(job))
-                    print(kind, {phase: round(seconds, 2) for phase, seconds in found[kind][-1].items()}, flush=True)
-                finally:
-                    job.close()
-    print(f"{'seconds after SIGKILL, medians of ' + str(times):40}" + "".join(f"{phase:>12}" for phase in PHASES))
-    for kind, runs in found.items():
-        medians = (statistics.median(run[phase] for run in runs) for phase in PHASES)
-        print(f"{kind:40}" + "".join(f"{median:12.2f}" for median in medians))
+        (costs if asked.cost else recoveries)(asked.times, Path(folder))
 
 
 if __name__ == "__main__":

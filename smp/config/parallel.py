@@ -59,6 +59,17 @@ class ParallelConfig:
     size and learning rate stay; the data-parallel processes change. More nodes than this are spare ones, which wait."""
     replica_increment_step: int = only_with(1, max_nodes=GIVEN)
     """Numbers of nodes that the run may have: --min-nodes, and every so many more."""
+    inprocess_restart: bool = only_with(False, peer_snapshot_interval=GIVEN)
+    """Go on without a new start where a process is lost: the others keep what they have read, imported and compiled, a
+    process that is held ready takes its place, and all go on from the newest copy of --peer-snapshot-interval."""
+    inprocess_max_iterations: int | None = only_with(None, inprocess_restart=True)
+    """So many times at most; then the run ends, and torchrun starts all processes again. Default: any number, as long
+    as it comes further."""
+    inprocess_heartbeat_timeout: float = only_with(60.0, inprocess_restart=True)
+    """Seconds without a sign of life, or in a run that was lost, after which a process is killed and replaced."""
+    inprocess_barrier_timeout: float = only_with(120.0, inprocess_restart=True)
+    """Seconds that processes wait for each other after one was lost; then the run ends, and torchrun starts all
+    again."""
     data_parallel_sharding_strategy: Literal["optim_grads_params", "optim_grads", "optim"] = "optim_grads_params"
     """What stays sharded over data-parallel processes between the micro-batches of a step. optim_grads_params:
     everything. optim_grads: weights are gathered once per step. optim: gradients are also reduced once per step. Less

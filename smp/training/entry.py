@@ -7,15 +7,18 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from smp.config import ConfigError, LoggingConfig
+from smp.config import Config, ConfigError, LoggingConfig
 from smp.config.command_line.command import DamageError, exit_code, output_gone
+from smp.training.inprocess.keeper import keep
+from smp.training.inprocess.link import Link
 from smp.training.process import Process, forget_status, leave_status, status_path
 from smp.training.settings import report, status_file_in
 
-Settings = TypeVar("Settings")
+Settings = TypeVar("Settings", bound=Config | tuple[Config, Any])
 
 
 def run_command(
@@ -34,7 +37,8 @@ def run_command(
     """
     rank = 0
     try:
-        process = Process.from_environment()
+        link = Link.of_environment()
+        process = replace(Process.from_environment(), link=link)
         rank = process.rank
         settings, logs = read(argv, process.world_size)
         if logs is None:
@@ -42,8 +46,12 @@ def run_command(
             print(end="", flush=True)  # there may be no sys.stdout
             return code
         process.require_launcher()
-        if rank == 0:
+        if rank == 0 and link is None:
             forget_status(status_path(logs))
+        parallel = (settings if isinstance(settings, Config) else settings[0]).parallel
+        if link is None and parallel.inprocess_restart:
+            del settings  # samples that were read: those who train read them themselves
+            return keep(parallel, process)
     except BrokenPipeError:  # of --help, --dry-run and --preview
         if (gone := output_gone()) is None:
             raise
@@ -55,7 +63,11 @@ def run_command(
         return exit_code(error)
     # Only around a run: before it a closed pipe means that nobody wants to know.
     with lasting_output():
-        return launch(settings, process)
+        try:
+            return launch(settings, process)
+        finally:
+            if link is not None:
+                link.ends()
 
 
 class _Lasting(io.FileIO):

@@ -28,6 +28,8 @@ from smp.training.cost.describe import describe
 from smp.training.errors import TrainingError
 from smp.training.faults.copies import EndedError
 from smp.training.faults.members import ended_for_spares, exit_code_of, members, require_room, wait_as_spare
+from smp.training.inprocess.again import Alone, Generation, LostRunError, run_again
+from smp.training.inprocess.link import REPLACE
 from smp.training.kind import RunKind
 from smp.training.process import Process, Status, ended, leave_status, status_path, write_status
 from smp.training.reporting.goodput import summary
@@ -48,6 +50,8 @@ def launch(config: Config, process: Process, make_kind: Callable[[], RunKind], n
         make_kind: makes the parts of the run; may read files.
         notes: what --dry-run says besides the settings.
     """
+    if process.link is not None:
+        process.link.wait()  # all is imported
     process = members(config, process)
     if process.is_spare:
         return wait_as_spare(config, process)
@@ -60,26 +64,43 @@ def launch(config: Config, process: Process, make_kind: Callable[[], RunKind], n
     watchdog = Watchdog(process, timeout, lambda why: _end(f"{name}: {why}", config, process))
     # To the last: what a process is stuck in while it ends is wanted as well.
     with contextlib.closing(watchdog):
-        return _train(config, process, make_kind, name, watchdog)
+        if process.link is None:
+            return _train(config, make_kind, name, watchdog, StopSignal, Alone(process))
+        stop = StopSignal()
+        train = partial(_train, config, make_kind, name, watchdog, lambda: stop)
+        return run_again(config.parallel, process, lambda: stop.name is not None, train)
 
 
-def _train(config: Config, process: Process, make_kind: Callable[[], RunKind], name: str, watchdog: Watchdog) -> int:
+def _train(
+    config: Config,
+    make_kind: Callable[[], RunKind],
+    name: str,
+    watchdog: Watchdog,
+    stop: Callable[[], StopSignal],
+    generation: Generation | Alone,
+) -> int:
     timeout, deterministic = config.parallel.distributed_timeout_minutes, config.training.deterministic_mode
+    process = generation.process
     run: Run | None = None
     try:
-        with naming(name, wrap=CollectiveError):
+        with generation.guarded((PipelineError, CollectiveError)), naming(name, wrap=CollectiveError):
             # Nodes that a file names may be on one machine, and what goes between them is to be gloo's.
             shares = config.parallel.cpu_collectives == "auto" and config.parallel.network_topology is None
             device = start_process_group(process, timeout, deterministic, watchdog, shares_memory=shares)
             require_exportable(config)
             require_room(config, process)
-            run = Run(make_kind(), process, device, StopSignal(), watchdog)
+            run = Run(make_kind(), process, device, stop(), watchdog)
             # Before the first step: a file that cannot be written is said now, and not when training is over.
             path, iteration = status_path(config.logging), _iteration(run)
             spent = summary(run.goodput.account)
             running = partial(write_status, path, "running", "", iteration, spent)
             on_all_or_none(running if process.rank == 0 else lambda: None, ConfigError, f"--status-file {path}")
+            generation.began(iteration)
             outcome = run.run()
+    except LostRunError as error:
+        outcome = Outcome("failed", str(error), _iteration(run))
+        generation.let_go()
+        raise
     except EndedError as error:
         outcome = Outcome("done", str(error), error.iteration)
         if process.rank == 0:  # there is no run that would
@@ -113,7 +134,7 @@ def _train(config: Config, process: Process, make_kind: Callable[[], RunKind], n
     finally:
         watchdog.progress()
         if run is not None:
-            run.close(failed=outcome.status == "failed")
+            generation.close(partial(run.close, failed=outcome.status == "failed"))
     watchdog.progress()
     exports = outcome.status == "done" and config.checkpoint.save_hf
     if not exports:
@@ -162,8 +183,9 @@ def _leave(config: Config, process: Process, outcome: Outcome, run: Run | None) 
 
 def _end(why: str, config: Config, process: Process) -> None:
     """Say why and end, from another thread than the one that is stuck in torch: nothing else would end this process."""
+    code = 1 if process.link is None else REPLACE
     # Whatever becomes of the words: a full pipe that nobody reads blocks who writes to it, and so may a disk.
-    limit = threading.Timer(LAST_WORDS, os._exit, (1,))
+    limit = threading.Timer(LAST_WORDS, os._exit, (code,))
     limit.daemon = True
     limit.start()
     speaking = threading.Thread(target=report_own, args=(why, process.rank), daemon=True)
@@ -173,7 +195,7 @@ def _end(why: str, config: Config, process: Process) -> None:
         sys.stdout.flush()
     finally:  # nobody may read what it says any more
         speaking.join()
-        os._exit(1)
+        os._exit(code)
 
 
 def _last_barrier(name: str) -> str:

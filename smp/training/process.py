@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from smp.config import ConfigError, LoggingConfig
 from smp.config.command_line.credentials import without_credentials
+from smp.training.inprocess.link import Link
 
 Status = Literal["running", "done", "requeue", "failed", "bad_config"]
 
@@ -25,6 +26,8 @@ class Process:
     Attributes:
         started: when it was asked for, in seconds since 1970: before torch is imported.
         spares: processes of the same start that do not train.
+        link: to the process that starts this one again (--inprocess-restart).
+        restarts: runs of this start that were lost before this one, and gone on from in the same processes.
     """
 
     rank: int
@@ -32,6 +35,8 @@ class Process:
     local_rank: int
     started: float = field(default_factory=time.time, compare=False)
     spares: int = 0
+    link: Link | None = field(default=None, compare=False)
+    restarts: int = 0
 
     @staticmethod
     def from_environment() -> Process:
@@ -46,7 +51,8 @@ class Process:
             if not text.isdecimal():
                 raise ConfigError(f"the environment says {name}={text}, which is not a number of processes")
             numbers.append(int(text))
-        return Process(*numbers)
+        rank, world_size, local_rank = numbers
+        return Process(rank, world_size, local_rank)
 
     @property
     def is_spare(self) -> bool:

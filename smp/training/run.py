@@ -93,7 +93,8 @@ class Run:
             collectives = self.context.collectives
             exchange = describe_exchange(self.context.meshes()) if device.type == "cpu" else []
             account = Path(self.config.logging.log_dir) / FILE if process.rank == 0 else None
-            self.goodput = Goodput(account, process.started, self.config.checkpoint.save, self.say)
+            again = process.restarts > 0
+            self.goodput = Goodput(account, process.started, self.config.checkpoint.save, self.say, again=again)
             # What the user has to know comes before what takes long.
             sizes = BatchSizes.of(self.config.data)
             effects = notes_on_effects(self.config, self.layout)

@@ -67,7 +67,8 @@ def start_process_group(
         with watchdog.ending(waits=2):  # for the process that keeps the store, then for all that come to it
             found, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
         found.set_timeout(timeout)
-        store = dist.PrefixStore("default_pg", found)
+        # Each try to run in the same processes has keys of its own.
+        store = dist.PrefixStore("default_pg" if process.link is None else f"default_pg {process.restarts}", found)
     with watchdog.ending():
         backends = "cpu:gloo,cuda:nccl" if cuda else default_backend() if shares_memory else "gloo"
         dist.init_process_group(

@@ -24,6 +24,7 @@ from smp.convert.huggingface.config import is_hf_folder
 from smp.data.tokenizers.files import load_tokenizer
 from smp.pipeline.plan import plans_by_size
 from smp.training.checkpoints.origin import Origin, has_begun
+from smp.training.inprocess.link import has_keeper
 
 
 def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], world_size: int) -> Config:
@@ -52,7 +53,7 @@ def in_own_flags(argv: list[str], world_size: int, rank: int) -> list[str]:
     if FROM_MEGATRON not in argv or {"--help", "-h"} & set(argv):
         return argv
     translation = translate(argv, world_size)
-    if rank == 0:
+    if rank == 0 and not has_keeper():
         print(without_credentials("\n".join(translation.notes)), file=sys.stderr, flush=True)
     return translation.argv
 

@@ -19,18 +19,24 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, sys, time
-from smp.training import trainer
+if "--inprocess-restart" not in sys.argv or "SMP_KEEPER" in os.environ:  # else it keeps one that trains
+    from smp.training import trainer
 
-start_step = trainer.Trainer.start_step
-def slow(self, *args):
-    time.sleep(float(os.environ["STEP"]))
-    return start_step(self, *args)
-trainer.Trainer.start_step = slow
+    start_step = trainer.Trainer.start_step
+    def slow(self, *args):
+        time.sleep(float(os.environ["STEP"]))
+        return start_step(self, *args)
+    trainer.Trainer.start_step = slow
 import {entry}
 sys.exit({entry}.main(sys.argv[1:]))
 """
 QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8,is_host=0"
 """Rendezvous of seconds, at a store that no node has: any of them may go."""
+
+
+def children_of(pid: int) -> list[int]:
+    """Process numbers of what a process has started, the oldest first."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 class Job:
@@ -161,8 +167,12 @@ class Job:
 
     def workers(self, node: int) -> list[int]:
         """Their process numbers."""
-        pid = self.nodes[node].pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return children_of(self.nodes[node].pid)
+
+    def trainers(self, node: int) -> list[int]:
+        """With --inprocess-restart, of each worker the process that trains: the first that it started, of those that
+        live."""
+        return [children_of(worker)[0] for worker in self.workers(node)]
 
     def finish(self, seconds: float = 240.0) -> list[int]:
         """Wait for the end; exit codes of all nodes."""

@@ -12,7 +12,7 @@ import pytest
 from smp.config.command_line.fields import settings
 
 HERE = Path(__file__).parent
-OTHERS = ("test_runtime", "test_stragglers", "test_spikes", "test_rerun", "test_replica_runs")
+OTHERS = ("test_runtime", "test_stragglers", "test_spikes", "test_rerun", "test_replica_runs", "test_inprocess")
 MODULES = [*sorted(path.stem for path in HERE.glob("test_flags_*.py")), *OTHERS]
 
 

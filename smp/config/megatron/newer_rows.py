@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smp.config.megatron.rows import Row, becomes, left_out, refused
+from smp.config.megatron.rows import Row, becomes, left_out, refused, same
 
 _CHECKPOINTS = "checkpoints have one format, which every layout reads: docs/checkpoints.md"
 _MOE = "mixtures of experts have what --help lists under --moe-..."
@@ -198,14 +198,20 @@ NEWER: tuple[Row, ...] = (
         "--override-ckpt-iteration:1",
         "a checkpoint's iteration is its own; --finetune begins at 0",
     ),
-    refused(
-        "--inprocess-active-world-size:1 --inprocess-barrier-timeout:1 --inprocess-completion-timeout:1 "
-        "--inprocess-empty-cuda-cache --inprocess-granularity:1 --inprocess-hard-timeout:1 "
-        "--inprocess-heartbeat-interval:1 --inprocess-heartbeat-timeout:1 --inprocess-last-call-wait:1 "
-        "--inprocess-max-iterations:1 --inprocess-monitor-process-interval:1 "
+    same("--inprocess-barrier-timeout:1 --inprocess-heartbeat-timeout:1 --inprocess-max-iterations:1"),
+    left_out(
+        "--inprocess-completion-timeout:1 --inprocess-empty-cuda-cache --inprocess-hard-timeout:1 "
+        "--inprocess-heartbeat-interval:1 --inprocess-last-call-wait:1 --inprocess-monitor-process-interval:1 "
         "--inprocess-monitor-thread-interval:1 --inprocess-progress-watchdog-interval:1 "
         "--inprocess-soft-timeout:1 --inprocess-termination-grace-time:1",
-        "a run ends at a failure and --load auto goes on from its last checkpoint; main.py starts it again",
+        "the process beside each one that trains sees it end; --inprocess-heartbeat-timeout and "
+        "--inprocess-barrier-timeout are the two limits",
+    ),
+    refused("--inprocess-active-world-size:1", "nodes that come and go: --max-nodes, docs/elastic.md"),
+    refused(
+        "--inprocess-granularity:1",
+        "a process that is lost is replaced alone, on its own machine",
+        values={"rank": ""},
     ),
     refused(
         "--fault-injector-delay-start-iteration:1 --fault-injector-fault-delay:1 "

@@ -92,7 +92,11 @@ PARALLEL: tuple[Row, ...] = (
         "the launcher says who is who, and --distributed-timeout-minutes is the one time-out",
     ),
     refused("--fake-process-group", "--dry-run tries a step of each rank on tensors without data"),
-    refused("--inprocess-restart", "main.py starts a job again that ended; --load auto resumes"),
+    becomes(
+        "--inprocess-restart",
+        "--inprocess-restart --peer-snapshot-interval 10",
+        "--inprocess-restart, from copies in memory: --peer-snapshot-interval 10",
+    ),
     becomes("--fp16", "--bf16", "--bf16: there is no fp16 with a loss scale"),
     left_out("--loss-scale:1 --initial-loss-scale:1 --min-loss-scale:1 --loss-scale-window:1 --hysteresis:1", _FP16),
     left_out("--fp16-lm-cross-entropy --fp32-lm-head", "logits and loss are in fp32 in chunks that fit a cache"),

@@ -120,20 +120,22 @@ class Goodput:
         path: the file; None on ranks other than 0, where nothing is written.
         started: when this process began, seconds since 1970.
         save: --save. An earlier account is of the same job if that has not ended, and this start has the same --save or
-            is torchrun's next try.
+            is torchrun's next try, or that of the same processes (``again``).
         say: tells the user a line.
 
     Attributes:
         waits_for: cause of the time before a step in which its batch is not there.
     """
 
-    def __init__(self, path: Path | None, started: float, save: str | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: Path | None, started: float, save: str | None, say: Callable[[str], None], *, again: bool = False
+    ) -> None:
         self.path, self._say, self.waits_for = path, say, "data"
         self._snapshot = 0.0  # productive seconds up to it
         found = read_account(path) if path is not None else None
         self._before = path.read_bytes() if path is not None and path.is_file() else None
         self._made: list[Path] = []  # folders, the innermost first
-        if found is not None and _is_of_same_job(found, save):
+        if found is not None and _is_of_same_job(found, save, again):
             self.account, self._cause = found, "recovery"
             found.seconds["idle"] += max(0.0, started - found.updated)
             found.starts += 1
@@ -255,7 +257,7 @@ class Goodput:
             self.path = None
 
 
-def _is_of_same_job(found: Account, save: str | None) -> bool:
+def _is_of_same_job(found: Account, save: str | None, again: bool) -> bool:
     # torchrun counts how often it has started its workers again.
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    again |= os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return found.status != "done" and (again or (save is not None and found.save == save))

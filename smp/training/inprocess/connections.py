@@ -1,0 +1,55 @@
+"""Cut what connects this process with others: torch has no other way to wake a thread that waits in gloo or a store.
+
+A rank that has lost contact tells all others so, those too that wait for a rank which has not come and is well: their
+connections are shut down, and whoever waits on one gets an error.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+_OPEN = Path("/proc/self/fd")
+
+
+def open_connections() -> dict[str, int]:
+    """Sockets of this process, by the system's name for them; on systems without /proc none, and timeouts end waits."""
+    found = {}
+    with suppress(OSError):
+        for descriptor in os.listdir(_OPEN):
+            with suppress(OSError):
+                name = os.readlink(_OPEN / descriptor)
+                if name.startswith("socket:"):
+                    found[name] = int(descriptor)
+    return found
+
+
+def cut_connections(spared: set[str]) -> int:
+    """Shut down all of torch's connections to other processes but ``spared``; returns how many there were. Those that
+    Python made (a tracker's, a remote file system's) are somebody else's."""
+    # By its type: others' ``__class__`` may be a property, which warns.
+    pythons = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
+    return sum(
+        _shut_down(descriptor)
+        for name, descriptor in open_connections().items()
+        if name not in spared and descriptor not in pythons
+    )
+
+
+def _shut_down(descriptor: int) -> bool:
+    """Whether it was a connection over TCP."""
+    try:
+        one = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # it was closed meanwhile
+        return False
+    with one:
+        if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+            return False
+        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # it listens
+            return False
+        with suppress(OSError):  # the other end is gone
+            one.shutdown(socket.SHUT_RDWR)
+        return True

@@ -1,0 +1,169 @@
+"""The process that a launcher starts: it starts the one that trains, and puts another one in its place when that is
+lost. Imports no torch, and lives as long as the launcher wants it to.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from smp.config import ConfigError
+from smp.config.parallel import ParallelConfig
+from smp.training.inprocess.link import ALIVE, BEAT, ENDS, FIRST, LAUNCHER, ORPHANED, PIPES, REPLACE, REPLACES, TRAINS
+from smp.training.process import Process
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""torchrun's variable: its agent keeps the store that workers meet at, which so outlives all of them."""
+
+
+_LEAVING = 5.0
+"""Seconds for its last words, where the launcher is gone."""
+_ENDING = 120.0
+"""Seconds that a worker has to end by itself at least."""
+
+
+class Worker:
+    """A process that trains, or is ready to."""
+
+    def __init__(self, launcher: int) -> None:
+        control, self._control = os.pipe()
+        self.life, life = os.pipe()
+        os.set_blocking(self.life, False)
+        environment = os.environ | {PIPES: f"{control} {life}", LAUNCHER: str(launcher), AGENT_STORE: "True"}
+        words = [sys.executable, *sys.orig_argv[1:]]  # this very command
+        self.process = subprocess.Popen(words, env=environment, pass_fds=(control, life))
+        os.close(control)
+        os.close(life)
+        self.trains, self.ends, self._heard = False, False, 0.0
+
+    def begin(self, word: bytes) -> None:
+        """Let it train."""
+        self._heard = time.monotonic() if self._heard else 0.0
+        self._say(word)
+
+    def _say(self, word: bytes) -> None:
+        with suppress(OSError):  # it is gone, which is seen soon
+            os.write(self._control, word)
+
+    def listen(self) -> None:
+        """Hear its signs of life, as far as there are any."""
+        try:
+            heard = os.read(self.life, 1 << 16)
+        except BlockingIOError:
+            return
+        self.trains = self.trains or TRAINS in heard
+        self.ends = self.ends or ENDS in heard
+        if ALIVE in heard:
+            self._heard = time.monotonic()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since its last sign of life; before the first one it is not known to live."""
+        return time.monotonic() - self._heard if self._heard else 0.0
+
+    def leave(self) -> None:
+        """The launcher is gone: let it tell the others, and end."""
+        self._say(ORPHANED)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_LEAVING)
+
+    def end(self) -> None:
+        """At once, wherever it is."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._control)
+        os.close(self.life)
+
+
+class Keeper:
+    """Of one rank."""
+
+    def __init__(self, settings: ParallelConfig, process: Process) -> None:
+        self._patience, self._name = settings.inprocess_heartbeat_timeout, f"rank {process.rank}"
+        self._stopped, self._launcher = False, os.getppid()
+        self._active = Worker(self._launcher)
+        self._ready: Worker | None = None  # once the first one trains: two that start at once start more slowly
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """The launcher wants an end: workers are in its group, and hear a SIGINT themselves."""
+        self._stopped = True
+        if number == signal.SIGTERM:
+            self._active.process.send_signal(number)
+
+    def run(self) -> int:
+        """Until a worker ends by itself, or the launcher has stopped it; returns its exit code."""
+        try:
+            self._active.begin(FIRST)
+            while True:
+                code = self._watch()
+                lost = code < 0 or code == REPLACE
+                if not lost or self._stopped or self._active.ends:
+                    return 128 - code if code < 0 else min(code, 1) if lost else code
+                self._replace("was lost" if code == REPLACE else f"was ended by {signal.Signals(-code).name}")
+        finally:
+            for worker in (self._active, self._ready):
+                if worker is not None:
+                    worker.end()
+
+    def _watch(self) -> int:
+        """The exit code of the active worker, when it has one."""
+        active = self._active
+        while (code := active.process.poll()) is None:
+            select.select([active.life], [], [], BEAT / 10)
+            active.listen()
+            if self._ready is not None:
+                self._ready.listen()
+            if self._ready is None and active.trains and not self._stopped:
+                self._ready = Worker(self._launcher)
+            if os.getppid() != self._launcher:
+                active.leave()
+                return 1
+            if active.silence > (max(self._patience, _ENDING) if active.ends else self._patience):
+                print(f"{self._name}: no sign of life for {active.silence:.0f} s", file=sys.stderr, flush=True)
+                active.process.kill()
+                active.process.wait()
+        active.listen()  # to its last words
+        return code
+
+    def _replace(self, why: str) -> None:
+        print(f"{self._name}: its process {why}: another one takes its place", file=sys.stderr, flush=True)
+        if self._ready is not None and self._ready.process.poll() is not None:
+            self._ready.end()
+            self._ready = None
+        self._active.end()
+        self._active, self._ready = self._ready or Worker(self._launcher), None
+        self._active.begin(REPLACES)
+
+
+def keep(settings: ParallelConfig, process: Process) -> int:
+    """Start a worker with the command line of this process, replace it as often as needed, return its exit code.
+
+    Raises:
+        ConfigError: no launcher is there that could start all again where this does not help.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise ConfigError("--inprocess-restart needs torchrun, which starts all again where it cannot help")
+    store = _store(process)
+    try:
+        return Keeper(settings, process).run()
+    finally:
+        del store
+
+
+def _store(process: Process) -> Any:
+    """Keep the store of this start where the launcher does not: it has to outlive the worker that else would."""
+    if process.rank or os.environ.get(AGENT_STORE) == "True":
+        return None
+    from torch.distributed import TCPStore  # takes seconds, in this one process
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, is_master=True, wait_for_workers=False)

@@ -1,0 +1,195 @@
+"""Where ranks agree that a run is lost, and meet for the next one: a number in the launcher's store, and counters.
+
+Every try to run is a generation. Who loses contact, or takes the place of a process that was lost, raises the number,
+once for each generation; all others see that within a quarter of a second, let go of what they have of that generation,
+and come to the next one, which begins when all ranks have come. No rank goes on alone: where they do not come in time
+all processes end, and their launcher starts them again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from smp.config.parallel import ParallelConfig
+from smp.training.inprocess.connections import cut_connections, open_connections
+from smp.training.inprocess.link import REPLACE
+from smp.training.process import Process
+
+LOOK = 0.25
+"""Seconds between two looks at the number."""
+FRUITLESS = 5
+"""Generations in a row that came no further, after which a new start is tried: processes may be broken."""
+_GRACE = 30.0
+"""Seconds that a store has at least to answer."""
+_CUTS = 2.0
+"""Seconds between two cuts: a thread that does not know yet may make new connections."""
+
+
+class GaveUpError(Exception):
+    """There will be no further generation: the process has to end."""
+
+
+class RunEndedError(Exception):
+    """Others have ended the run, with this exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the run has ended with exit code {code}")
+        self.code = code
+
+
+class Meeting:
+    """Of one process. A thread looks at the number while it trains.
+
+    Args:
+        store: outlives all workers. Its connection is this object's alone.
+        rank: of this process.
+        size: ranks that have to come.
+        stopped: whether the launcher wants an end.
+        orphaned: whether the launcher is gone.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        settings: ParallelConfig,
+        rank: int,
+        size: int,
+        stopped: Callable[[], bool] = lambda: False,
+        orphaned: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._stopped, self._orphaned = stopped, orphaned
+        self._most, self._patience = settings.inprocess_max_iterations, settings.inprocess_barrier_timeout
+        self._hard = settings.inprocess_heartbeat_timeout
+        self.number = -1
+        """Of the generation that this process is in."""
+        self._spared: set[str] | None = None  # None: in no generation, nothing to cut
+        self._seen = self._next_cut = 0.0
+        store.compare_set("number", "", "0")
+        threading.Thread(target=self._watch, name="meeting", daemon=True).start()
+
+    @staticmethod
+    def of(settings: ParallelConfig, process: Process, stopped: Callable[[], bool]) -> Meeting:
+        """At the store that torchrun's variables name.
+
+        Raises:
+            RuntimeError: nobody answers there.
+        """
+        timeout = timedelta(seconds=max(settings.inprocess_barrier_timeout, _GRACE))
+        store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
+        orphaned = (lambda: False) if (link := process.link) is None else (lambda: link.orphaned)
+        store = dist.PrefixStore("smp/inprocess", store)
+        return Meeting(store, settings, process.rank, process.world_size, stopped, orphaned)
+
+    def current(self) -> int:
+        """The number in the store."""
+        return int(self._store.get("number"))
+
+    @property
+    def broken(self) -> bool:
+        """Whether the generation that this process is in is lost."""
+        return self.current() != self.number
+
+    def lose(self, number: int | None = None) -> None:
+        """A generation, by default that of this process, is lost."""
+        number = self.number if number is None else number
+        self._store.compare_set("number", str(number), str(number + 1))
+
+    def meet(self, replaces: bool = False) -> int:
+        """Wait for all ranks; returns the number of the generation that begins.
+
+        Args:
+            replaces: this process takes the place of one that was lost, and with it the generation it had come to.
+
+        Raises:
+            GaveUpError: they do not come, or it is no use.
+            RunEndedError: others have ended the run.
+        """
+        # The store's client waits without a limit for one that is stopped.
+        limit = threading.Timer(2 * self._patience + _GRACE, os._exit, (1,))
+        limit.daemon = True
+        limit.start()
+        try:
+            if replaces and self._store.check([own := f"rank {self._rank}"]):
+                self.lose(int(self._store.get(own)))
+            while not self._all_came(number := self.current()):
+                pass
+        except dist.DistError as error:
+            raise GaveUpError(f"the launcher's store does not answer: {error}") from error
+        finally:
+            limit.cancel()
+        self.number, self._spared = number, set(open_connections())
+        return number
+
+    def _all_came(self, number: int) -> bool:
+        """Whether all ranks come to this generation; else it is lost before it began."""
+        if self._most is not None and number > self._most:
+            raise GaveUpError(f"--inprocess-max-iterations {self._most} reached")
+        if number >= FRUITLESS and len(reached := self._reached(number)) <= 1:
+            raise GaveUpError(f"{FRUITLESS} times in a row no further than iteration {max(reached, default=0)}")
+        self._store.set(f"rank {self._rank}", str(number))  # first: who dies in between has come
+        came, deadline = self._store.add(f"{number} came", 1), time.monotonic() + self._patience
+        while came < self._size:
+            time.sleep(max(0.02, self._size / 10000))
+            if self._store.check(["ended"]):
+                raise RunEndedError(int(self._store.get("ended")))
+            if self._stopped():
+                raise GaveUpError("the launcher ends this process")
+            if time.monotonic() > deadline:
+                raise GaveUpError(f"{came} of {self._size} processes came within {self._patience:.0f} s")
+            if self.current() != number:
+                return False
+            came = self._store.add(f"{number} came", 0)
+        return True
+
+    def _reached(self, number: int) -> set[int]:
+        """Iterations that the last generations began at, as far as they began."""
+        keys = [f"{one} began" for one in range(number - FRUITLESS, number)]
+        return {int(self._store.get(key)) for key in keys if self._store.check([key])}
+
+    def began(self, iteration: int) -> None:
+        """This generation has its state, and goes on from this iteration. Rank 0 says so."""
+        self._store.set(f"{self.number} began", str(iteration))
+
+    def end(self, code: int) -> None:
+        """The run has ended here by itself: who waits for this process need not wait any more."""
+        self._store.set("ended", str(code))
+
+    def let_go(self) -> None:
+        """Of this generation: cut its connections, so that all others that wait get an error, too."""
+        spared, self._spared = self._spared, None
+        if spared is not None:
+            cut_connections(spared)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(LOOK)
+            try:
+                self._look()
+            except dist.DistError:
+                return  # without the store there is no next generation; this one may go on to its end
+
+    def _look(self) -> None:
+        if self._orphaned():
+            self.end(1)  # a node less: the launchers of the others start again without it
+            self.lose(self.current())
+            os._exit(1)
+        spared = self._spared
+        if spared is None or not self.broken:
+            self._seen = 0.0
+            return
+        self._seen = self._seen or time.monotonic()
+        if time.monotonic() >= self._next_cut:
+            self._next_cut = time.monotonic() + _CUTS
+            cut_connections(spared)
+        if time.monotonic() - self._seen > self._hard:
+            words = f"this process has not left a run that was lost {self._hard:.0f} s ago, and is replaced\n"
+            os.write(sys.stderr.fileno() if sys.stderr is not None else 2, words.encode())
+            os._exit(REPLACE)

@@ -1,0 +1,161 @@
+"""--inprocess-restart: a process is lost, the others stay, and the run is that of one process that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from smp.config.parallel import ParallelConfig
+from smp.training.inprocess.meeting import FRUITLESS, GaveUpError, Meeting, RunEndedError
+from tests.checkpoint.plain_reader import read_checkpoint
+from tests.training.elastic_lab import Job
+from tests.training.flag_runs import proves, run_here
+
+pytestmark = pytest.mark.timeout(600)
+BOUND = 1e-6
+LAST = 16
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size 97 --mock-data "
+    "--seq-length 17 --init-method-std 0.2 --hidden-dropout 0.1 --global-batch-size 4 --micro-batch-size 1 "
+    f"--log-interval 1 --no-tensorboard --no-progress-bar --log-dir logs --train-iters {LAST} --save ck"
+)
+SGD = "--optimizer sgd --lr 0.02"
+"""Adam makes of a rounding in a tiny gradient what the bound is for: with it runs of one layout are compared."""
+INSIDE = "--inprocess-restart --peer-snapshot-interval 1 --distributed-timeout-minutes 2"
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    made: list[Job] = []
+    yield made
+    for job in made:
+        job.close()
+
+
+def started(folder: Path, flags: str, jobs: list[Job], each: int = 2) -> Job:
+    job = Job(folder, f"{FLAGS} {INSIDE} {flags}", 1, 1, step=0.3, each=each)
+    jobs.append(job)
+    job.start()
+    job.until(lambda: job.iteration > 1)
+    return job
+
+
+def lose(job: Job, *ranks: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """The processes that train go, and a new step is done."""
+    trainers, before = job.trainers(0), job.iteration
+    for rank in ranks:
+        os.kill(trainers[rank], by)
+    job.until(lambda: job.iteration > before + 1)
+
+
+def require_equal(job: Job, losses: list[float], folder: Path, bound: float) -> None:
+    """Losses of all steps, and all of the last state, moments included, with those of another run."""
+    got = job.losses()
+    assert sorted(got) == list(range(1, LAST + 1)), job.said()
+    np.testing.assert_allclose([got[i] for i in sorted(got)], losses, rtol=bound)
+    state, want = (read_checkpoint(path / f"ck/iter_{LAST:07d}")[0] for path in (job.folder, folder))
+    assert state.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(state[name], value, rtol=bound, atol=bound * np.abs(value).max(), err_msg=name)
+
+
+def require_same_bits(job: Job, jobs: list[Job]) -> None:
+    """As the same processes give that nobody disturbs."""
+    quiet = Job(job.folder.parent / "quiet", FLAGS, 1, 1, step=0, each=2)
+    jobs.append(quiet)
+    quiet.start()
+    assert quiet.finish() == [0], quiet.said()
+    losses = quiet.losses()
+    require_equal(job, [losses[i] for i in sorted(losses)], quiet.folder, 0.0)
+
+
+@proves("inprocess_restart")
+def test_a_lost_process_is_replaced_and_the_others_stay(tmp_path: Path, jobs: list[Job]) -> None:
+    alone = run_here(tmp_path / "alone", f"{FLAGS} {SGD}", base="")
+    job = started(tmp_path / "job", SGD, jobs)
+    keepers, before = job.workers(0), job.trainers(0)
+    lose(job, 1)
+    after = job.trainers(0)
+    assert job.workers(0) == keepers and after[0] == before[0] and after[1] != before[1]
+    assert "rank 0: another process is lost" in job.said() and "restart 1 in process: after the loss" in job.said()
+    assert job.finish() == [0], job.said()
+    assert job.said().count("resumed from the memory of the nodes") == 1
+    require_equal(job, alone.losses, alone.folder, BOUND)
+
+
+@pytest.mark.slow
+@proves("inprocess_max_iterations")
+def test_behind_the_last_restart_in_process_torchrun_starts_all(tmp_path: Path, jobs: list[Job]) -> None:
+    job = started(tmp_path / "job", "--inprocess-max-iterations 1", jobs)
+    keepers = job.workers(0)
+    lose(job, 1)
+    lose(job, 0)
+    assert "no in-process restart: --inprocess-max-iterations 1 reached" in job.said()
+    assert not set(job.workers(0)) & set(keepers)
+    assert job.finish() == [0], job.said()
+    assert job.said().count("resumed from the memory of the nodes") == 2
+    require_same_bits(job, jobs)
+
+
+@pytest.mark.slow
+@proves("inprocess_heartbeat_timeout", "inprocess_barrier_timeout")
+def test_a_process_that_is_stopped_is_replaced_and_nobody_waits_for_ever(
+    tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
+    flags = "--cpu-collectives gloo --inprocess-heartbeat-timeout 20 --inprocess-barrier-timeout 40"
+    job = started(tmp_path / "job", flags, jobs)
+    lose(job, 0, by=signal.SIGSTOP)
+    assert "rank 0: no sign of life for 2" in job.said() and "restart 1 in process" in job.said()
+    lose(job, 0, 1)
+    assert "restart 2 in process" in job.said()
+    os.kill(job.workers(0)[1], signal.SIGSTOP)  # nobody puts another process in the place of the one that is lost
+    lose(job, 1)
+    assert "no in-process restart: 1 of 2 processes came within 40 s" in job.said()
+    assert job.finish() == [0], job.said()
+    require_same_bits(job, jobs)
+
+
+def meetings(size: int, **settings: float) -> tuple[dist.Store, list[Meeting]]:
+    store = dist.HashStore()
+    asked = replace(ParallelConfig(inprocess_barrier_timeout=5.0), **settings)
+    return store, [Meeting(store, asked, rank, size) for rank in range(size)]
+
+
+def test_a_generation_is_lost_once_whoever_says_so() -> None:
+    _, (first, second) = meetings(2)
+    other = threading.Thread(target=second.meet)
+    other.start()
+    assert first.meet() == 0
+    other.join()
+    first.lose()
+    second.lose()
+    assert first.current() == 1 and second.broken
+    # In its place comes another, which had not come to the next one.
+    other = threading.Thread(target=second.meet, args=(True,))
+    other.start()
+    assert first.meet() == 1
+    other.join()
+    assert second.number == 1 and not first.broken
+    second.end(3)
+    first.lose()
+    with pytest.raises(RunEndedError, match="exit code 3"):
+        first.meet()
+
+
+def test_a_run_that_comes_no_further_is_given_up() -> None:
+    _, (alone,) = meetings(1)
+    for number in range(FRUITLESS):
+        assert alone.meet() == number
+        alone.began(7)
+        alone.lose()
+    with pytest.raises(GaveUpError, match="5 times in a row no further than iteration 7"):
+        alone.meet()
