@@ -264,7 +264,7 @@ class PeerCopies:
             {name: files for name, files in node.copies.items() if _NAME.fullmatch(name)} for node in self.spare
         ]
         # By the whole name: of one iteration there may be two, and all ranks have to ask for them in one order.
-        for name in sorted({name for names in [*found, *elsewhere] for name in names}, key=_order, reverse=True):
+        for name in sorted(set[str]().union(*found, *elsewhere), key=_order, reverse=True):
             manifests = gather(self._manifest(name))
             manifest = next((each for each in manifests if each is not None), None) or self._of_parts(name)
             if manifest is None:
@@ -275,7 +275,7 @@ class PeerCopies:
                 for r, names in enumerate(found)
                 if name in names
             }
-            there = frozenset().union(*held.values(), *(names.get(name, ()) for names in elsewhere))
+            there = set[str]().union(*held.values(), *(names.get(name, ()) for names in elsewhere))
             if there.issuperset(manifest.files):
                 self._keep_only(name)
                 (self.root / name).mkdir(exist_ok=True)
