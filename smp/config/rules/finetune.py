@@ -16,7 +16,8 @@ from smp.config.schema import Config, DataConfig, LoraConfig
 ALL = "all-linear"
 """peft's word for them in --lora-target-modules."""
 ALL_LINEAR = "query,key,value,output,gate,up,down,query_down,query_up,key_value_down,key_value_up,beta,decay,step"
-"""Every linear layer of any model but experts; the last four are latent attention's."""
+ALL_LINEAR += ",decay_down,decay_up,gate_down,gate_up"
+"""Every linear layer of any model but experts; names with _down and _up are latent and Kimi delta attention's."""
 
 
 def fill_in(config: Config, typed: Collection[str] = ()) -> Config:
