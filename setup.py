@@ -94,6 +94,7 @@ EXTRAS = {
     "eval": ["lm-eval>=0.4.9"],
     "plot": ["matplotlib"],
     "rewards": REWARDS,
+    "vllm": ["vllm>=0.33"],  # another engine of completions, on a GPU; it brings a torch of its own choice
     "fla": ["flash-linear-attention"],  # Triton kernels of gated delta nets, on a GPU
     # setuptools builds the wheel that the packaging test installs; since 70.1 it needs no "wheel" for that.
     "test": [

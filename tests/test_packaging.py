@@ -26,7 +26,7 @@ from smp.kernels.cuda.build import nvcc_path
 ROOT = Path(__file__).parents[1]
 PYPI_NAMES = {"PIL": "pillow", "yaml": "pyyaml", "mlflow": "mlflow-skinny", "fla": "flash-linear-attention"}
 # extras that "make test" does without; torch's choice with CUDA
-NOT_PINNED = {"wandb", "mlflow-skinny", "lm-eval", "trl", "datasets", "triton", "flash-linear-attention"}
+NOT_PINNED = {"wandb", "mlflow-skinny", "lm-eval", "trl", "datasets", "triton", "flash-linear-attention", "vllm"}
 NOT_ON_AN_INDEX = {"apex"}  # used where it is installed
 
 IMPORT_ALL = """

@@ -89,6 +89,15 @@ class RolloutConfig:
     """What becomes of a call that raises, returns something else than numbers, or takes too long. fail: the run ends
     and names the function; skip: it does not apply to these completions (an episode ends there), and the log counts
     it."""
+    rollout_engine: Literal["smp", "transformers", "vllm"] = only_with("smp", objective=ONLINE)
+    """Who writes completions (verl's rollout.name). smp: the layers that train, where they are; transformers: its
+    generate; vllm: vLLM in the processes of the run. The other two get the weights before each generation, tensor by
+    tensor without files; their log-probabilities are not the trainer's: the log says by how much they differ, and
+    --importance-sampling-mode corrects for it."""
+    vllm_gpu_memory_utilization: float = only_with(0.3, rollout_engine="vllm")
+    """Share of a device's memory that vLLM takes for its weights and its cache."""
+    vllm_tensor_parallel_size: int = only_with(1, rollout_engine="vllm")
+    """Neighbouring processes that share an engine of vLLM, each with a part of its weights."""
     num_generations: int | None = only_with(None, objective=ONLINE)
     """Completions of each prompt. Default: 8; 2 for rloo."""
     num_generations_eval: int | None = only_with(None, objective=ONLINE)
@@ -168,7 +177,8 @@ class RolloutConfig:
         only_with(None, objective=ONLINE)
     )
     """Weight exp(log-probability before the update - that of sampling) of each token or completion, cut at
-    --importance-sampling-clip-max or 0 beyond it. Default: none; token_truncate with --one-step-off-policy."""
+    --importance-sampling-clip-max or 0 beyond it. Default: none; token_truncate with --one-step-off-policy, or
+    with a --rollout-engine that is not smp."""
     importance_sampling_clip_max: float = only_with(3.0, objective=ONLINE)
     """The largest such weight."""
     importance_sampling_clip_min: float = only_with(0.0, objective=ONLINE)

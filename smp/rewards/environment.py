@@ -115,6 +115,10 @@ class _Episodes:
             raise RewardError(f"returned {found!r:.100}, which is neither None, a text nor messages of others")
         return messages or None
 
+    def _drop(self, episode: str) -> None:
+        """An episode that ended without a reward."""
+        self._held.pop(episode, None)
+
     def _reward(self, episode: str) -> float | None:
         instance = self._held.pop(episode)
         if not callable(getattr(instance, "reward", None)):

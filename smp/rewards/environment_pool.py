@@ -33,7 +33,8 @@ class EnvironmentPool:
             raise
 
     def ask(self, method: str, episode: tuple[int, int], **arguments: Any) -> Future[Any]:
-        """What a method of an episode answers; a RewardError where it fails."""
+        """What a method of an episode answers (reset, step, reward; drop ends it without one); a RewardError where it
+        fails."""
         host = self._hosts[hash(episode) % len(self._hosts)]
         return host.thread.submit(host.ask, method, "/".join(map(str, episode)), arguments)
 
@@ -66,6 +67,8 @@ class _Host:
 
     def ask(self, method: str, episode: str, arguments: Mapping[str, Any]) -> Any:
         """Runs in the thread."""
+        if method == "drop" and episode not in self._episodes:
+            return None  # it failed in there, and is gone
         child = self.start()
         if method == "reset":
             self._episodes.add(episode)
@@ -78,7 +81,7 @@ class _Host:
             self._child, self._episodes = None, set()
             why = "ended its process" if gone else f"did not return within {self._timeout:g} s (--reward-timeout)"
             raise RewardError(f"environment {self._spec}: {method} {why}")
-        if "error" in said or method == "reward":
+        if "error" in said or method in ("reward", "drop"):
             self._episodes.discard(episode)
         if "error" in said:
             raise RewardError(said["error"])

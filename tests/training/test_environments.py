@@ -83,6 +83,16 @@ class Marks(Guess):
     def step(self, text):
         return "a\\ufdd4b"
 
+class Alive(Marks):
+    instances = None
+    def reset(self, prompt, answer):
+        import weakref
+        super().reset(prompt, answer)
+        Alive.instances = Alive.instances if Alive.instances is not None else weakref.WeakSet()
+        Alive.instances.add(self)
+        with open(os.path.join(os.path.dirname(__file__), "alive.txt"), "a") as f:
+            f.write(f"{len(Alive.instances)}\\n")
+
 class Loops(Guess):
     async def reset(self, prompt, answer):
         import asyncio
@@ -218,7 +228,8 @@ def test_environments_that_fail_are_named(folder: Path, name: str, capfd: pytest
     line = flags(folder, GUESS.replace("Guess", name), "--reward-timeout 1")
     with clean_process():
         assert run(line) in (1, 2)
-    assert FAILING[name].format(folder) in capfd.readouterr().err
+    said = capfd.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and FAILING[name].format(folder) in said[0], said
     if name in ("Raises", "Number", "Marks"):
         with clean_process():
             assert run(f"{line} --reward-errors skip --reward-funcs {folder}/rewards.py:short") == 0
@@ -232,6 +243,15 @@ def test_a_refused_answer_of_one_rank_is_heard_by_all(folder: Path, capfd: pytes
     line = flags(folder, GUESS.replace("env.py:Guess", "odd.py:Marks"))
     with pytest.raises(RuntimeError, match="cannot be shown to the model"):
         run_distributed(tune_all, 2, [line])
+
+
+def test_refused_episodes_leave_their_process(folder: Path) -> None:
+    """Each answer is refused: of four steps of eight episodes no more than eight are held at a time."""
+    method = GUESS.replace("Guess", "Alive") + " --reward-errors skip --reward-funcs {0}/rewards.py:short"
+    (found,) = run_distributed(tune_all, 1, [flags(folder, method)])
+    assert all(step["reward errors"] > 0 for step in found[0]["more"])
+    alive = [int(line) for line in (folder / "alive.txt").read_text().split()]
+    assert len(alive) == 4 * 8 and max(alive) == 8
 
 
 def test_no_more_is_read_after_the_last_turn(folder: Path) -> None:

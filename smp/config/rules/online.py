@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import shlex
 from dataclasses import fields, replace
 
+from smp.config.command_line.commands import pip_install
 from smp.config.command_line.fields import require
 from smp.config.rollouts import DEFAULTS, RolloutConfig
 from smp.config.schema import Config
@@ -31,7 +33,8 @@ def fill_rollouts(config: Config) -> RolloutConfig | None:
     _check_given(config, rollouts, filled, name)
     if filled.loss_type == "cispo" and filled.epsilon_high is None:
         filled = replace(filled, epsilon_high=DEFAULTS["cispo"]["epsilon_high"])
-    mode = filled.importance_sampling_mode or ("token_truncate" if filled.one_step_off_policy else None)
+    differs = filled.one_step_off_policy or filled.rollout_engine != "smp"
+    mode = filled.importance_sampling_mode or ("token_truncate" if differs else None)
     filled = replace(
         filled,
         epsilon_high=filled.epsilon if filled.epsilon_high is None else filled.epsilon_high,
@@ -55,6 +58,7 @@ def _check(config: Config, rollouts: RolloutConfig, name: str) -> None:
     )
     _check_environment(rollouts.environment)
     _check_following(config, rollouts)
+    _check_engine(config, rollouts)
     names = reward_names(rollouts)
     require(len(set(names)) == len(names), f"--reward-funcs: {_twice(names)} is named twice")
     for spec in shlex.split(rollouts.reward_funcs or ""):
@@ -124,6 +128,33 @@ def _check_following(config: Config, rollouts: RolloutConfig) -> None:
     require(interval is None, f"--peer-snapshot-interval {interval}: {keeps}")
 
 
+def _check_engine(config: Config, rollouts: RolloutConfig) -> None:
+    """Of a sampler that is another program."""
+    name = rollouts.rollout_engine
+    if name == "smp":
+        return
+    require(
+        importlib.util.find_spec(name) is not None,
+        f"--rollout-engine {name}: {name} is not installed: {pip_install(name)}",
+    )
+    require(
+        config.lora is None or not config.lora.load_in_4bit,
+        f"--rollout-engine {name}: weights in 4 bits are not sent to another engine: leave out --load-in-4bit, or take "
+        "--rollout-engine smp",
+    )
+    if name == "transformers":
+        return
+    memory, ranks = rollouts.vllm_gpu_memory_utilization, rollouts.vllm_tensor_parallel_size
+    require(0 < memory <= 1, f"--vllm-gpu-memory-utilization {memory} must be above 0 and at most 1")
+    require(ranks >= 1, f"--vllm-tensor-parallel-size {ranks} must be at least 1")
+    cut = rollouts.top_k > 0 or rollouts.top_p < 1
+    require(
+        not cut or rollouts.temperature == 1,
+        f"--temperature {rollouts.temperature} with --top-k or --top-p: vLLM says log-probabilities of the tokens that "
+        "are left, which are not the trainer's; leave one out, or take --rollout-engine smp",
+    )
+
+
 def _check_environment(spec: str | None) -> None:
     if spec is None:
         return
@@ -149,7 +180,8 @@ def _check_given(config: Config, given: RolloutConfig, filled: RolloutConfig, na
         require(bool(filled.beta) or resolved, f"{flag} {value} has no effect without --beta; leave it out")
     cut = RolloutConfig.importance_sampling_clip_max, RolloutConfig.importance_sampling_clip_min
     changed = (given.importance_sampling_clip_max, given.importance_sampling_clip_min) != cut
-    corrects = given.importance_sampling_mode is not None or given.one_step_off_policy
+    corrects = filled.importance_sampling_mode is not None or given.one_step_off_policy
+    corrects |= given.rollout_engine != "smp"
     require(not changed or corrects, "--importance-sampling-clip-max and -min have no effect without a mode; leave out")
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from smp.data.tuning.encode import Encoder
 from smp.data.tuning.prompts import Prompt
-from smp.generation import Completion, Generator, Request, Sampling, Stops
+from smp.generation import Completion, Request, Sampling, Stops
 from smp.parallel.agree import any_rank, gather
-from smp.parallel.context import ParallelContext
 from smp.rewards.environment_pool import EnvironmentPool
 from smp.rewards.functions import RewardError
 from smp.training.errors import TrainingError
+from smp.training.rollouts.engines.engine import RolloutEngine
 
 PAUSE = 0.02
 """Seconds between two looks at what works in other processes."""
@@ -73,8 +73,8 @@ class Episodes:
     """Writes completions in turns.
 
     Attributes:
-        generator: of the model.
-        context: of the run.
+        engine: with the weights of the model.
+        vocab_size: of the model.
         pool: of environments, on one rank of those that write the same texts; else None.
         encoder: of answers.
         turns: most of the model.
@@ -82,8 +82,8 @@ class Episodes:
         progress: called while environments work.
     """
 
-    generator: Generator
-    context: ParallelContext
+    engine: RolloutEngine
+    vocab_size: int
     pool: EnvironmentPool | None
     encoder: Encoder
     turns: int
@@ -115,7 +115,8 @@ class Episodes:
                 break
             active = {key for key in active if self._heard(made[key], prompts[key[0]], answers[key], stops, longest)}
             problem = "" if self.skips else next((episode.error for episode in made.values() if episode.error), "")
-        closed: dict[Key, Question] = {key: ("reward", {}) for key, episode in made.items() if not episode.error}
+        # Of one whose answer was refused the environment does not know that it has ended.
+        closed: dict[Key, Question] = {key: ("drop" if made[key].error else "reward", {}) for key in made}
         for key, reward in self._asked(made, closed, problem).items():
             made[key].reward = reward
         return made
@@ -132,7 +133,7 @@ class Episodes:
         """A turn of all that go on; why it could not be."""
         requests = [Request(prompts[d].ids, longest, d, s, tuple(made[d, s].ids)) for d, s in sorted(active)]
         try:
-            for completion in self.generator.write(requests, sampling, stops):
+            for completion in self.engine.write(requests, sampling, stops):
                 episode = made[completion.request.index, completion.request.sample]
                 episode.speak(completion, self._decoded(completion.ids[len(episode.ids) :]))
         except ValueError as error:  # logits that are no numbers: ranks that wrote other texts have to hear of it
@@ -153,9 +154,8 @@ class Episodes:
             return False
         try:
             ids = self.encoder.reply(answer, stops.ids, prompt.tools)
-            vocab = self.generator.model.config.vocab_size
-            if vocab is not None and max(ids, default=0) >= vocab:
-                raise ValueError(f"the tokenizer gave id {max(ids)}, the model's vocabulary has {vocab}")
+            if max(ids, default=0) >= self.vocab_size:
+                raise ValueError(f"the tokenizer gave id {max(ids)}, the model's vocabulary has {self.vocab_size}")
         except ValueError as error:
             episode.error = f"an answer of --environment cannot be shown to the model: {error}"
             return False

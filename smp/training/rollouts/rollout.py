@@ -136,13 +136,43 @@ class Cut:
         )
 
     def _sampled(self, rollout: Rollout, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Log-probabilities of sampling by columns, (*rows, length): the label of column t is token t + 1."""
-        table = np.zeros((rows.size, self.length), np.float32)
-        offsets = rollout.samples.offsets
-        for line, row in zip(table, rows.flat, strict=True):
-            found = rollout.sampled[int(offsets[row]) + 1 : int(offsets[row + 1])]
-            line[: len(found)] = found
+        """Log-probabilities of sampling by columns, (*rows, length)."""
+        table = _by_columns(rollout, rollout.sampled, rows.ravel(), self.length)
         return torch.from_numpy(table).view(*rows.shape, self.length)
+
+
+def _by_columns(
+    rollout: Rollout, of_tokens: npt.NDArray[Any], rows: npt.NDArray[np.int64], length: int
+) -> npt.NDArray[Any]:
+    """(rows, length) of what is known of each token: the label of column t is token t + 1; 0 behind."""
+    table = np.zeros((len(rows), length), of_tokens.dtype)
+    offsets = rollout.samples.offsets
+    for line, row in zip(table, rows, strict=True):
+        found = of_tokens[int(offsets[row]) + 1 : int(offsets[row + 1])]
+        line[: len(found)] = found
+    return table
+
+
+def engine_mismatch(rollout: Rollout, length: int) -> dict[str, float]:
+    """By how much the log-probabilities with which another program's engine drew the tokens that are trained differ
+    from the trainer's, ``old``, at the same weights: the mean and the largest distance; the mean ratio of
+    probabilities; an estimate of KL(engine || trainer); and which share of the completions would count as much, were
+    they drawn by the trainer: (sum of w)^2 / (n x sum of w^2), w = the ratio of a whole completion."""
+    assert rollout.old is not None
+    rows = np.arange(len(rollout))
+    counted = _by_columns(rollout, rollout.samples.trained, rows, length)
+    sampled = _by_columns(rollout, rollout.sampled, rows, length).astype(np.float64)
+    apart = np.where(counted, rollout.old.view(len(rollout), length).double().numpy() - sampled, 0.0)
+    of_tokens, whole = np.clip(apart[counted], -20, 20), np.exp(np.clip(apart.sum(1), -20, 20))
+    if not len(of_tokens):
+        return {}
+    return {
+        "engine difference": float(np.abs(of_tokens).mean()),
+        "engine difference, largest": float(np.abs(of_tokens).max()),
+        "engine ratio": float(np.exp(of_tokens).mean()),
+        "engine KL": float((np.exp(of_tokens) - 1 - of_tokens).mean()),
+        "effective sample size": float(whole.sum() ** 2 / (len(whole) * (whole**2).sum())),
+    }
 
 
 def fill_table(table: torch.Tensor, micro_batches: MicroBatches, values: Sequence[torch.Tensor]) -> None:

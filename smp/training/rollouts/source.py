@@ -22,7 +22,7 @@ from smp.training.checkpoints.persistence import CARRIED
 from smp.training.objectives.contract import answer_micro_batches
 from smp.training.objectives.reference import FollowingReference, ModelReference
 from smp.training.rollouts.advantages import advantages, overlong_penalty, spreads, total_rewards
-from smp.training.rollouts.rollout import Cut, Rollout, fill_table
+from smp.training.rollouts.rollout import Cut, Rollout, engine_mismatch, fill_table
 from smp.training.rollouts.writing import Group, Pending, Writing
 
 
@@ -154,7 +154,13 @@ class RolloutSource:
     def _settings(self) -> torch.Tensor:
         """What completions in a checkpoint mean, as bytes."""
         said = [self.group, self.cut.length, self.settings.temperature, self.names]
+        said += [self.settings.rollout_engine] * self._compares
         return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether another program drew the tokens, whose log-probabilities are its own."""
+        return self.settings.rollout_engine != "smp"
 
     def _take(self) -> Rollout:
         """The next generation, rewarded."""
@@ -174,10 +180,10 @@ class RolloutSource:
         assert self.settings.max_sampling_rounds is not None, "filled in before"
         return self.settings.max_sampling_rounds
 
-    def _drawn(self, prompts: int) -> Pending:
+    def _drawn(self, prompts: int, *, again: bool = False) -> Pending:
         draws = range(self.at.draws, self.at.draws + prompts)
         self.at.draws += prompts
-        return self.writing.begin(self.dataset, draws, self.group)
+        return self.writing.begin(self.dataset, draws, self.group, again=again)
 
     def _made(self) -> Rollout:
         """A generation: prompts whose completions all have one reward are replaced while there are rounds left."""
@@ -186,7 +192,7 @@ class RolloutSource:
         sampling = scoring = 0.0
         errors = drawn = without = 0
         while len(kept) < wanted and rounds < self._rounds:
-            written = self._drawn(wanted).finish()
+            written = self._drawn(wanted, again=rounds > 0).finish()
             rounds, drawn = rounds + 1, drawn + wanted
             sampling, scoring = sampling + written.sampling, scoring + written.scoring
             errors += written.errors
@@ -241,8 +247,10 @@ class RolloutSource:
         of, rollout.table = self.settings, self._table(rollout)
         in_reward = of.kl_placement == "reward" and self.reference is not None
         # In the first of several steps the policy is still the old one, in a single step it is so throughout.
-        if self._steps > 1 or in_reward:
+        if self._steps > 1 or in_reward or self._compares:
             rollout.old = self._log_probs(self.policy, rollout)
+        if self._compares:
+            rollout.measured |= engine_mismatch(rollout, self.cut.length)
         if self.reference is not None:
             rollout.reference = self._log_probs(self.reference, rollout)
         rewards = total_rewards(rollout.rewards, self.weights) + rollout.penalty

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from smp.data.tuning.prompts import Prompt, PromptDataset
 from smp.data.tuning.tokenizer import TuningTokenizer
-from smp.generation import Completion, Generator, Request, Sampling, Stops
+from smp.generation import Completion, Request, Sampling, Stops
 from smp.parallel.agree import any_rank, gather
-from smp.parallel.context import ParallelContext
 from smp.rewards.functions import Call, RewardError, Scored
 from smp.rewards.pool import RewardPool
 from smp.training.errors import TrainingError
+from smp.training.rollouts.engines.engine import RolloutEngine
 from smp.training.rollouts.episodes import PAUSE, Episodes
 from smp.training.rollouts.scoring import RewardModel
 
@@ -98,8 +98,7 @@ class Writing:
     """Writes and rewards.
 
     Attributes:
-        generator: of the model that is trained.
-        context: of the run.
+        engine: with the weights of the model that is trained.
         tokenizer: of the model.
         pool: of reward functions, on one rank of those that write the same texts; else None.
         sampling: how tokens are chosen.
@@ -112,8 +111,7 @@ class Writing:
         progress: called as completions are rewarded.
     """
 
-    generator: Generator
-    context: ParallelContext
+    engine: RolloutEngine
     tokenizer: TuningTokenizer
     pool: RewardPool | None
     sampling: Sampling
@@ -125,12 +123,14 @@ class Writing:
     skips: bool
     progress: Callable[[], None]
 
-    def begin(self, dataset: PromptDataset, draws: Sequence[int], count: int) -> Pending:
+    def begin(self, dataset: PromptDataset, draws: Sequence[int], count: int, *, again: bool = False) -> Pending:
         """Write ``count`` completions for each of the prompts with these numbers. Rewards are asked for as the last
-        completion of a prompt ends."""
-        started = time.perf_counter()
+        completion of a prompt ends. ``again``: by the weights of the call before."""
+        started, share = time.perf_counter(), self.engine.share
+        if not again:
+            self.engine.update()
         # A prompt's completions are written by one rank: the prompt is computed once.
-        own = list(draws)[self.context.data_rank :: self.context.data_size]
+        own = list(draws)[share.index :: share.count]
         prompts = {draw: dataset.drawn(draw) for draw in own}
         ended: dict[int, dict[int, _Text]] = {draw: {} for draw in own}
         scores: dict[int, Future[list[Scored]]] = {}
@@ -154,7 +154,7 @@ class Writing:
                 time.sleep(PAUSE)
                 self.progress()
             try:
-                for draw in own if self.context.counts_tokens and not reason else ():
+                for draw in own if share.leads and not reason else ():
                     texts = [ended[draw][sample] for sample in range(count)]
                     scored = scores[draw].result() if draw in scores else None
                     sent.append((draw, texts, scored))
@@ -168,7 +168,7 @@ class Writing:
         """(draw, sample, completion), as they end."""
         if self.episodes is None:
             requests = [Request(prompts[draw].ids, self.longest, draw, i) for draw in prompts for i in range(count)]
-            for completion in self.generator.write(requests, self.sampling, self.stops):
+            for completion in self.engine.write(requests, self.sampling, self.stops):
                 draw = completion.request.index
                 yield draw, completion.request.sample, self._packed(prompts[draw], completion)
             return

@@ -16,7 +16,7 @@ from smp.data.loader import BatchLoader
 from smp.data.tuning.build import PromptData, chat_template_of
 from smp.data.tuning.encode import Encoder
 from smp.data.tuning.prompts import PromptDataset, prompts_fingerprint
-from smp.generation import Generator, Sampling, Stops
+from smp.generation import Sampling, Stops
 from smp.kernels import Kernels
 from smp.parallel.agree import any_rank, gather, on_all_or_none
 from smp.parallel.context import ParallelContext
@@ -28,6 +28,8 @@ from smp.training.build import RunSetup, build_generator, choose_backends
 from smp.training.kind import BatchSource, Kept, Say, Trainable
 from smp.training.objectives.contract import Reference
 from smp.training.objectives.reference import FollowingReference, ModelReference
+from smp.training.rollouts.engines.build import build_engine
+from smp.training.rollouts.engines.engine import RolloutEngine
 from smp.training.rollouts.episodes import Episodes
 from smp.training.rollouts.rollout import Cut
 from smp.training.rollouts.scoring import RewardModel, build_reward_model
@@ -52,14 +54,15 @@ class Reinforcement(Finetuning):
         super().__init__(config, data)
         self.prompts = data
         self._writing: Writing | None = None
+        self._engine: RolloutEngine | None = None
         self._pool: RewardPool | None = None
         self._environments: EnvironmentPool | None = None
         self._following: FollowingReference | None = None
 
     def close(self) -> None:
-        for pool in (self._pool, self._environments):
-            if pool is not None:
-                pool.close()
+        for held in (self._pool, self._environments, self._engine):
+            if held is not None:
+                held.close()
 
     def datasets(self) -> Datasets:
         config, data = self.config, self.prompts
@@ -83,7 +86,13 @@ class Reinforcement(Finetuning):
         made, rollouts = super().trainable(setup, say, progress), self.config.rollouts
         assert rollouts is not None, "settings of a fine-tuning run"
         specs = shlex.split(rollouts.reward_funcs or "")
-        calls = setup.context.counts_tokens  # one rank of those that write the same texts
+        size = rollouts.generation_batch_size
+        self._engine, lines = build_engine(
+            self.config, setup, made.model, lambda: build_generator(self.config, setup, made.model, batch_size=size)
+        )
+        for line in lines:
+            say(line)
+        calls = self._engine.share.leads  # one rank of those that write the same texts
 
         def start() -> RewardPool | None:
             if not (calls and specs):
@@ -95,17 +104,15 @@ class Reinforcement(Finetuning):
 
         self._pool = on_all_or_none(start, ConfigError, "--reward-funcs")
         tokenizer, seed = self.prompts.tokenizer, self.config.training.seed
-        generator = build_generator(self.config, setup, made.model, batch_size=rollouts.generation_batch_size)
         self._writing = Writing(
-            generator=generator,
-            context=setup.context,
+            engine=self._engine,
             tokenizer=tokenizer,
             pool=self._pool,
             sampling=Sampling(rollouts.temperature, rollouts.top_k, rollouts.top_p, seed),
             stops=Stops(frozenset({*end_ids(folder_of(self.config)), tokenizer.eos})),
             longest=rollouts.max_completion_length,
             functions=len(specs),
-            episodes=self._episodes(setup, generator, progress),
+            episodes=self._episodes(self._engine, progress),
             scorer=self._reward_model(setup, say),
             skips=rollouts.reward_errors == "skip",
             progress=progress,
@@ -123,10 +130,10 @@ class Reinforcement(Finetuning):
         following = self._following
         return Kept() if following is None else Kept(following.state, following.logical_rows)
 
-    def _episodes(self, setup: RunSetup, generator: Generator, progress: Callable[[], None]) -> Episodes | None:
+    def _episodes(self, engine: RolloutEngine, progress: Callable[[], None]) -> Episodes | None:
         """What --environment names."""
-        rollouts, calls = self.config.rollouts, setup.context.counts_tokens
-        assert rollouts is not None
+        rollouts, calls, vocab_size = self.config.rollouts, engine.share.leads, self.config.model.vocab_size
+        assert rollouts is not None and vocab_size is not None, "resolved before"
         if (spec := rollouts.environment) is None:
             return None
         texts = sum(not prompt.is_chat for prompt in self.prompts.prompts)
@@ -145,8 +152,7 @@ class Reinforcement(Finetuning):
         tokenizer = self.prompts.tokenizer
         encoder = Encoder(tokenizer, chat_template_of(self.config.data.chat_template, tokenizer))
         skips = rollouts.reward_errors == "skip"
-        context, pool = setup.context, self._environments
-        return Episodes(generator, context, pool, encoder, rollouts.max_turns, skips, progress)
+        return Episodes(engine, vocab_size, self._environments, encoder, rollouts.max_turns, skips, progress)
 
     def _reward_model(self, setup: RunSetup, say: Say) -> RewardModel | None:
         """What --reward-model names."""
