@@ -53,6 +53,18 @@ class Trainable(NamedTuple):
     objective: Objective
 
 
+class Instead(NamedTuple):
+    """What came of work in place of training.
+
+    Attributes:
+        said: what to report of it.
+        interrupted: it ended before it was done; the same command goes on.
+    """
+
+    said: str
+    interrupted: bool = False
+
+
 class RunKind(ABC):
     """A run calls these methods in their order here.
 
@@ -117,9 +129,9 @@ class RunKind(ABC):
         """Called before the first step."""
         on_rank_zero(lambda: leave_companions(self.config), CheckpointError)
 
-    def instead(self, progress: Callable[[], None]) -> str | None:
-        """Work that a run of this kind does in place of training: what to report of it. None: it trains. ``progress``
-        is called as it comes further."""
+    def instead(self, progress: Callable[[], None], reason: Callable[[int], str | None]) -> Instead | None:
+        """Work that a run of this kind does in place of training. None: it trains. ``progress`` is called as it comes
+        further; ``reason`` is asked by all ranks together after each of its steps, by number: why to end there."""
         return None
 
     def close(self) -> None:  # noqa: B027 (most kinds have nothing to close)

@@ -254,8 +254,9 @@ class Run:
         named = contextlib.nullcontext() if self.pipeline is None else naming(self.pipeline.place)
         with named:
             self.kind.before()
-            if (done := self.kind.instead(self.watchdog.progress)) is not None:
-                return Outcome("done", done, self.iteration)
+            if (done := self.kind.instead(self.watchdog.progress, self.stopping.reason)) is not None:
+                status: Status = "requeue" if done.interrupted else "done"
+                return Outcome(status, done.said, self.iteration, self.stopping.heard)
             if self.kind.evaluate_first and self.config.training.eval_interval and not self.iteration:
                 self.evaluate()
             with self.goodput.during("productive"):

@@ -106,7 +106,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_training(config.training)
     if config.objective is None:
         _check_loading(config.checkpoint)
-    _check_saving(config.checkpoint, config.training)
+    _check_saving(config, config.checkpoint, config.training)
 
 
 def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> None:
@@ -414,7 +414,7 @@ def _check_loading(checkpoint: CheckpointConfig) -> None:
     )
 
 
-def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> None:
+def _check_saving(config: Config, checkpoint: CheckpointConfig, training: TrainingConfig) -> None:
     names = (
         "save_interval",
         "save_epochs",
@@ -432,7 +432,8 @@ def _check_saving(checkpoint: CheckpointConfig, training: TrainingConfig) -> Non
         "has ended (tools/convert_checkpoint.py, tools/merge_lora.py)",
     )
     for flag in given(training, "exit_interval", "exit_duration_in_mins"):
-        require(checkpoint.save is not None, f"{flag} saves and stops: give --save, the folder to save under")
+        saves = checkpoint.save is not None or (config.distillation is not None and config.distillation.logits_save_dir)
+        require(bool(saves), f"{flag} saves and stops: give --save, the folder to save under")
     interval, mtbf, last = checkpoint.save_interval, checkpoint.save_mtbf_hours, checkpoint.keep_last_k
     require(interval is None or mtbf is None, f"--save-interval {interval} and --save-mtbf-hours {mtbf} are both given")
     require(

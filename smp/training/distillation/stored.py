@@ -31,7 +31,6 @@ from smp.checkpoint.format.entries import DamagedError
 from smp.checkpoint.format.tensor_bytes import DTYPES, raw_bytes
 from smp.checkpoint.format.tensor_file import read_header
 from smp.checkpoint.storage import write_tensors
-from smp.config import ConfigError
 from smp.data.tuning.samples import Samples
 from smp.layers.heads.distillation import TopLogits
 from smp.parallel.agree import on_all_or_none
@@ -49,12 +48,18 @@ class LogitsWriter:
         path: the folder, which exists.
         rank: of this process.
         meaning: of the folder.
+        number: of its first file; those of an interrupted run have lower ones.
     """
 
-    def __init__(self, path: str, rank: int, meaning: Meaning) -> None:
-        self._folder, self._rank, self._meaning = open_folder(path), rank, meaning
+    def __init__(self, path: str, rank: int, meaning: Meaning, number: int = 0) -> None:
+        self._folder, self._rank, self._meaning, self._number = open_folder(path), rank, meaning, number
         self._held: list[dict[str, torch.Tensor]] = []
         self.parts: list[dict[str, Any]] = []
+
+    @property
+    def full(self) -> bool:
+        """Whether it holds as much as a file has."""
+        return sum(tensor.nbytes for held in self._held for tensor in held.values()) >= PART_BYTES
 
     def add(self, numbers: torch.Tensor, top: TopLogits) -> None:
         """Labels and what is known of them, on any device."""
@@ -66,15 +71,13 @@ class LogitsWriter:
                 "rest": top.rest.cpu(),
             }
         )
-        if sum(tensor.nbytes for held in self._held for tensor in held.values()) >= PART_BYTES:
-            self.flush()
 
     def flush(self) -> None:
         """Write what is held."""
         if not self._held:
             return
         tensors = {name: torch.cat([held[name] for held in self._held]) for name in self._held[0]}
-        file = f"part-{self._rank:05d}-{len(self.parts):05d}.safetensors"
+        file = f"part-{self._rank:05d}-{self._number + len(self.parts):05d}.safetensors"
         checksums = write_tensors(self._folder, file, tensors)
         self.parts.append({"file": file, "labels": len(tensors["numbers"]), "xxh3_64": checksums})
         self._held.clear()
@@ -172,19 +175,3 @@ def read_stored(path: str, samples: Samples) -> StoredLogits:
     return on_all_or_none(
         lambda: StoredLogits(path, meaning, parts, samples, share), CheckpointError, "--logits-load-dir"
     )
-
-
-def new_folder(path: str) -> None:
-    """Make the folder of --logits-save-dir, which must be empty or not there.
-
-    Raises:
-        ConfigError: it cannot be made, or holds something.
-    """
-    folder = open_folder(path)
-    try:
-        folder.make()
-        names = folder.names()
-    except (OSError, CheckpointError) as error:
-        raise ConfigError(f"--logits-save-dir {path}: {error}") from None
-    if names:
-        raise ConfigError(f"--logits-save-dir {path} is not empty")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from smp.config import Config
 from smp.data.tuning.build import PromptData, TuningData
 from smp.training.kind import RunKind
-from smp.training.tuning.distilling import Distilling, SavingLogits
+from smp.training.tuning.distilling import Distilling
 from smp.training.tuning.finetuning import Finetuning
 from smp.training.tuning.reinforcement import Reinforcement
+from smp.training.tuning.saving_logits import SavingLogits
 
 
 def tuning_kind(config: Config, data: TuningData | PromptData) -> RunKind:

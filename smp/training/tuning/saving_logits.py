@@ -1,0 +1,127 @@
+"""A run of --objective distill with --logits-save-dir: the teacher's pass over all samples, in place of training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch.distributed as dist
+
+from smp.config import ConfigError
+from smp.data.loader import RankBatch
+from smp.data.sample import IGNORE_INDEX
+from smp.data.tuning.batches import NumberedBatch, TuningDataset
+from smp.data.tuning.sequences import Sequences, lay_out
+from smp.layers.heads.distillation import top_log_probs
+from smp.layers.heads.head import DISTILLED, chunk_tokens
+from smp.parallel.agree import any_rank, gather, on_rank_zero
+from smp.training.build import RunSetup, batch_loader
+from smp.training.distillation.meaning import Meaning
+from smp.training.distillation.stored import LogitsWriter, write_manifest
+from smp.training.distillation.teacher import ModelTeacher
+from smp.training.distillation.unfinished import Come, Work, begin_folder, forget, note
+from smp.training.kind import Instead, Say, Trainable
+from smp.training.objectives.distillation import Distillation
+from smp.training.tuning.finetuning import Finetuning, trims
+
+SECONDS = 300.0
+"""The longest work that is lost when a process is killed."""
+
+
+class SavingLogits(Finetuning):
+    """Writes what the model in --load says of all samples, and trains nothing.
+
+    Raises:
+        ConfigError: see :class:`Finetuning`; or --logits-save-dir holds something else.
+    """
+
+    evaluate_first = False
+    _setup: RunSetup | None = None
+    _teacher: ModelTeacher | None = None
+    _come = Come()
+
+    def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
+        path, work = self._path, self._work()
+        self._come = on_rank_zero(lambda: begin_folder(path, work), ConfigError)
+        if self._come.sequences:
+            say(f"--logits-save-dir {path}: {self._come.sequences} sequences are there; it goes on behind them")
+        made = super().trainable(setup, say, progress)
+        assert isinstance(made.objective, Distillation) and isinstance(made.objective.teacher, ModelTeacher)
+        self._setup, self._teacher = setup, made.objective.teacher
+        return made
+
+    @property
+    def _path(self) -> str:
+        assert self.config.distillation is not None and self.config.distillation.logits_save_dir is not None
+        return self.config.distillation.logits_save_dir
+
+    def _work(self) -> Work:
+        config, distillation, vocab_size = self.config, self.config.distillation, self.config.model.vocab_size
+        assert distillation is not None and config.rollouts is not None and vocab_size is not None, "resolved before"
+        meaning = Meaning(
+            samples=self.data.samples.fingerprint(),
+            vocab_size=vocab_size,
+            temperature=config.rollouts.temperature,
+            top_k=min(distillation.logits_top_k, vocab_size),
+            dtype=distillation.logits_save_dtype,
+        )
+        return Work(meaning, str(config.checkpoint.load), self.data.train.length, self.data.train.packed)
+
+    def _sequences(self) -> Sequences:
+        """All samples, in the order in which they are written."""
+        packing: Literal["best-fit", "off"] = "best-fit" if self.data.train.packed else "off"
+        samples = self.data.samples
+        return lay_out(samples, np.arange(len(samples)), self.data.train.length, packing)
+
+    def instead(self, progress: Callable[[], None], reason: Callable[[int], str | None]) -> Instead:
+        config, setup, work, path = self.config, self._setup, self._work(), self._path
+        assert setup is not None and config.data.global_batch_size is not None, "resolved before"
+        every, begun, size = self._sequences(), self._come.sequences, config.data.global_batch_size
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        writer = LogitsWriter(path, rank, work.meaning, number=len(self._come.parts))
+        dataset = TuningDataset(self.data.samples, every, seed=None, trim=trims(config), numbered=True)
+        batches = batch_loader(config, setup, dataset, dataset.batch, start=begun)
+        noted = time.monotonic()
+        try:
+            for step, first in enumerate(range(begun, len(every), size), 1):
+                self._write(next(batches), writer, work.meaning)
+                progress()
+                done, why = min(first + size, len(every)), reason(step)
+                if done < len(every) and (why or any_rank(writer.full or time.monotonic() - noted > SECONDS)):
+                    on_rank_zero(partial(note, path, work, Come(done, self._parts(writer))), ConfigError)
+                    noted = time.monotonic()
+                if why and done < len(every):
+                    said = f"{why}; {done} of {len(every)} sequences are in {path}: the same command goes on"
+                    return Instead(said, interrupted=True)
+        finally:
+            batches.close()
+        parts = self._parts(writer)
+        on_rank_zero(lambda: write_manifest(path, work.meaning, parts), ConfigError)
+        on_rank_zero(lambda: forget(path), ConfigError)
+        labels = sum(part["labels"] for part in parts)
+        return Instead(f"log-probabilities of {work.meaning.top_k} tokens for each of {labels:,} labels are in {path}")
+
+    def _parts(self, writer: LogitsWriter) -> list[dict[str, Any]]:
+        """All files that are whole, of all ranks and of what was interrupted."""
+        writer.flush()
+        return [*self._come.parts, *(part for rank in gather(writer.parts) for part in rank)]
+
+    def _write(self, batch: RankBatch, writer: LogitsWriter, meaning: Meaning) -> None:
+        """What the teacher says of a rank's share of a step, by one rank of those that have the same tokens."""
+        assert self._teacher is not None and self._setup is not None
+        assert isinstance(batch, NumberedBatch) and batch.numbers is not None
+        asked = self._teacher.micro_batches(batch)
+        for i, states in enumerate(self._teacher.states(batch)):
+            micro_batch, head = asked[i], self._teacher.head
+            assert micro_batch.token_index is not None and micro_batch.labels is not None
+            chunk = chunk_tokens(head.matrix, share=DISTILLED)
+            top = top_log_probs(states, head, meaning.top_k, meaning.temperature, chunk_tokens=chunk)
+            columns = micro_batch.token_index.cpu() - batch.sample_index[i][:, None] * batch.input_ids.shape[-1]
+            labels = (micro_batch.labels != IGNORE_INDEX).flatten().cpu()
+            if self._setup.context.tp.get_local_rank() == 0:
+                numbers = batch.numbers[i].gather(1, columns).flatten()[labels]
+                # What follows the rows is padding.
+                writer.add(numbers, top[: len(labels)][labels.to(states.device)])
