@@ -19,6 +19,9 @@ class DistillationConfig:
     teacher: str | None = only_with(None, objective="distill")
     """Folder of the teacher: a Hugging Face model or a checkpoint, of any family, with the same tokenizer. It has the
     layout of the run and stays as it is."""
+    teacher_expert_model_parallel_size: int | None = only_with(None, teacher=GIVEN)
+    """Neighbouring ranks that divide the teacher's experts, where it has some. Default: those of the run, where its
+    model has experts, too; else 1."""
     lmbda: float = only_with(0.0, teacher=GIVEN)
     """Share of the steps that train on completions which the model itself writes for the prompts of the data, in place
     of the completions there (on policy)."""

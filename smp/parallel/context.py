@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 
@@ -231,14 +231,7 @@ def build_context(
     )
     dense = make(ranks.view(pp, replicas, shard * cp, tp), names)
     cp_mesh, exchange = _cp_meshes(ranks, cp, tp, heads_group, make)
-    ep = ep_tp = expert_fsdp = None
-    if layout.ep > 1 or layout.expert_tp < tp:
-        # Neighbours within dp_shard x cp (x tp, but for those that cut an expert) hold different experts; what is left
-        # of these ranks shards each expert.
-        shape = (pp, replicas, layout.expert_shard, layout.ep, layout.expert_tp)
-        names = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
-        expert = make(ranks.view(shape), names)
-        ep, ep_tp, expert_fsdp = expert["ep"], expert["ep", "tp"], _sharding(expert, "expert_shard")
+    ep, ep_tp, expert_fsdp = _expert_meshes(layout, ranks, make)
     return ParallelContext(
         tp=dense["tp"],
         sequence_parallel=sequence_parallel,
@@ -254,6 +247,37 @@ def build_context(
         data_rank=dense.get_local_rank("dp_replicate") * shard + dense.get_local_rank("dp_shard") // cp,
         data_size=replicas * shard,
     )
+
+
+def with_experts_of(
+    context: ParallelContext,
+    layout: Layout,
+    device_type: str,
+    timeout: timedelta | None = None,
+    *,
+    progress: Callable[[], None] = lambda: None,
+) -> ParallelContext:
+    """``context`` of another model in the same run, whose experts are cut as ``layout`` says. Makes groups: all ranks
+    call it together."""
+    make = partial(
+        _mesh, device_type=device_type, timeout=timeout, backends={}, backend=lambda ranks: None, progress=progress
+    )
+    ep, ep_tp, expert_fsdp = _expert_meshes(layout, torch.arange(context.world_size), make)
+    # The collectives that were chosen are of this run's meshes: the other model's are flat.
+    return replace(context, collectives=None, ep=ep, ep_tp=ep_tp, expert_fsdp=expert_fsdp)
+
+
+def _expert_meshes(
+    layout: Layout, ranks: torch.Tensor, make: Callable[..., DeviceMesh]
+) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh | None]:
+    """``ep``, ``ep_tp`` and ``expert_fsdp`` of the context; None where experts are cut as all else."""
+    if layout.ep == 1 and layout.expert_tp == layout.tp:
+        return None, None, None
+    # Neighbours within dp_shard x cp (x tp, but for those that cut an expert) hold different experts; what is left of
+    # these ranks shards each expert.
+    shape = (layout.pp, layout.dp_replicate, layout.expert_shard, layout.ep, layout.expert_tp)
+    expert = make(ranks.view(shape), ("pp", "dp_replicate", "expert_shard", "ep", "tp"))
+    return expert["ep"], expert["ep", "tp"], _sharding(expert, "expert_shard")
 
 
 def _cp_meshes(

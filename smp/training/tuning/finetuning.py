@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from smp.checkpoint import CheckpointError
-from smp.config import Config, ConfigError
+from smp.config import Config, ConfigError, Layout
 from smp.convert.peft.adapters import Adapters, family_for
 from smp.convert.peft.read import read_adapters
 from smp.data.build import Datasets
@@ -28,7 +29,7 @@ from smp.models.arithmetic import count_parameters
 from smp.models.protocol import Model
 from smp.parallel.agree import gather, on_rank_zero
 from smp.parallel.boxes import local_part
-from smp.parallel.context import ParallelContext
+from smp.parallel.context import ParallelContext, with_experts_of
 from smp.sharding.parallelize import free_gathered
 from smp.training.build import RunSetup, batch_loader, build_forward_backward, choose_backends, setup_beside
 from smp.training.distillation.stored import read_stored
@@ -253,11 +254,24 @@ class Models:
             # What it says is written: the model is its own teacher.
             return ModelTeacher(self.model, self.forward_backward, student, self.device, self.context.cp_group)
         of = teacher_config(config, self.context.world_size)
-        documents = data.train.packed or data.valid.packed
+        documents, setup = data.train.packed or data.valid.packed, self._with_experts_of(of)
         made, lines = build_teacher(of, setup_beside(of, setup, documents=documents, trim=trims(config)), student)
         for line in lines:
             self.run.say(line)
         return made
+
+    def _with_experts_of(self, other: Config) -> RunSetup:
+        """For a model whose experts are cut otherwise than those of the run; all ranks make its groups together."""
+        setup, parallel = self.run.setup, other.parallel
+        layout = Layout.from_config(parallel, self.context.world_size)
+        own = Layout.from_config(self.run.config.parallel, self.context.world_size)
+        if (layout.ep, layout.expert_tp) == (own.ep, own.expert_tp):
+            return setup
+        timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+        with setup.making_groups():
+            kind, progress = setup.device.type, setup.progress
+            context = with_experts_of(self.context, layout, kind, timeout, progress=progress)
+        return dataclasses.replace(setup, context=context)
 
     def _asked(self, model: Model, forward_backward: ForwardBackward, **around: Any) -> ModelReference:
         return ModelReference(model, forward_backward, self.device, cp=self.context.cp_group, **around)

@@ -15,6 +15,7 @@ from smp.config.command_line.fields import flag_of
 from smp.config.distillation import DistillationConfig
 from smp.config.layers import effective
 from smp.config.objectives import ObjectiveConfig
+from smp.config.parallel import ParallelConfig
 from smp.config.resolve import refuse_megatron, resolve_model
 from smp.config.rollouts import RolloutConfig
 from smp.config.rules.checks import check_combinations
@@ -246,6 +247,7 @@ def teacher_config(config: Config, world_size: int) -> Config:
         raise ConfigError(f"--teacher {folder} holds neither a Hugging Face model nor a checkpoint of a training run")
     if found["scalar_head"]:
         raise ConfigError(f"--teacher {folder} is a reward model, without an output matrix")
+    config = replace(config, parallel=_of_teacher(config, found["num_experts"]))
     made = _frozen(config, folder, "--teacher", found, world_size, "sft", config.data.seq_length or 1)
     own, other = tokenizer_of(config).vocabulary(), tokenizer_of(made, "--teacher").vocabulary()
     apart = next((text for text in own.keys() | other.keys() if own.get(text) != other.get(text)), None)
@@ -255,6 +257,20 @@ def teacher_config(config: Config, world_size: int) -> Config:
             f"{own.get(apart)} here; a teacher needs the same token ids"
         )
     return made
+
+
+def _of_teacher(config: Config, experts: int | None) -> ParallelConfig:
+    """The layout of a teacher with so many experts, which are cut on their own; all else is cut as the run's model."""
+    assert config.distillation is not None
+    ranks, parallel = config.distillation.teacher_expert_model_parallel_size, config.parallel
+    if ranks is not None and experts is None:
+        raise ConfigError(
+            f"--teacher-expert-model-parallel-size {ranks}: --teacher {config.distillation.teacher} has no experts; "
+            "leave it out"
+        )
+    if ranks is None and experts is not None and config.model.num_experts is not None:
+        return parallel
+    return replace(parallel, expert_model_parallel_size=ranks or 1, expert_tensor_parallel_size=None)
 
 
 def _frozen(
