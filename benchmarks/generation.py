@@ -5,7 +5,8 @@
 
 Tokens per second of wall time (medians over rounds) and of processor time (fastest round: waiting for a busy machine
 does not count). Both sample with temperature 1 from all tokens. The limit is that of the matrix products alone: all
-weights that a token is multiplied with, measured by themselves at the batch size.
+weights that a token is multiplied with, measured by themselves at the batch size. A training step of the same model
+(forward and backward) says what rate of arithmetic the processor reaches where it does not wait for memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from transformers.utils import logging
 from benchmarks.timing import Report
 from smp.convert.formats import open_checkpoint
 from smp.generation import Generator, Request, Sampling
+from smp.models.micro_batch import MicroBatch
+from smp.models.protocol import Model
 from smp.training.texts.text_model import alone, load_model
 
 CONFIG = LlamaConfig(
@@ -66,6 +69,26 @@ def products(dtype: torch.dtype, batch: int) -> Callable[[], int]:
     return run
 
 
+MATRICES = CONFIG.num_hidden_layers * (
+    4 * CONFIG.hidden_size**2 + 3 * CONFIG.hidden_size * CONFIG.intermediate_size
+) + (CONFIG.hidden_size * CONFIG.vocab_size)
+"""Weights that a token is multiplied with."""
+STEP = (4, 256)
+"""Sequences and tokens of a training step."""
+
+
+def training_step(model: Model) -> int:
+    """Forward and backward; how many tokens."""
+    ids = torch.randint(3, CONFIG.vocab_size, STEP)
+    weights = torch.full(STEP, 1.0 / ids.numel())
+    loss = model(MicroBatch(ids, labels=ids.roll(-1, 1), loss_weights=weights)).loss
+    assert loss is not None
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return ids.numel()
+
+
 def measure(report: Report, dtype: torch.dtype, args: argparse.Namespace) -> None:
     """The table of one dtype."""
     prompts = torch.randint(3, CONFIG.vocab_size, (args.batch, PROMPT), generator=torch.Generator().manual_seed(0))
@@ -91,21 +114,28 @@ def measure(report: Report, dtype: torch.dtype, args: argparse.Namespace) -> Non
     def limit() -> int:
         return sum(steps() for _ in range(args.new))
 
-    runs = {"transformers.generate": others, "smp": ours, "matrix products alone": limit}
+    step = STEP[0] * STEP[1]
+    runs = {"transformers.generate": (others, total), "smp": (ours, total), "matrix products alone": (limit, total)}
+    runs |= {"training step": (lambda: training_step(model), step)}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for turn in range(args.rounds + 1):
-        for name, run in runs.items():
-            found = seconds(run, total)
+        for name, (run, count) in runs.items():
+            found = seconds(run, count)
             if turn:  # the first is a warm-up
                 times[name].append(found)
     report.say(f"\n{args.batch} texts x {args.new} new tokens behind {PROMPT}, {str(dtype).removeprefix('torch.')}")
-    report.say(f"  {'':24} {'tokens/s, wall time':>20} {'tokens/s, processor time':>26}")
+    report.say(f"  {'':24} {'tokens/s, wall time':>20} {'tokens/s, processor time':>26} {'matrices':>13}")
     first = [statistics.median(w for w, _ in times["transformers.generate"])]
     first.append(min(p for _, p in times["transformers.generate"]))
     for name, found in times.items():
         wall, busy = statistics.median(w for w, _ in found), min(p for _, p in found)
-        rates = f"{total / wall:12.0f} {first[0] / wall:6.2f} x"
-        report.say(f"  {name:24} {rates} {args.threads * total / busy:16.0f} {first[1] / busy:6.2f} x")
+        trains = name == "training step"
+        count, work = (step, 6) if trains else (total, 2)
+        rates = f"{count / wall:12.0f} {'' if trains else f'{first[0] / wall:6.2f} x':8}"
+        ours_of = "" if trains else f"{first[1] / busy:6.2f} x"
+        # Of one thread, attention not counted: the same for all rows.
+        arithmetic = work * MATRICES * count / busy / 1e9
+        report.say(f"  {name:24} {rates} {args.threads * count / busy:16.0f} {ours_of:8} {arithmetic:6.0f} GFLOP/s")
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
     python tools/demo.py --folder /tmp/demo --train-iters 20
     python tools/demo.py --finetune
     python tools/demo.py --experts
-    python tools/demo.py --rl
+    python tools/demo.py --rl --seed 1
 
 With --finetune the trained model (which is trained first if there is none) learns to write docstrings: LoRA on
 functions of the standard library, the adapters merged, and both models side by side.
@@ -29,7 +29,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from math import log
 from pathlib import Path
 
@@ -232,6 +232,11 @@ def compare_experts(folder: Path, processes: int, flags: Sequence[str]) -> None:
     print(f"losses and loads: {picture}")
 
 
+def _seed(flags: Sequence[str]) -> Sequence[str]:
+    """--seed, which is both trainings'."""
+    return [word for pair in pairwise(flags) if pair[0] == "--seed" for word in pair]
+
+
 def learn_by_rewards(folder: Path, processes: int, flags: Sequence[str]) -> None:
     """A first training that is too short, and then rewards."""
     base, tuned, logs, picture = (folder / name for name in ("sorting_base", "sorting", "logs_sorting", "rewards.png"))
@@ -243,7 +248,7 @@ def learn_by_rewards(folder: Path, processes: int, flags: Sequence[str]) -> None
     python(
         *(*torchrun, "pretrain_gpt.py", "--config", "recipes_collection/recipes/laptop/rl_demo_base.yaml"),
         *("--data-path", data / "texts.jsonl", "--tokenizer-model", data / "tokenizer.json"),
-        *("--save", base, "--log-dir", folder / "logs_sorting_base"),
+        *("--save", base, "--log-dir", folder / "logs_sorting_base", *_seed(flags)),
     )
     python(
         *(*torchrun, "finetune.py", "--config", "recipes_collection/recipes/laptop/rl_demo.yaml"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
 from tests.training.flag_runs import clean_process, proves
 from tests.training.rl_lab import STEPS, flags, write_inputs, write_reward_model
-from tests.training.tuning_lab import together, tune_all
+from tests.training.tuning_lab import QUIET, together, tune_all
 
 pytest.importorskip("transformers")
 GRPO = "--objective grpo"
@@ -97,55 +97,79 @@ def test_bf16_with_a_temperature_samples_as_it_trains(folder: Path) -> None:
     assert divided < 3 * plain + 1e-6
 
 
-SLOW_REWARD = """
+KILLED = """
+import os, signal, sys
+import finetune
+from smp.generation.generator import Generator
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+phase = sys.argv.pop(1)
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+calls = []
+
+def one_pass(self, *given, own=Generator._pass):
+    calls.append(1)
+    if len(calls) == 4:
+        kill()
+    return own(self, *given)
+
+if phase == "sampling":
+    Generator._pass = one_pass
+if phase == "update":  # weights have changed, and nobody has saved them
+    register_optimizer_step_post_hook(lambda *_: calls.append(1) or len(calls) == 2 and kill())
+sys.exit(finetune.main(sys.argv[1:]))
+"""
+DEADLY_REWARD = """
 import os, signal, time
 
-def slow(completion_ids, **columns):
-    time.sleep(0.05)
+def first(completion_ids, **columns):
+    if os.environ.get("PHASE") == "scoring":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
     return [float(ids[0] % 7) for ids in completion_ids]
 """
 
 
-@pytest.mark.parametrize("when", [0.5, 1.5])
-def test_a_killed_run_ends_as_an_undisturbed_one(folder: Path, tmp_path: Path, when: float) -> None:
-    """SIGKILL while it samples, scores or updates, several times; the same command line goes on."""
-    (tmp_path / "slow.py").write_text(SLOW_REWARD)
-    method = f"{GRPO} --reward-funcs {tmp_path}/slow.py:slow --train-iters 5 --num-iterations 2 --log-interval 1"
+def test_a_run_killed_in_each_phase_ends_as_an_undisturbed_one(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL in an update, while it samples, while it scores; the same command line goes on, and another layout."""
+    (tmp_path / "deadly.py").write_text(DEADLY_REWARD)
+    (tmp_path / "killed.py").write_text(KILLED)
+    method = f"{GRPO} --reward-funcs {tmp_path}/deadly.py:first --train-iters 5 --num-iterations 2 --log-interval 1"
 
-    def line(name: str) -> list[str]:
-        words = flags(folder, method, f"--log-dir {tmp_path}/{name} --save {tmp_path}/{name}/saved --save-interval 1")
-        quiet = "--resume --no-tensorboard --no-progress-bar"
-        return [sys.executable, str(Path(finetune.__file__)), *words.split(), *quiet.split()]
+    def words(name: str) -> str:
+        saved = f"--log-dir {tmp_path}/{name} --save {tmp_path}/{name}/saved --save-interval 1"
+        return flags(folder, method, f"{saved} --resume {QUIET}")
 
-    environment = {**os.environ, "PYTHONPATH": str(Path(finetune.__file__).parent)}
-    subprocess.run(line("whole"), env=environment, check=True, capture_output=True)
-    records = tmp_path / "killed" / "metrics.jsonl"
-    for _ in range(2):
-        running = subprocess.Popen(
-            line("killed"), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        ends = time.monotonic() + 120
-        seen = records.read_text().count("\n") if records.is_file() else 0
-        while time.monotonic() < ends and running.poll() is None:
-            if records.is_file() and records.read_text().count("\n") > seen:
-                break
-            time.sleep(0.01)
-        time.sleep(when * 0.1)
-        running.send_signal(signal.SIGKILL)
-        running.wait()
-    subprocess.run(line("killed"), env=environment, check=True, capture_output=True)
+    def start(name: str, phase: str) -> int:
+        line = [sys.executable, str(tmp_path / "killed.py"), phase, *words(name).split()]
+        environment = {**os.environ, "PYTHONPATH": str(Path(finetune.__file__).parent), "PHASE": phase}
+        done = subprocess.run(line, env=environment, capture_output=True, text=True)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        return done.returncode
 
     def steps(name: str) -> list[dict[str, float]]:
         found = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         wanted = ("iteration", "lm loss", "grad norm", "reward", "entropy", "completion length")
         return [{key: record[key] for key in wanted} for record in found]
 
+    assert start("whole", "") == 0
+    for phase, trained in {"update": 1, "sampling": 2, "scoring": 2}.items():
+        assert start("killed", phase) == -signal.SIGKILL, phase
+        assert len(steps("killed")) == trained, phase
+    shutil.copytree(tmp_path / "killed", tmp_path / "cut")
+    assert start("killed", "") == 0
     assert steps("killed") == steps("whole") and len(steps("whole")) == 5
     texts = [
         [json.loads(line) for line in (tmp_path / name / "completions.jsonl").read_text().splitlines()]
         for name in ("whole", "killed")
     ]
     assert texts[0] == texts[1] and len(texts[0]) == 3 * 4
+    (cut,) = runs(2, [f"{words('cut')} --tensor-model-parallel-size 2 --sequence-parallel"])
+    assert cut["losses"] == pytest.approx([step["lm loss"] for step in steps("whole")[2:]], rel=1e-4, abs=1e-5)
+    assert [step["reward"] for step in cut["more"]] == pytest.approx([step["reward"] for step in steps("whole")[2:]])
 
 
 CHANGES = {
@@ -354,14 +378,20 @@ def test_a_broken_function_ends_the_run_in_a_line_or_is_counted(
     (tmp_path / "broken.py").write_text(BROKEN)
     limit = 1 if name == "hangs" else 60  # a busy machine is slow, too
     method = f"{GRPO} --reward-funcs {tmp_path}/broken.py:{name} {{0}}/rewards.py:vowels --reward-timeout {limit}"
-    rest = f"--log-dir {tmp_path}/logs --train-iters 12 --lr 1e-4"
+    rest = f"--log-dir {tmp_path}/logs --train-iters 12 --lr 1e-4 --save {tmp_path}/saved --save-interval 1"
     with clean_process():
         assert run(flags(folder, method, rest)) == 1
         said = capfd.readouterr().err.strip().splitlines()
         assert len(said) == 1 and FAILING[name].format(tmp_path) in said[0] and "--reward-errors skip" in said[0]
-        short = f"--log-dir {tmp_path}/skipped --train-iters {6 if name == 'raises' else 1} --reward-errors skip"
+        # What was trained before is there.
+        go_on = f"--train-iters 6 --save {tmp_path}/saved --resume" if name == "raises" else "--train-iters 1"
+        short = f"--log-dir {tmp_path}/skipped {go_on} --reward-errors skip"
         assert run(flags(folder, method, short, "--lr 1e-4")) == 0
-    assert sum(record.get("reward errors", 0) for record in records(tmp_path / "skipped")) > 0
+    skipped = records(tmp_path / "skipped")
+    assert sum(record.get("reward errors", 0) for record in skipped) > 0
+    if name == "raises":
+        before = [record["iteration"] for record in records(tmp_path / "logs")]
+        assert before and [*before, *(record["iteration"] for record in skipped)] == list(range(1, 7))
 
 
 REFUSED = {
