@@ -125,6 +125,7 @@ def test_the_adapter_of_vllm_by_a_stand_in(folder: Path, tmp_path: Path) -> None
 REFUSED = {
     "--rollout-engine vllm": "--rollout-engine vllm: vllm is not installed: pip install vllm",
     "--rollout-engine transformers --lora-rank 2 --load-in-4bit": "weights in 4 bits are not sent to another engine",
+    "--rollout-engine transformers --model-implementation transformers": "--rollout-engine transformers: only this",
     "--rollout-engine transformers --vllm-tensor-parallel-size 2": "--vllm-tensor-parallel-size 2 has no effect",
 }
 

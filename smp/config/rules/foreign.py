@@ -21,6 +21,7 @@ _ONLY_OURS = {
         *("fp8_format", "attention_backend"),
     ),
     "lora": ("use_dora", "load_adapter", "load_in_4bit"),
+    "rollouts": ("rollout_engine",),
 }
 """Settings of a run, by group, that need layers of this project."""
 

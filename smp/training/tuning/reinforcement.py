@@ -133,9 +133,10 @@ class Reinforcement(Finetuning):
     def _episodes(self, engine: RolloutEngine, progress: Callable[[], None]) -> Episodes | None:
         """What --environment names."""
         rollouts, calls, vocab_size = self.config.rollouts, engine.share.leads, self.config.model.vocab_size
-        assert rollouts is not None and vocab_size is not None, "resolved before"
+        assert rollouts is not None
         if (spec := rollouts.environment) is None:
             return None
+        assert vocab_size is not None, "resolved before"
         texts = sum(not prompt.is_chat for prompt in self.prompts.prompts)
         if texts:
             raise ConfigError(
