@@ -176,7 +176,13 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class DeltaNetMixer(Recurrence):
-    """A gated delta net (Qwen3-Next), see :mod:`smp.layers.recurrences.delta_net`; its norm is of each head."""
+    """A gated delta net (Qwen3-Next), see :mod:`smp.layers.recurrences.delta_net`; its norm is of each head.
+
+    Attributes:
+        negative: rates go up to 2.
+    """
+
+    negative: bool = False
 
     def __str__(self) -> str:
         return f"gated delta net, {self.value_heads} states of {self.key_dim} x {self.value_dim}"

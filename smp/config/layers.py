@@ -35,6 +35,7 @@ from smp.config.layer_specs import (
     MLPSpec,
     NormSpec,
     QueryTemperature,
+    Recurrence,
     RopeScalingSpec,
     RopeSpec,
 )
@@ -92,15 +93,17 @@ def _attention(model: ModelConfig, layer: int) -> AttentionMixer | LatentMixer:
 
 
 def _delta_net(model: ModelConfig, layer: int) -> DeltaNetMixer | KimiDeltaMixer:
-    kind = KimiDeltaMixer if model.linear_attention_type == "kda" else DeltaNetMixer
-    return kind(
-        key_heads=model.linear_num_key_heads,
-        value_heads=model.linear_num_value_heads,
-        key_dim=model.linear_key_head_dim,
-        value_dim=model.linear_value_head_dim,
-        conv=model.linear_conv_kernel_dim,
-        norm_eps=model.norm_epsilon,
-    )
+    sizes: dict[str, Any] = {
+        "key_heads": model.linear_num_key_heads,
+        "value_heads": model.linear_num_value_heads,
+        "key_dim": model.linear_key_head_dim,
+        "value_dim": model.linear_value_head_dim,
+        "conv": model.linear_conv_kernel_dim,
+        "norm_eps": model.norm_epsilon if model.linear_norm_epsilon is None else model.linear_norm_epsilon,
+    }
+    if model.linear_attention_type == "kda":
+        return KimiDeltaMixer(**sizes)
+    return DeltaNetMixer(**sizes, negative=model.linear_allow_neg_eigval)
 
 
 def _mamba(model: ModelConfig, layer: int) -> MambaMixer:
@@ -154,12 +157,14 @@ def _feed_forward(model: ModelConfig, has_experts: bool) -> MLPSpec | ExpertsSpe
 
 
 def _layer(model: ModelConfig, mixer: Any, forward: MLPSpec | ExpertsSpec | None) -> LayerSpec:
+    own = model.linear_norm_placement if isinstance(mixer, Recurrence) else None
+    placement = own or model.norm_placement
     return LayerSpec(
         mixer=mixer,
         feed_forward=forward,
         norm=norm_of(model),
-        norm_before=model.norm_placement in ("pre", "sandwich"),
-        norm_after=model.norm_placement in ("post", "sandwich"),
+        norm_before=placement in ("pre", "sandwich"),
+        norm_after=placement in ("post", "sandwich"),
         parallel=model.parallel_residual,
         shared_norm=model.parallel_residual_shared_norm,
         multiplier=model.residual_multiplier,

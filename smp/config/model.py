@@ -195,6 +195,12 @@ class ModelConfig:
     """Heads of queries and keys of the recurrence; each serves as many heads of values, of kda one."""
     linear_num_value_heads: int = only_with(32, linear_attention_type=("gated_delta_net", "kda"))
     """Heads of values of the recurrence, each with a state of its own."""
+    linear_allow_neg_eigval: bool = only_with(False, linear_attention_type="gated_delta_net")
+    """Rates of writing up to 2 in place of 1, with which a state can also turn over what it knows (OLMo-hybrid)."""
+    linear_norm_epsilon: float | None = only_with(None, linear_attention_type=("gated_delta_net", "kda"))
+    """Epsilon of the norm of the recurrence's output. Default: --norm-epsilon (OLMo-hybrid: 1e-5)."""
+    linear_norm_placement: Literal["pre", "post", "sandwich"] | None = only_with(None, linear_attention_type=GIVEN)
+    """Where norms stand in layers with the recurrence. Default: --norm-placement (OLMo-hybrid: pre, beside post)."""
     hybrid_layer_pattern: str | None = None
     """A letter for each layer, which is one part alone with one norm. M: Mamba-2; *: attention; -: MLP; E: experts
     (Nemotron-H). Default: a layer is attention, or what --linear-attention-type says, and an MLP or experts."""

@@ -241,6 +241,7 @@ def _delta_net(spec: DeltaNetMixer, build: Build) -> Mixer:
         value_dim=spec.value_dim,
         conv=spec.conv,
         norm_eps=spec.norm_eps,
+        negative=spec.negative,
         init_std=build.init_std,
         output_std=build.output_std,
         kernels=build.kernels,

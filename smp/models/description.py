@@ -87,7 +87,11 @@ def _norms(model: ModelConfig) -> str:
     where = {"pre": "", "post": " after attention and MLP", "sandwich": " before and after attention and MLP"}
     shared = " for both" if model.parallel_residual_shared_norm else ""
     counted = " counted from 1" if model.apply_layernorm_1p else ""
-    return f"{model.normalization}{counted}{where[model.norm_placement]}{shared}"
+    text = f"{model.normalization}{counted}{where[model.norm_placement]}{shared}"
+    if model.linear_norm_placement in (None, model.norm_placement):
+        return text
+    there = where[model.linear_norm_placement].replace("attention", "it") or " before both parts"
+    return f"{text} (in layers with a recurrence{there})"
 
 
 def _latent_heads(model: ModelConfig) -> str:

@@ -391,6 +391,13 @@ PRESETS: dict[str, Preset] = {
     | {"linear_attention_type": "kda", "linear_attention_freq": "[1,1,1,0]*6+[1,1,0]", "linear_num_key_heads": 32}
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     | {"moe_router_topk_scaling_factor": 2.446},
+    "olmo-hybrid-7b": _size(32, 3840, 30, 30, 11008)
+    | {"vocab_size": 100352, "norm_epsilon": 1e-6, "norm_placement": "post"}
+    | {"qk_layernorm": True, "qk_layernorm_across_heads": True}
+    | {"max_position_embeddings": 65536, "position_embedding_type": "none", "linear_attention_freq": "4"}
+    | {"linear_attention_type": "gated_delta_net", "linear_num_key_heads": 30, "linear_num_value_heads": 30}
+    | {"linear_key_head_dim": 96, "linear_value_head_dim": 192, "linear_allow_neg_eigval": True}
+    | {"linear_norm_placement": "pre", "linear_norm_epsilon": 1e-5},
     "gpt-oss-20b": _GPT_OSS | _size(24, 2880, 64, 8, 2880) | _experts(32, 4, 2880),
     "gpt-oss-120b": _GPT_OSS | _size(36, 2880, 64, 8, 2880) | _experts(128, 4, 2880),
 }

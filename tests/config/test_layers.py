@@ -86,6 +86,13 @@ def test_a_recurrence_that_cannot_be_is_one_line(settings: dict[str, object], me
 FEW = {"linear_attention_freq": None, "moe_layer_freq": "[0,1]"}
 
 
+def test_olmo_hybrid_has_norms_of_its_own_around_the_recurrence() -> None:
+    recurs, attends = layer_specs(named("olmo-hybrid-7b"))[2:4]
+    assert recurs.norm_before and not recurs.norm_after and attends.norm_after and not attends.norm_before
+    assert recurs.mixer.negative and recurs.mixer.norm_eps == 1e-5 and attends.mixer.norm_eps == 1e-6
+    assert attends.mixer.rope is None and attends.mixer.norm == "all heads"
+
+
 def test_kimi_linear_has_delta_attention_and_latents_without_rope() -> None:
     specs = layer_specs(named("kimi-linear-48b-a3b"))
     assert [number for number, spec in enumerate(specs, 1) if isinstance(spec.mixer, LatentMixer)] == [

@@ -126,10 +126,14 @@ def test_experts_that_lie_in_one_tensor_are_the_same(kind: str, tmp_path: Path) 
         assert torch.equal(a.read(name), b.read(name)), name
 
 
-def test_dense_mlps_of_kimi_linear_are_read_under_both_names(tmp_path: Path) -> None:
-    theirs = save_theirs("kimi-linear-moe", tmp_path / "theirs")
-    their_model("kimi-linear-moe").save_pretrained(tmp_path / "saved")
-    assert "model.layers.0.block_sparse_moe.up_proj.weight" in tensors_of(tmp_path / "saved")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("kimi-linear-moe", "block_sparse_moe.up_proj"), ("olmo-hybrid", "attention_layer_norm")],
+)
+def test_names_that_transformers_writes_are_read_as_well(kind: str, name: str, tmp_path: Path) -> None:
+    theirs = save_theirs(kind, tmp_path / "theirs")
+    their_model(kind).save_pretrained(tmp_path / "saved")
+    assert f"model.layers.0.{name}.weight" in tensors_of(tmp_path / "saved")
     a, b = (SmpWeights(to_smp(folder, tmp_path / f"{folder.name}-ours")) for folder in (theirs, tmp_path / "saved"))
     for name in a.tensors:
         assert torch.equal(a.read(name), b.read(name)), name

@@ -51,6 +51,7 @@ def test_named_sizes_there_and_back(name: str) -> None:
     family |= {"opt": "OPT", "bloom": "Bloom"}
     family = {"llama4": "Llama4", "qwen3-next": "Qwen3Next", "granite-4.0-h": "GraniteMoeHybrid"} | family
     family |= {"mamba": "Mamba2", "nemotron": "NemotronH", "kimi-linear": "KimiLinear"}
+    family |= {"olmo-hybrid": "OlmoHybrid"}
     family |= {"deepseek-v2": "DeepseekV2", "deepseek-v3": "DeepseekV3"}
     expected = next(value for key, value in family.items() if name.startswith(key))
     assert content["architectures"][0] == expected.removesuffix("LMHeadModel") + (

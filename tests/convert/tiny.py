@@ -21,7 +21,7 @@ _YARN = {"factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 8.0
 _DEEPSEEK = {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False}
 
 
-def _rope(kind: str = "default", theta: float = 500.0, **more: Any) -> dict[str, Any]:
+def _rope(kind: str = "default", theta: float | None = 500.0, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": theta, "rope_type": kind, **more}}
 
 
@@ -250,7 +250,16 @@ _KIMI |= {"num_key_value_heads": 4, "intermediate_size": 52, "num_hidden_layers"
 _KIMI |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "linear_num_heads": 4, "linear_head_dim": 6}
 _KIMI |= {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24, "rms_norm_eps": 0.3}
 _KIMI |= {"num_shared_experts": 2, "routed_scaling_factor": 2.5, "linear_conv_kernel_dim": 3}
+_OLMO: dict[str, Any] = {**_IDS, "vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "pad_token_id": None}
+_OLMO |= {"intermediate_size": 52, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_OLMO |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "rms_norm_eps": 0.3, "linear_conv_kernel_dim": 3}
+_OLMO |= {"linear_key_head_dim": 10, "linear_value_head_dim": 5}  # transformers writes convolutions in equal parts
 DELTA_RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo-hybrid": ("OlmoHybrid", {**_OLMO, **_rope(theta=None)}),
+    "olmo-hybrid-rope": (
+        "OlmoHybrid",
+        {**_OLMO, **_rope(), "linear_allow_neg_eigval": False, "num_key_value_heads": 2},
+    ),
     "kimi-linear-moe": (
         "KimiLinear",
         {**_KIMI, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
@@ -285,17 +294,28 @@ def their_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 def save_theirs(kind: str, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
     """A Hugging Face folder written by transformers."""
     their_model(kind, dtype).save_pretrained(folder, max_shard_size=shard)
-    if kind == "kimi-linear-moe":
-        _as_authors_do(folder)
+    if kind in _AUTHORS:
+        _as_authors_do(folder, _AUTHORS[kind])
     return folder
 
 
-def _as_authors_do(folder: Path) -> None:
-    """Transformers writes dense MLPs of Kimi-Linear under the name of experts, which its authors' files do not."""
+_OLMO_NAMES = ((r"attention_layer_norm", "input_layernorm"), (r"feedforward_layer_norm", "post_attention_layernorm"))
+_AUTHORS: dict[str, tuple[tuple[str, str], ...]] = {
+    "kimi-linear-moe": ((r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1"),),
+    **dict.fromkeys(("olmo-hybrid", "olmo-hybrid-rope"), _OLMO_NAMES),
+}
+"""Names that transformers writes, and those of the authors' files."""
+
+
+def _as_authors_do(folder: Path, names: tuple[tuple[str, str], ...]) -> None:
     from safetensors.torch import load_file, save_file
 
+    def renamed(text: str) -> str:
+        for pattern, name in names:
+            text = re.sub(pattern, name, text)
+        return text
+
     for path in folder.glob("*.safetensors"):
-        tensors = {re.sub(r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1", n): t for n, t in load_file(path).items()}
-        save_file(tensors, path, {"format": "pt"})
+        save_file({renamed(name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
     for index in folder.glob("*.index.json"):
-        index.write_text(re.sub(r"\.block_sparse_moe\.(\w+_proj\.)", r".mlp.\1", index.read_text()))
+        index.write_text(renamed(index.read_text()))

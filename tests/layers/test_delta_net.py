@@ -93,6 +93,52 @@ def test_it_is_transformers_qwen3_next(monkeypatch: pytest.MonkeyPatch) -> None:
         assert got.norm() > 1e-6, f"{name} says nothing"
 
 
+def test_it_is_transformers_olmo_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates up to 2, and a projection for each part."""
+    modeling = pytest.importorskip("transformers.models.olmo_hybrid.modeling_olmo_hybrid")
+    from transformers import OlmoHybridConfig
+
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 3,
+    }
+    module = modeling.OlmoHybridGatedDeltaNet(OlmoHybridConfig(hidden_size=HIDDEN, **sizes), 0).double()
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    names = {"query": "q", "key": "k", "value": "v", "gate": "g", "beta": "b", "decay": "a", "output": "o"}
+
+    def as_theirs(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            **{f"{other}_proj.weight": tensors[f"{name}.weight"] for name, other in names.items()},
+            "conv1d.weight": torch.cat([tensors[f"{name}_conv"] for name in ("query", "key", "value")])[:, None],
+            **{
+                "A_log": tensors["decay_log"],
+                "dt_bias": tensors["decay_bias"],
+                "o_norm.weight": tensors["norm.weight"],
+            },
+        }
+
+    with fake_context() as context:
+        net = GatedDeltaNet(HIDDEN, 2, 4, context, **SIZES, norm_eps=1e-5, negative=True).double()
+        load_all(net, seed=3)
+        module.load_state_dict(as_theirs({n: p.to_local() for n, p in net.named_parameters()}))  # type: ignore[attr-defined]
+        x, target = leaf(draw(TOKENS, HIDDEN, seed=1).double()), draw(TOKENS, HIDDEN, seed=2).double()
+        y = net(x, token_layout())
+        y.backward(target)
+        their_x = leaf(x.detach())
+        their_y = module(their_x.view(BATCH, LENGTH, HIDDEN)).flatten(0, 1)
+        their_y.backward(target)
+        assert error(y, their_y) <= 1e-9 and x.grad is not None and error(x.grad, their_x.grad) <= 1e-9
+        found = as_theirs({name: gradient(p) for name, p in net.named_parameters()})
+    their = {name: p.grad for name, p in module.named_parameters()}
+    assert found.keys() == their.keys()
+    for name, got in found.items():
+        assert error(got, their[name]) <= 1e-9, name
+        assert got.norm() > 1e-6, f"{name} says nothing"
+
+
 def test_packed_documents_are_separate_ones() -> None:
     documents = torch.tensor([[0, 0, 1, 2, 2, 2, 2, 2, 2], [0] * 9])
     with fake_context() as context:

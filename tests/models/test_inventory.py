@@ -48,8 +48,8 @@ def shrunk(name: str, **changes: object) -> ModelConfig:
         small["mamba_num_groups"] = 1 if model.mamba_num_groups == 1 else 4
     if model.hybrid_layer_pattern is not None and "*" not in model.hybrid_layer_pattern:
         small["ffn_hidden_size"] = None
-    if model.linear_attention_type == "kda":
-        small |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    if model.linear_attention_type in ("kda", "gated_delta_net"):
+        small |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4 if model.linear_attention_type == "kda" else 8}
         small |= {"linear_key_head_dim": 6, "linear_value_head_dim": 6}
     if model.linear_attention_freq is not None:
         small["linear_attention_freq"] = "3"  # the last of these layers has attention

@@ -214,6 +214,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **{"linear_value_head_dim": 3, "attention_output_gate": True, "qk_layernorm": True},
         **{"apply_layernorm_1p": True, "rotary_base": 100.0, "rotary_percent": 0.5},
     },
+    "olmo hybrid": {
+        **{"linear_attention_type": "gated_delta_net", "linear_attention_freq": "2", "linear_conv_kernel_dim": 3},
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 5, "norm_epsilon": 1e-3},
+        **{"linear_value_head_dim": 3, "linear_allow_neg_eigval": True, "linear_norm_epsilon": 1e-2},
+        **{"norm_placement": "post", "linear_norm_placement": "pre", "position_embedding_type": "none"},
+        **{"qk_layernorm": True, "qk_layernorm_across_heads": True},
+    },
     "kimi": {  # without RoPE, queries without a latent
         **{"linear_attention_type": "kda", "linear_attention_freq": "2", "linear_conv_kernel_dim": 3},
         **{"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 5, "norm_epsilon": 1e-3},

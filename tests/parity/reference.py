@@ -218,7 +218,7 @@ def delta_net(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig,
     q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
     v = convolved(x, weights, f"{name}.value", config.linear_value_head_dim, layout)
     z = linear(x, weights, f"{name}.gate")
-    rate = linear(x, weights, f"{name}.beta").sigmoid()
+    rate = linear(x, weights, f"{name}.beta").sigmoid() * (2 if config.linear_allow_neg_eigval else 1)
     step = F.softplus(linear(x, weights, f"{name}.decay") + weights[f"{name}.decay_bias"])
     kept = torch.exp(-weights[f"{name}.decay_log"].exp() * step)
     rows = []
@@ -234,9 +234,8 @@ def delta_net(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig,
             outs.append(torch.stack(out))
         rows.append(torch.stack(outs, 1))
     mixed = torch.stack(rows)  # (batch, length, heads, width)
-    mixed = (
-        mixed / (mixed.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weights[f"{name}.norm.weight"]
-    )
+    mixed = mixed / (mixed.square().mean(-1, keepdim=True) + (config.linear_norm_epsilon or config.norm_epsilon)).sqrt()
+    mixed = mixed * weights[f"{name}.norm.weight"]
     return linear(mixed.flatten(2) * F.silu(z), weights, f"{name}.output")
 
 

@@ -218,7 +218,7 @@ def _check_activation(model: ModelConfig) -> None:
 
 def _check_norms(model: ModelConfig) -> None:
     require(
-        not (model.parallel_residual and model.norm_placement != "pre"),
+        not (model.parallel_residual and {model.norm_placement, model.linear_norm_placement or "pre"} != {"pre"}),
         f"--norm-placement {model.norm_placement} and --parallel-residual exclude each other: what attention and MLP "
         "add together has no norm of its own; leave out one",
     )

@@ -44,6 +44,14 @@ FREE = {
 """Settings that do not belong to the architecture: the same weights mean the same whatever they are."""
 
 
+_OWN_NORMS = (
+    ("latent_norm_epsilon", "norm_epsilon"),
+    ("linear_norm_epsilon", "norm_epsilon"),
+    ("linear_norm_placement", "norm_placement"),
+)
+"""Settings of some norms, and those of the others, which are theirs by default."""
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file holds.
 
@@ -117,9 +125,10 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
         "longrope_short_factor": factors[0],
         "longrope_long_factor": factors[1],
         "softmax_scale": None if usual else config.softmax_scale,
-        "latent_norm_epsilon": None
-        if config.latent_norm_epsilon == config.norm_epsilon
-        else config.latent_norm_epsilon,
+        **{
+            name: None if getattr(config, name) == getattr(config, other) else getattr(config, name)
+            for name, other in _OWN_NORMS
+        },
         "disable_bias_linear": not all_biases,
         **{name: getattr(config, name) and not all_biases for name in parts},
     }

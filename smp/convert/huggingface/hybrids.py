@@ -9,7 +9,18 @@ from typing import Any
 from smp.config import ConfigError, ModelConfig
 from smp.config.layer_pattern import linear, skip_pattern, with_experts
 from smp.convert.huggingface.experts import read_experts, write_experts
-from smp.convert.huggingface.families import LATENT_FIELDS, LATENT_MODULES, LLAMA_ENDS, LLAMA_MODULES, NO_BIAS
+from smp.convert.huggingface.families import (
+    ATTENTION_BIAS,
+    LATENT_FIELDS,
+    LATENT_MODULES,
+    LLAMA_DEFAULTS,
+    LLAMA_ENDS,
+    LLAMA_FIELDS,
+    LLAMA_FIXED,
+    LLAMA_MODULES,
+    NO_BIAS,
+    QK_MODULES,
+)
 from smp.convert.huggingface.family import ExpertKeys, Family, Own
 from smp.convert.huggingface.reader import Reader
 from smp.convert.layout import Fused, Table
@@ -173,4 +184,77 @@ _KIMI = Family(
     aliases={**_KIMI_NAMES, "model_max_length": "max_position_embeddings", "num_experts": "num_local_experts"},
     own=Own(_read_kimi, _write_kimi),
 )
-HYBRID_FAMILIES = (_KIMI,)
+_OLMO_SIZES = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
+"""Keys, and the settings of the same names."""
+
+
+def _read_olmo(reader: Reader, values: Values) -> Values:
+    layers, kinds = values["num_layers"], reader.content.get("layer_types")
+    if kinds is None:
+        kinds = [KINDS[layer % 4 != 3] for layer in range(layers)]
+        kinds[-1] = kinds[-1] if KINDS[False] in kinds else KINDS[False]
+    recurs = read_kinds(reader, kinds, layers)
+    if not any(recurs) or all(recurs):
+        raise ConfigError(f"{reader.where}: layer_types without {KINDS[all(recurs) is False]} is not supported")
+    sizes = {name: reader.get(name) for name in _OLMO_SIZES}
+    for name in _OLMO_SIZES[:2]:
+        sizes[name] = values["num_attention_heads"] if sizes[name] is None else sizes[name]
+    for name, value in sizes.items():
+        reader.check_number(name, value or 1, int)
+    if sizes["linear_key_head_dim"] is None:
+        sizes["linear_key_head_dim"] = int(0.75 * values["hidden_size"] / sizes["linear_num_key_heads"])
+    if sizes["linear_value_head_dim"] is None:
+        sizes["linear_value_head_dim"] = 2 * sizes["linear_key_head_dim"]
+    negative = reader.get("linear_allow_neg_eigval")
+    reader.check_number("linear_allow_neg_eigval", negative, bool)
+    freq = skip_pattern(recurs, ones=True)
+    return {"linear_attention_freq": freq, "linear_allow_neg_eigval": negative, **sizes}
+
+
+def _write_olmo(config: ModelConfig) -> Values:
+    kinds = [KINDS[recurs] for recurs in linear(config)]
+    names = (*_OLMO_SIZES, "linear_allow_neg_eigval")
+    return {"layer_types": kinds, **{name: getattr(config, name) for name in names}}
+
+
+_OLMO_RECURRENT: dict[str, str | Fused] = {
+    **{"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    **{f"attention.{part}": f"linear_attn.{part[0]}_proj" for part in _CONVOLVED},
+    **{f"attention.{part}_conv": f"linear_attn.{part[0]}_conv1d.weight" for part in _CONVOLVED},
+    **{"attention.gate": "linear_attn.g_proj", "attention.beta": "linear_attn.b_proj"},
+    **{"attention.decay": "linear_attn.a_proj", "attention.output": "linear_attn.o_proj"},
+    **{"attention.decay_log": "linear_attn.A_log", "attention.decay_bias": "linear_attn.dt_bias"},
+    "attention.norm": "linear_attn.o_norm",
+}
+_OLMO_MODULES: dict[str, str | Fused] = {
+    **{name: target for name, target in QK_MODULES.items() if name not in ("attention_norm", "mlp_norm")},
+    **{"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+}
+_OLMO = Family(
+    architecture="OlmoHybridForCausalLM",
+    model_type="olmo_hybrid",
+    table=Table("model.layers.{}.", _OLMO_MODULES, LLAMA_ENDS, recurrent=_OLMO_RECURRENT),
+    fields={key: name for key, name in LLAMA_FIELDS.items() if key != "head_dim"} | ATTENTION_BIAS,
+    defaults={name: value for name, value in LLAMA_DEFAULTS.items() if name not in ("head_dim", "mlp_bias")}
+    | {"vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32}
+    | {"num_attention_heads": 30, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6}
+    | dict.fromkeys(_OLMO_SIZES[:4])
+    | {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
+    fixed=LLAMA_FIXED
+    | NO_BIAS
+    | {"qk_layernorm": True, "qk_layernorm_across_heads": True, "norm_placement": "post", "window_size": None}
+    # the recurrence's output has a norm of this epsilon, whatever the others' is
+    | {"linear_attention_type": "gated_delta_net", "linear_norm_placement": "pre", "linear_norm_epsilon": 1e-5},
+    required={"hidden_act": "silu"},
+    said={"hidden_act": "silu"},
+    activation_key=None,
+    renamed={
+        ".input_layernorm.": ".attention_layer_norm.",
+        ".post_attention_layernorm.": ".feedforward_layer_norm.",
+    },
+    own=Own(_read_olmo, _write_olmo),
+)
+HYBRID_FAMILIES = (_KIMI, _OLMO)

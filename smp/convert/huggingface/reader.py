@@ -32,6 +32,8 @@ OLD_LONGROPE = {"phi3": ("su", "yarn")}
 """Families whose files say LongRoPE by older names, too."""
 LAYERED_ROPE = ("gemma3_text", "olmo3")
 """Families whose layers with a window may have another RoPE."""
+NULL_ROPE = ("olmo_hybrid",)
+"""Families in which a base of null means that there is no RoPE."""
 _BOOLEANS = ("parallel_residual", "add_qkv_bias", "qk_layernorm")
 """Settings that are true or false in both."""
 _REQUIRED = object()
@@ -129,6 +131,8 @@ class Reader:
             raise ConfigError(f"{self.where}: RoPE of different kinds in different layers is not supported")
         default = self.family.defaults.get(fraction_key, 1.0)
         base = given.get("rope_theta", self.get(base_key))
+        if base is None and self.family.model_type in NULL_ROPE:
+            return {"position_embedding_type": "none"}
         fraction = given.get("partial_rotary_factor", self.content.get(fraction_key, default))
         self.check_number(base_key, base)
         self.check_number(fraction_key, fraction)
@@ -255,6 +259,8 @@ def written_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
     """The keys of a config.json for RoPE."""
     assert family.rope_keys is not None
     base_key, fraction_key = family.rope_keys
+    if family.model_type in NULL_ROPE and config.position_embedding_type == "none":
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
     out: dict[str, Any] = {base_key: config.rotary_base}
     if fraction_key in family.defaults:
         out[fraction_key] = config.rotary_percent

@@ -95,6 +95,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         key_dim, value_dim: channels of a head.
         conv: tokens that the convolution sees, with the token itself.
         norm_eps: of the norm of each head's output.
+        negative: rates go up to 2 in place of 1.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what computes the rule and the norm.
 
@@ -115,6 +116,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         value_dim: int,
         conv: int = 4,
         norm_eps: float = 1e-6,
+        negative: bool = False,
         init_std: float = 0.02,
         output_std: float = 0.02,
         kernels: Kernels = TORCH,
@@ -130,7 +132,7 @@ class GatedDeltaNet(DeltaRuleMixer):
             conv_bias=False,
             kernels=kernels,
         )
-        self.backend = kernels.delta_rule
+        self.backend, self.negative = kernels.delta_rule, negative
         keys, values = key_heads * key_dim, value_heads * value_dim
 
         def projection(width: int) -> ColumnParallelLinear:
@@ -148,7 +150,8 @@ class GatedDeltaNet(DeltaRuleMixer):
         # One gather of the input for all, and one reduction of its gradient.
         *mixed, gate, beta, decay = column_parallel(x, layers, layout.local_token_index)
         rows = [self._rows(y, layout) for y in (torch.cat(mixed, 1), beta, decay)]
-        return Tokens(rows[0], self._decays(rows[2]), rows[1].to(accumulation_dtype(beta.dtype)).sigmoid()), gate
+        rate = rows[1].to(accumulation_dtype(beta.dtype)).sigmoid()
+        return Tokens(rows[0], self._decays(rows[2]), 2 * rate if self.negative else rate), gate
 
     def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         out = self.norm(out).flatten(1)  # (tokens, heads/p x value_dim)

@@ -74,7 +74,8 @@ def kept_per_token(
         elements = own * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
     else:
         mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
-        norms = 3 if model.norm_placement == "sandwich" else 2
+        placed = model.linear_norm_placement if recurrence is not None else None
+        norms = 3 if (placed or model.norm_placement) == "sandwich" else 2
         elements = (mixes + feeds) * norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
     small = 0  # bytes, also elements of one byte
     if recompute == "none":
