@@ -108,6 +108,7 @@ def test_every_family_and_every_link_is_there() -> None:
         "Granite 4",
         "Nemotron-H",
         "Kimi-Linear",
+        "OLMo-hybrid",
     )
     for family, name in zip(FAMILIES, names, strict=True):
         rows = [line for line in PAGE.splitlines() if line.startswith(f"| {name}")]
