@@ -39,7 +39,7 @@ class ParallelConfig:
     groups and p2p between them; auto: chosen by a cost model, and printed."""
     hierarchical_context_parallel_sizes: Words | None = None
     """Two numbers for a2a+p2p: processes per a2a group and per ring. Their product is --context-parallel-size."""
-    expert_model_parallel_size: int = only_with(1, num_experts=GIVEN)
+    expert_model_parallel_size: int = only_with(1, num_experts=GIVEN, transformers_config=GIVEN)
     """Expert parallelism (EP): number of processes over which the experts of each layer are spread. They are neighbours
     among the processes that shard weights. It must divide --num-experts and the number of those processes
     (--hybrid-shard-degree x --context-parallel-size x the part of tensor parallelism that --expert-tensor-parallel-size

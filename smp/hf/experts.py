@@ -129,7 +129,7 @@ def own_experts(name: str, module: nn.Module, ranks: int, degrees: str) -> int:
         ConfigError: the module is not as the interface says, or the ranks do not divide its experts.
     """
     total = getattr(module, "num_experts", None)
-    stacked = [p.shape[0] == total for p in module.parameters(recurse=False)]
+    stacked = [p.shape[:1] == (total,) for p in module.parameters(recurse=False)]
     below = any(True for child in module.children() for _ in child.parameters())
     matrices = any(p.ndim > 2 for p in module.parameters(recurse=False))
     if _kind(module) is None or not isinstance(total, int) or not matrices or not all(stacked) or below:

@@ -99,6 +99,7 @@ class Cut:
         borrowed: its children's parameters that its own forward pass reads.
         lent: this module's parameters that are plain while its parent's forward pass runs.
         ep: of experts the ranks that exchange rows for them, if there are any.
+        ep_mean: gradients of experts are means over ``ep``, because FSDP takes means; else sums.
         fsdp1: FSDP1 is around it, and knows of the cut.
         tokens: under sequence parallelism, whether the input or output of this module is some of the tokens.
         region: under sequence parallelism the block, if any, that gives this module all tokens.
@@ -112,6 +113,7 @@ class Cut:
     borrowed: Borrowed = ()
     lent: set[str] = field(default_factory=set)
     ep: Group | None = None
+    ep_mean: bool = True
     fsdp1: bool = False
     tokens: bool = False
     region: Region | None = None
@@ -299,7 +301,8 @@ def _called_with_plain_parameters(module: Any, call: Callable[..., Any], *args: 
             args, kwargs = _all_tokens(cut, args, kwargs)
     try:
         for home, (owner, name) in zip(homes, read, strict=True):
-            home[name] = experts.averaged(_plain(owner, name, summed_over(owner)), owner.smp_cut.ep)
+            mean_over = owner.smp_cut.ep if owner.smp_cut.ep_mean else None
+            home[name] = experts.averaged(_plain(owner, name, summed_over(owner)), mean_over)
         for child, name in borrowed:
             child.smp_cut.lent.add(name)
         return call(module, *args, **kwargs)

@@ -27,6 +27,7 @@ from smp.layers import init_weights
 from smp.layers.block import TransformerBlock
 from smp.layers.heads.cross_entropy import VocabShard
 from smp.layers.heads.head import ModelOutput, VocabParallelHead
+from smp.layers.moe import Experts
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart
 
@@ -87,6 +88,11 @@ class Model(nn.Module, ABC):
         """The blocks among the FSDP units, in order: what is recomputed, compiled and offloaded. Their attribute
         ``run`` is what their forward pass calls (``smp.layers.block.TransformerBlock``)."""
         return [module for module in self.modules() if isinstance(module, TransformerBlock)]
+
+    def experts(self) -> list[nn.Module]:
+        """Modules of experts, which expert parallelism spreads over ranks: FSDP shards each over those that have the
+        same."""
+        return [module for module in self.modules() if isinstance(module, Experts)]
 
     def allocate(self, device: torch.device) -> None:
         """Memory for what is on the meta device; buffers that are computed have their values then."""

@@ -23,7 +23,7 @@ from smp.config import ParallelConfig
 from smp.layers.block import MoEBlock, Run, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.heads.head import VocabParallelHead
-from smp.layers.moe import Experts, MoE
+from smp.layers.moe import Experts
 from smp.layers.moe.experts import ExpertLinear
 from smp.models.protocol import Model
 from smp.parallel.context import ParallelContext
@@ -162,8 +162,7 @@ def prefetch(units: Sequence[nn.Module]) -> None:
 
 def with_experts(unit: nn.Module) -> list[Any]:
     """A unit, and the block's experts in it where they are one of their own."""
-    experts = unit.mlp.experts if isinstance(unit, MoEBlock) and isinstance(unit.mlp, MoE) else None
-    return [unit, experts] if isinstance(experts, FSDPModule) else [unit]
+    return [unit, *(module for module in unit.modules() if module is not unit and isinstance(module, FSDPModule))]
 
 
 def _wrapped(run: Run, config: ParallelConfig) -> Run:
@@ -241,7 +240,8 @@ def _shard_experts(model: nn.Module, mesh: DeviceMesh, collectives: NetworkColle
     """Experts that are split over ranks are units of their own, over the ranks that have the same ones. The rows that
     a rank's experts get are of all ranks of the expert-parallel group, so that their gradients are sums over it
     already; what is left to sum is over ``mesh``."""
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    known = model.experts() if isinstance(model, Model) else None
+    experts = [m for m in model.modules() if isinstance(m, Experts)] if known is None else known
     for module in experts:
         fully_shard(module, mesh=mesh, mp_policy=_precision(bf16), shard_placement_fn=_expert_cut(module, mesh))
     _sum_gradients(experts, mesh)
@@ -289,7 +289,7 @@ def _check_parameters(model: nn.Module) -> None:
     knows. And nothing in it says that the ranks hold copies: a norm or a checkpoint would count each of them."""
     parameters = dict(model.named_parameters())
     meshes = [p.device_mesh for p in parameters.values() if isinstance(p, DTensor)]
-    size = max((m.size() for m in meshes), default=1)
+    size = max(map(_tp_ranks, meshes), default=1)
     # On one TP rank there are no copies to tell apart.
     plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if size > 1 and plain:
@@ -297,6 +297,12 @@ def _check_parameters(model: nn.Module) -> None:
             f"{plain[0]} is an ordinary parameter among parameters on a tensor-parallel mesh of {size} ranks: "
             "use a layer of smp.layers, or make it with smp.layers.tp_parameter"
         )
+
+
+def _tp_ranks(mesh: DeviceMesh) -> int:
+    """Of a parameter's mesh, those of tensor parallelism: experts lie on more."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index("tp")) if "tp" in names else mesh.size()
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from smp.config import ConfigError
+from smp.convert.huggingface.foreign import choose_model
 from smp.generation import Generator, Request, Sampling
 from smp.models.scoring import token_scores
 from smp.training.texts.text_model import alone, load_model, open_model
@@ -26,7 +27,7 @@ from tests.training.tuning_lab import together, tune_all
 from tools.convert_checkpoint import main as convert
 from tools.generate import main as generate
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = ("helium", "qwen3_next", "gemma2", "deepseek_v3")
@@ -84,6 +85,35 @@ def test_a_run_equals_a_plain_loop_of_transformers(runs: Runs, folders: dict[str
     for layout in LAYOUTS:
         errors = largest_error(runs[layout, kind, pack], want)
         assert max(errors.values()) <= TOLERANCE, (layout, errors)
+
+
+EXPERTS = {
+    2: ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2 --recompute-granularity full"),
+    4: (
+        "--expert-model-parallel-size 2 --tensor-model-parallel-size 2",
+        "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--expert-model-parallel-size 2 --hybrid-shard-degree 2",
+    ),
+}
+
+
+def test_experts_are_spread_over_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
+    """And a checkpoint of them goes on where every rank has all."""
+    folder = folders["qwen3_next"]
+    [alone] = run_distributed(tune_types, 1, [flags_of(folder, "--packing off")])[0]
+    want, saved = plain_loop(folder, alone["batches"]), f"--save {tmp_path}/saved"
+    for world, words in EXPERTS.items():
+        flags = [flags_of(folder, f"--packing off {more}") for more in words]
+        if world == 2:
+            flags.append(flags_of(folder, f"--packing off {words[0]} {saved} --exit-interval 3"))
+        ranks = run_distributed(tune_types, world, flags)
+        for i, more in enumerate(words):
+            errors = largest_error(together([r[i] for r in ranks]), want)
+            assert max(errors.values()) <= TOLERANCE, (more, errors)
+    [rest] = run_distributed(tune_types, 1, [flags_of(folder, f"--packing off {saved} --resume")])[0]
+    assert rest["losses"] == pytest.approx(want["losses"][3:], rel=TOLERANCE)
+    [none] = run_distributed(tune_types, 2, [flags_of(folders["helium"], f"--packing off {EXPERTS[2][0]}")])[0]
+    assert "has no experts that could be cut" in none["refused"]
 
 
 def test_both_implementations_of_a_family_give_the_same_losses(folders: dict[str, Path]) -> None:
@@ -275,7 +305,7 @@ REFUSED = {
     "--lora-rank 2 --use-dora": "--use-dora: only this project's decoder has it",
     "--objective reward": "--objective reward: only this project's decoder has it",
     "--attention-backend math": "--attention-backend math: only this project's decoder has it",
-    "--expert-model-parallel-size 2": "--expert-model-parallel-size 2: only this project's decoder has it",
+    "--expert-tensor-parallel-size 1": "--expert-tensor-parallel-size 1: only this project's decoder has it",
     "--window-size 4": "--window-size: the architecture is that of config.json",
 }
 
@@ -286,3 +316,10 @@ def test_what_only_the_decoder_has_is_refused_by_name(folders: dict[str, Path]) 
         argv = flags_of(folders["helium"], words).replace("sft.jsonl", f"{data}.jsonl")
         with pytest.raises(ConfigError, match=re.escape(said)):
             read_finetune_settings(argv.split(), 2)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+def test_an_encoder_with_a_decoder_is_refused_with_the_reason(implementation: str) -> None:
+    content = transformers.T5Config(d_model=32, num_layers=2, num_heads=4).to_dict()
+    with pytest.raises(ConfigError, match="t5 is an encoder and a decoder, which read a prompt and its answer apart"):
+        choose_model(content, "config.json", implementation)

@@ -17,7 +17,7 @@ CHOICE = ("model_implementation", "model_config")
 _ONLY_OURS = {
     "parallel": (
         *("pipeline_model_parallel_size", "context_parallel_size"),
-        *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        "expert_tensor_parallel_size",
         *("fp8_format", "attention_backend"),
     ),
     "lora": ("use_dora", "load_adapter", "load_in_4bit"),

@@ -69,7 +69,8 @@ def _theirs_or(content: Mapping[str, Any], where: str, unknown: ConfigError) -> 
         raise unknown from None
     kind = content.get("model_type")
     sees_images = "vision_config" in content and kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    if not sees_images and kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    reads_two = kind in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    if not sees_images and not reads_two and kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise unknown
     return foreign_model(content, where)
 
@@ -78,12 +79,18 @@ def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
     """A model that transformers computes. Of the architecture the result says what a run asks for by itself.
 
     Raises:
-        ConfigError: transformers is not installed, has no such type or no causal language model of it, or its weights
-            are quantized.
+        ConfigError: transformers is not installed, has no such type or no causal language model of it, it is an encoder
+            with a decoder, or its weights are quantized.
     """
     config = transformers_config(content, where)
     if content.get("quantization_config"):
         raise ConfigError(f"{where}: its weights are quantized: --model-implementation transformers reads none such")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{where}: {config.model_type} is an encoder and a decoder, which read a prompt and its answer apart; runs "
+            "train models that read both as one sequence. smp.transform trains it in a loop of your own "
+            "(docs/transform.md)"
+        )
     text = config.get_text_config(decoder=True)
     heads = _number(text, _HEADS, 1)
     width = _number(text, _WIDTH, None)

@@ -66,6 +66,8 @@ class TransformersModel(Model):
         self.notes += _without_dropout(module)
         adopt(context)
         transform(module)
+        for experts in self._experts_of(module):
+            experts.smp_cut.ep_mean = False  # runs add gradients up
         offer(module, context.tp)
         # Next to the children, not as one: then names are Hugging Face's.
         self._module = (module,)
@@ -110,6 +112,14 @@ class TransformersModel(Model):
         table, head = self.module.get_input_embeddings(), self.head
         shared = {id(p) for p in table.parameters()} & {id(p) for p in head.parameters()}  # type: ignore[union-attr]
         return units if shared or head is None else [*units, table, head]
+
+    def experts(self) -> list[nn.Module]:
+        return self._experts_of(self)
+
+    @staticmethod
+    def _experts_of(module: nn.Module) -> list[Any]:
+        cuts = ((part, vars(part).get("smp_cut")) for part in module.modules())
+        return [part for part, cut in cuts if cut is not None and cut.ep is not None]
 
     def allocate(self, device: torch.device) -> None:
         allocate(self.module)
