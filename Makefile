@@ -89,6 +89,7 @@ bench: $(READY)
 
 bench-cpu: $(READY)
 	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/kernels.py --device cpu --rounds 10
+	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/step_profile.py --device cpu
 	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/blocks.py --device cpu --repeats 1
 	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/moe.py --device cpu --repeats 1
 	PYTHONPATH=$(CURDIR) $(BIN)/python benchmarks/training_table.py --device cpu

@@ -1,8 +1,9 @@
 """``make gpu``: everything that a GPU is needed for, with this python and nothing installed, in parts.
 
 Builds the CUDA C++ kernels where nvcc is, runs the tests marked ``gpu``, layouts of several processes on the one card
-among them, and writes the tables of kernels, of blocks, of experts, of training, and of memory with profile traces to
-``benchmarks/results/``; last, where the toolkit is, it looks over the kernels with compute-sanitizer. A part that fails
+among them, and writes the tables of a step's parts, of experts, of kernels, of training beside other programs, of
+blocks, and of memory with profile traces to ``benchmarks/results/``; last, where the toolkit is, it looks over the
+kernels with compute-sanitizer. A part that fails
 does not keep the others from running; the exit code tells.
 
 A GPU is often there for minutes. ``make gpu MINUTES=8`` begins with the parts that have not run on this code (the
@@ -83,12 +84,13 @@ PARTS = [
     _tests("features", 90, _FEATURES, f"--deselect={_FEATURES}{_EXPERTS}"),
     _tests("runs and steps", 60, "tests/gpu/test_pretrain.py", "tests/gpu/test_step.py"),
     _tests("others", 60, "--ignore=tests/gpu", "--continue-on-collection-errors"),
-    _table("experts", 91, "moe", small=("--repeats", "1")),
-    _table("kernels", 70, "kernels", small=("--rounds", "1")),
-    _table("training, 8B shape", 180, "training_table", "--only", "llama3-8b", small=("--steps", "1")),
+    _table("a step's parts", 45, "step_profile", small=("--rounds", "1")),
+    _table("experts", 135, "moe", small=("--repeats", "1")),
+    _table("kernels", 100, "kernels", small=("--rounds", "1")),
+    _table("training, 8B shape", 250, "training_table", "--only", "llama3-8b", small=("--steps", "1")),
     _table("blocks", 60, "blocks", small=("--repeats", "1")),
-    _table("training, 1B shape", 120, "training_table", "--only", "llama3.2-1b"),
-    _table("memory and traces", 90, "gpu_memory", small=()),
+    _table("training, 1B shape", 180, "training_table", "--only", "llama3.2-1b"),
+    _table("memory and traces", 180, "gpu_memory", small=()),
     Part("compute-sanitizer", ("benchmarks/sanitize.py",), 240),
 ]
 """In the order in which they run: short ones that answer a question first."""

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -320,6 +321,25 @@ class Table:
         self.say(f"{label:34s}{name:16s}{seconds * 1e6:12.1f}{rate / 1e12:10.3f}{rate / self.product:10.2f}")
 
 
+def loads_ahead(table: Table) -> None:
+    """The backward passes of norms whose programs load the next rows while they sum these; 1 is what runs have."""
+    from smp.kernels.triton import norm as launchers
+
+    s = table.sizes
+    dy, total, x = (torch.randn(s.tokens, s.hidden, device=s.device).to(s.dtype) for _ in range(3))
+    weight, rows = torch.ones(s.hidden, device=s.device, dtype=s.dtype), torch.rand(s.tokens, device=s.device)
+    for name, added, has_bias in (("RMSNorm", None, False), ("add + RMSNorm", total, False), ("LayerNorm", None, True)):
+        nbytes = (3 if added is None else 4) * x.nbytes
+        for stages in (1, 2, 3):
+            given = dy, added, x, weight, rows, rows, has_bias, stages
+            seconds = table.clock.seconds(partial(launchers.backward, *given))
+            rate, label = nbytes / seconds, f"{name}, backward"
+            table.say(
+                f"{label:34s}{f'{stages} stages':16s}{seconds * 1e6:12.1f}{rate / 1e9:10.1f}"
+                f"{rate / table.bandwidth:10.2f}"
+            )
+
+
 def as_tuple(x: Any) -> tuple[torch.Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
 
@@ -334,6 +354,8 @@ def main() -> None:
     table, fused = Table(arguments.device, arguments.rounds), arguments.device == "cuda"
     for case in moving(table.sizes, fused):
         table.add(case)
+    if fused:
+        loads_ahead(table)
     products(table, fused)
 
 

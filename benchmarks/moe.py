@@ -2,7 +2,8 @@
 
 Forward and backward pass of blocks whose MLP is a mixture of experts, in turn with the same blocks with one MLP as wide
 as a token's experts together: the same products of tokens, so the difference is routing, moving rows, and products of
-fewer rows. Weights are random, so experts get about as many tokens each.
+fewer rows. Weights are random, so experts get about as many tokens each. On a GPU the last lines say of each Triton
+kernel that ``auto`` leaves out whether one run speaks for it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from training_step import MODEL, Work
 from training_table import llama, why
 
 from smp.config import Layout, ModelConfig, resolve_model
-from smp.parallel.context import build_context
+from smp.parallel.context import ParallelContext, build_context
 
+Times = tuple[float, float]
+UNMEASURED = ("router", "permute", "grouped_gemm")
+"""Triton kernels that ``auto`` leaves out, because no GPU has measured them."""
+NOISE = 0.02
+"""Of a ratio, which says nothing."""
 SMALL: dict[str, Any] = {"num_layers": 2, "vocab_size": 1024}
 
 
@@ -51,6 +57,44 @@ def as_one_mlp(model: ModelConfig) -> ModelConfig:
     return replace(model, **{name: getattr(plain, name) for name in names})
 
 
+def entries(device: str) -> dict[str, dict[str, Any]]:
+    """Name -> settings of the blocks with experts; on a GPU each Triton kernel that ``auto`` leaves out by itself."""
+    table: dict[str, dict[str, Any]] = {"": {}, "--compile": {"compile": True}}
+    if device == "cuda":
+        table |= {f"{name} by triton": {"backends": {name: "triton"}} for name in UNMEASURED}
+        table |= {"--kernels triton": {"kernels": "triton"}}
+    return table
+
+
+def measured(
+    model: ModelConfig, device: str, context: ParallelContext, settings: dict[str, Any], repeats: int
+) -> Times:
+    """Seconds of the blocks, and of those with one MLP."""
+    work = [Work(resolve_model(m), 1, 512 if device == "cpu" else 8192, device) for m in (as_one_mlp(model), model)]
+    dense = build(work[0], context, {name: value for name, value in settings.items() if name != "backends"})
+    experts = build(work[1], context, settings)
+    for passes in (dense, experts):
+        for _ in range(3):
+            passes.run()
+    plain, own = [seconds_of(passes, device, repeats) for passes in (dense, experts)]
+    return own, plain
+
+
+def verdicts(found: dict[str, dict[str, Times]]) -> list[str]:
+    """Of each kernel that ``auto`` leaves out whether it should: of all shapes (label -> seconds), beside PyTorch's in
+    the same blocks."""
+    lines = []
+    for kernel in UNMEASURED:
+        label = f"{kernel} by triton"
+        gains = [rows[""][0] / rows[label][0] for rows in found.values() if "" in rows and label in rows]
+        if not gains or len(gains) < len(found):
+            continue
+        pays = max(gains) >= 1 + NOISE and min(gains) >= 1 - NOISE
+        told = "auto should take it" if pays else "it does not pay: delete it, or say for which shapes it does"
+        lines.append(f"{kernel}: {', '.join(f'{gain:.3f}' for gain in gains)} x the blocks without it: {told}")
+    return lines
+
+
 def main() -> int:
     """Measure, print and write; 1 if an entry failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -63,29 +107,25 @@ def main() -> int:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
-    report, context, length = Report("moe", device), build_context(Layout(), device), 512 if device == "cpu" else 8192
-    report.say(f"\n2 blocks, 1 x {length} tokens, bf16, forward and backward pass")
-    report.say(f"{'blocks':36s}{'ms':>10s}{'one MLP':>10s}{'speed of it':>13s}")
+    report, context, found = Report("moe", device), build_context(Layout(), device), dict[str, dict[str, Times]]()
+    report.say(f"\n2 blocks, 1 x {512 if device == 'cpu' else 8192} tokens, bf16, forward and backward pass")
+    report.say(f"{'blocks':56s}{'ms':>10s}{'one MLP':>10s}{'speed of it':>13s}")
     for name, model in shapes(device).items():
-        for label, settings in ((name, {}), (f"{name}, --compile", {"compile": True})):
+        found[name] = {}
+        for label, settings in entries(device).items():
+            title = ", ".join(filter(None, (name, label)))
             try:
-                dense, experts = (
-                    build(Work(resolve_model(m), 1, length, device), context, settings)
-                    for m in (as_one_mlp(model), model)
-                )
-                for passes in (dense, experts):
-                    for _ in range(3):
-                        passes.run()
-                plain, own = [seconds_of(passes, device, arguments.repeats) for passes in (dense, experts)]
-                report.say(f"{label:36s}{own * 1e3:10.2f}{plain * 1e3:10.2f}{plain / own:13.3f}")
+                own, plain = found[name][label] = measured(model, device, context, settings, arguments.repeats)
+                report.say(f"{title:56s}{own * 1e3:10.2f}{plain * 1e3:10.2f}{plain / own:13.3f}")
             except Exception as error:  # the others are wanted all the same
-                report.say(f"{label:36s}  {why(error)}")
+                report.say(f"{title:56s}  {why(error)}")
                 failed += 1
-            dense = experts = passes = None
             torch._dynamo.reset()
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
+    for line in verdicts(found):
+        report.say(line)
     dist.destroy_process_group()
     return int(failed > 0)
 

@@ -1,8 +1,10 @@
-"""The rows of ``benchmarks/kernels.py`` whose ceiling is arithmetic: the output layer with its loss, and attention."""
+"""The rows of ``benchmarks/kernels.py`` whose ceiling is arithmetic: the output layer with its loss, experts, and
+attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from smp.kernels.attention_cores.attention_core import AttentionCore, AttentionS
 from smp.kernels.attention_cores.fused_attention import FusedAttention
 from smp.kernels.attention_cores.math_attention import MathAttention
 from smp.kernels.attention_cores.varlen import VarlenAttention
+from smp.kernels.experts import grouped
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy
 from smp.parallel.collectives import Group
@@ -53,8 +56,42 @@ def products(table: Any, fused: bool) -> None:
             flops = 14 * s.tokens * s.length / 2 * s.heads * s.head_dim
             table.add_product("causal attention", name, flops, attention(table, core, layout))
     attention_of_documents(table)
+    for shape in EXPERTS[table.device]:
+        products_of_experts(table, fused, *shape)
     if table.device == "cuda":
         block_of_a_ring(table)
+
+
+EXPERTS = {
+    "cuda": [("Mixtral", 16_384, 8, 4096, 14_336), ("Qwen3-30B-A3B", 65_536, 128, 2048, 768)],
+    "cpu": [("8 experts", 512, 8, 256, 384)],
+}
+"""Name, rows of all experts (8,192 tokens), experts, width of tokens and of an expert."""
+
+
+def products_of_experts(table: Any, fused: bool, name: str, rows: int, experts: int, hidden: int, width: int) -> None:
+    """Of rows that are sorted by experts, which are drawn, so that each has another number of them: gate's product, the
+    input gradient of gate and up, and a weight's gradient, by Triton's kernel, by torch's and as one product of all
+    rows with one matrix."""
+    dtype, device = table.sizes.dtype, table.device
+    counts = torch.multinomial(torch.ones(experts), rows, replacement=True).bincount(minlength=experts).to(device)
+    x, grad = (table.draw((rows, n), dtype).detach() for n in (hidden, width))
+    gate, up = (table.draw((experts, width, hidden), dtype).detach() for _ in range(2))
+    single = gate[0].contiguous()
+    for title, times, product, of_one in (
+        ("forward", 1, lambda b: grouped._forward_op(x, gate, counts, b), lambda: x @ single.t()),
+        (
+            "dx of gate and up",
+            2,
+            lambda b: grouped._input_gradient_op([grad, grad], [gate, up], counts, b),
+            lambda: (grad @ single).addmm_(grad, single),
+        ),
+        ("dw", 1, lambda b: grouped._weight_gradient_op(grad, x, counts, b), lambda: grad.t() @ x),
+    ):
+        label, flops = f"{name}, {title}", 2 * times * rows * hidden * width
+        table.add_product(label, "smp triton", flops, partial(product, "triton") if fused else None)
+        table.add_product(label, "smp torch", flops, partial(product, "torch"))
+        table.add_product(label, "one product", flops, of_one)
 
 
 def attention(table: Any, core: AttentionCore, layout: TokenLayout) -> Callable[[], object]:

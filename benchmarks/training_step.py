@@ -86,12 +86,16 @@ class Entry:
     seconds: list[float]
 
 
-def smp_model(work: Work, context: ParallelContext, **parallel: Any) -> tuple[GPT, RunSetup, Config]:
-    """Our model as a run builds it, with settings ``parallel``, but for the numbers of its weights."""
+def smp_model(
+    work: Work, context: ParallelContext, backends: dict[str, Any] | None = None, **parallel: Any
+) -> tuple[GPT, RunSetup, Config]:
+    """Our model as a run builds it, with settings ``parallel``, but for the numbers of its weights; ``backends`` are of
+    operations that get another one than --kernels gives them."""
     config = Config(model=work.model, parallel=ParallelConfig(**parallel))
     config.data.seq_length, device = work.length, torch.device(work.device)
     context = replace(context, sequence_parallel=config.parallel.sequence_parallel)
     kernels, _ = choose_backends(config, context, device, documents=False)
+    kernels = replace(kernels, **(backends or {}))
     setup = RunSetup(context, device, kernels, offload=offload_of(config.parallel, copier_of(device)))
     model = assemble(config, setup)
     parallelize(model, context, config.parallel, setup.offload)
@@ -136,8 +140,10 @@ def draw_weights(model: torch.nn.Module) -> None:
                 data.fill_(initializer.value)
 
 
-def transformers_step(work: Work, bf16: bool, *, compiled: bool = False) -> Step:
-    """The same step by transformers' Llama, SDPA attention, autocast for bf16."""
+def transformers_step(
+    work: Work, bf16: bool, *, compiled: bool = False, change: Callable[[torch.nn.Module], object] = lambda model: None
+) -> Step:
+    """The same step by transformers' Llama, SDPA attention, autocast for bf16; ``change`` is done to the model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -155,6 +161,7 @@ def transformers_step(work: Work, bf16: bool, *, compiled: bool = False) -> Step
         attn_implementation="sdpa",
     )
     model = LlamaForCausalLM(config).float().to(work.device).train()
+    change(model)
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]

@@ -1,9 +1,11 @@
 """The one-device training table: ``make gpu`` and ``make bench-cpu`` write it to ``benchmarks/results/training_*.txt``.
 
-Llama shapes by transformers (eager and compiled) and by smp, in turn on the same device in the same run: fp32 master
-weights, fused AdamW, clipping; bf16 by autocast there, by a cast in each layer here. Tokens per second, model FLOP/s
-as a part of the measured rate of a large matrix product in the same precision (MFU), and peak memory. Rows are written
-as they come, so that a run that is cut short leaves what it has.
+Llama shapes by transformers (eager, compiled, with Liger's kernels), megatron-core's local layers, torchtitan's layers
+and by smp, in turn on the same device in the same run: fp32 master weights, fused AdamW, clipping; bf16 by autocast in
+transformers, by a cast in each layer here. Programs that are not installed are left out, which a line says
+(docs/kernels.md says what to install). Tokens per second, model FLOP/s as a part of the measured rate of a large matrix
+product in the same precision (MFU), and peak memory. Rows are written as they come, so that a run that is cut short
+leaves what it has.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peers import PEERS, missing
 from timing import Clock, Report, product_rate, synchronize
 from torch.distributed.device_mesh import DeviceMesh
 from training_step import MODEL, Step, Work, smp_step, transformers_step
@@ -67,17 +71,23 @@ def shapes(device: str) -> list[Shape]:
     ]
 
 
+def others(work: Work, bf16: bool) -> dict[str, Callable[[], Step]]:
+    """Name -> how to build its step, of other programs; those that are not there are left out."""
+    table: dict[str, Callable[[], Step]] = {
+        "transformers": lambda: transformers_step(work, bf16),
+        "transformers, torch.compile": lambda: transformers_step(work, bf16, compiled=True),
+    }
+    there = {name: build for name, (module, build) in PEERS.items() if not missing(module, work.device)}
+    return table | {name: partial(build, work, bf16) for name, build in there.items()}
+
+
 def entries(work: Work, mesh: DeviceMesh, bf16: bool) -> dict[str, Callable[[], Step]]:
-    """Name -> how to build its step."""
+    """Likewise, of all programs."""
 
     def ours(**parallel: Any) -> Callable[[], Step]:
         return lambda: smp_step(work, mesh, bf16=bf16, **parallel)
 
-    table: dict[str, Callable[[], Step]] = {
-        "transformers": lambda: transformers_step(work, bf16),
-        "transformers, torch.compile": lambda: transformers_step(work, bf16, compiled=True),
-        "smp --kernels torch": ours(kernels="torch"),
-    }
+    table = {**others(work, bf16), "smp --kernels torch": ours(kernels="torch")}
     if work.device == "cpu":
         table["smp --kernels torch --compile"] = ours(kernels="torch", compile=True)
     if work.device == "cuda":
@@ -134,7 +144,7 @@ def measure(builds: dict[str, Callable[[], Step]], device: str, steps: int) -> d
 
 
 def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps: int) -> int:
-    """The rows of one shape; returns how many entries failed, other than for memory.
+    """The rows of one shape; returns how many entries failed, other than for memory and of programs that come apart.
 
     The memory of a GPU holds one entry at a time. That of a CPU holds all, and they take turns.
     """
@@ -152,14 +162,17 @@ def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps
     report.say(f"{'entry':34s}{'tokens/s':>10s}{'TFLOP/s':>10s}{'MFU':>7s}{'peak GB':>9s}{'x first':>9s}")
     everything = entries(work, mesh, shape.bf16)
     together = [everything] if device == "cpu" else [{name: build} for name, build in everything.items()]
-    first, failed = 0.0, 0
+    for name, (module, _) in PEERS.items():
+        if reason := missing(module, device):
+            report.say(f"{name:34s}  {reason}")
+    first, failed, rates = 0.0, 0, dict[str, float]()
     for builds in together:
         for name, measured in measure(builds, device, steps).items():
             if measured.failure:
                 report.say(f"{name:34s}  {measured.failure}")
-                failed += measured.failure != OUT_OF_MEMORY
+                failed += measured.failure != OUT_OF_MEMORY and name not in PEERS
                 continue
-            rate = work.tokens / measured.seconds
+            rate = rates[name] = work.tokens / measured.seconds
             first = first or rate
             memory = f"{measured.peak / 1e9:9.1f}" if measured.peak else f"{'-':>9s}"
             speed = f"{rate:10.0f}{rate * flops / 1e12:10.3f}{rate * flops / limit:7.3f}"
@@ -168,7 +181,18 @@ def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
+    report.say(beside_the_best(rates))
     return failed
+
+
+def beside_the_best(rates: dict[str, float]) -> str:
+    """The fastest of ours, but for FP8, beside the fastest of the others."""
+    own = {name: rate for name, rate in rates.items() if name.startswith("smp") and "fp8" not in name}
+    theirs = {name: rate for name, rate in rates.items() if not name.startswith("smp")}
+    if not own or not theirs:
+        return "nothing to compare"
+    mine, best = max(own, key=own.__getitem__), max(theirs, key=theirs.__getitem__)
+    return f"{mine}: {own[mine] / theirs[best]:.3f} x {best}, the fastest other"
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ Backend = Literal["torch", "triton", "cuda", "apex", "fla"]
 Wish = Literal["auto", "torch", "triton", "cuda", "apex"]
 
 
-OPERATIONS = ("cross_entropy", "norm", "swiglu", "rope", "router", "permute", "delta_rule")
+OPERATIONS = ("cross_entropy", "norm", "swiglu", "rope", "router", "permute", "grouped_gemm", "delta_rule")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Kernels:
         rope: rotation of queries and keys (:mod:`smp.kernels.rope`).
         router: choice of each token's experts and their weights (:mod:`smp.kernels.experts.router`).
         permute: rows of tokens to their experts and back (:mod:`smp.kernels.experts.permute`).
+        grouped_gemm: products of rows with their experts' matrices (:mod:`smp.kernels.experts.grouped`).
         delta_rule: the gated delta rule (:mod:`smp.kernels.recurrences.delta_rule`).
         attention: what computes attention (:mod:`smp.kernels.attention_cores.attention_core`).
         recurrence_exchange: what context-parallel ranks exchange for layers with a recurrence: states, or heads for
@@ -48,6 +49,7 @@ class Kernels:
     rope: Backend = "torch"
     router: Backend = "torch"
     permute: Backend = "torch"
+    grouped_gemm: Backend = "torch"
     delta_rule: Backend = "torch"
     attention: AttentionCore = DEFAULT_ATTENTION
     recurrence_exchange: Literal["states", "heads"] = "states"
@@ -137,7 +139,7 @@ def _automatic(name: str, device: torch.device, features: int, compile: bool) ->
         return "torch", "TRITON_INTERPRET=1 is set, which is for tests"
     if name == "delta_rule":
         return "torch", "flash-linear-attention was not measured here; --kernels triton takes it where it is installed"
-    if name in ("router", "permute"):
+    if name in ("router", "permute", "grouped_gemm"):
         return "torch", "its kernel was not measured on a GPU; --kernels triton takes it"
     if name == "norm" and features > LONGEST_ROW:
         return "torch", f"rows of {features} do not fit into a multiprocessor's registers"

@@ -70,6 +70,16 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     return define(schema, fake, CPU=_where_it_can(schema.partition("(")[0], run), CUDA=_on_its_device(run))
 
 
+def on_any_device(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs operator ``name``, whose last argument is its backend, wherever PyTorch does."""
+    on_gpu, elsewhere = _on_its_device(run), _where_it_can(name, run)
+
+    def wrapped(*arguments: Any) -> Any:
+        return (on_gpu if _device_of(arguments).type == "cuda" else elsewhere)(*arguments)
+
+    return wrapped
+
+
 def dispatched(operation: str, launcher: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     """What runs an operator: ``reference`` with the backend torch, else that launcher of ``operation``."""
 
@@ -97,10 +107,16 @@ def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
     """Launchers use the current device's stream; a tensor may be on another one."""
 
     def wrapped(*arguments: Any) -> Any:
-        with torch.cuda.device(arguments[0].device):
+        with torch.cuda.device(_device_of(arguments)):
             return run(*arguments)
 
     return wrapped
+
+
+def _device_of(arguments: Sequence[Any]) -> torch.device:
+    """Of the first tensor, or of the first of a list of them."""
+    first = arguments[0]
+    return torch.device((first[0] if isinstance(first, list) else first).device)
 
 
 @cache

@@ -74,15 +74,20 @@ def choose_backends(
     of_recurrences, told = recurrence_exchange(config)
     if kernels.delta_rule == "fla" and (why := _not_by_fla(config, of_recurrences)):
         kernels, reasons = replace(kernels, delta_rule="torch"), {**reasons, "delta_rule": why}
+    if kernels.grouped_gemm == "triton" and parallel.fp8_format is not None:
+        why = "in FP8 each expert has a scaled product of its own"
+        kernels, reasons = replace(kernels, grouped_gemm="torch"), {**reasons, "grouped_gemm": why}
     used = {"swiglu": model.swiglu, "rope": model.position_embedding_type == "rope"}
-    used |= dict.fromkeys(("router", "permute"), model.num_experts is not None)
+    used |= dict.fromkeys(("router", "permute", "grouped_gemm"), model.num_experts is not None)
     used |= {"delta_rule": model.linear_attention_type == "gated_delta_net"}
     # Of an operation that this model does not have the user need not hear.
     shown = {name: reason for name, reason in reasons.items() if used.get(name, True)}
     lines = [*describe_kernels(kernels, shown), str(attention), *exchanged, *told]
     if model.attention_dropout > 0.0:
         lines.append("attention: in training probabilities are materialised instead, for --attention-dropout")
-    lines += [*_products_of_experts(config, device, shape.dtype), *choose_fp8(config, device)]
+    if kernels.grouped_gemm == "torch":
+        lines += _products_of_experts(config, device, shape.dtype)
+    lines += [*_uncompiled_experts(config, device), *choose_fp8(config, device)]
     return replace(kernels, attention=core, recurrence_exchange=of_recurrences), lines
 
 
@@ -130,10 +135,14 @@ def _products_of_experts(config: Config, device: torch.device, dtype: torch.dtyp
         return []
     assert model.moe_ffn_hidden_size is not None, "resolved before"
     ranks = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    lines = describe_products(device, dtype, (model.hidden_size, model.moe_ffn_hidden_size // ranks))
-    if parallel.compile and (why := _why_uncompiled(device)):
-        lines.append(f"--compile: blocks with experts are not compiled: {why}")
-    return lines
+    return describe_products(device, dtype, (model.hidden_size, model.moe_ffn_hidden_size // ranks))
+
+
+def _uncompiled_experts(config: Config, device: torch.device) -> list[str]:
+    """A line for the user, where --compile leaves blocks with experts as they are."""
+    if config.model.num_experts is None or not config.parallel.compile or not (why := _why_uncompiled(device)):
+        return []
+    return [f"--compile: blocks with experts are not compiled: {why}"]
 
 
 def compiles_experts(device: torch.device) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from smp.kernels import cross_entropy, norm, rope, swiglu
 from smp.kernels.cuda.library import library_path
+from smp.kernels.experts import grouped
 from smp.kernels.experts.grouped import grouped_product
 from smp.layers import IGNORE_INDEX
 from smp.layers.heads.cross_entropy import VocabShard, vocab_parallel_cross_entropy
@@ -178,6 +179,41 @@ def test_the_last_row_of_more_than_two_to_the_31_elements(name: str) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 300), (torch.bfloat16, 9000), (torch.float32, 700)])
+def test_products_of_many_experts_and_tiles(dtype: torch.dtype, rows: int) -> None:
+    """Random loads of 128 experts, some of which get nothing; a program takes many tiles, of both kinds."""
+    numbers = torch.randint(0, 2 * rows // 128, (128,)) * (torch.rand(128) > 0.2)
+    counts, n = numbers.cuda(), int(numbers.sum())
+    x = torch.randn(n, 520, device="cuda", dtype=dtype, requires_grad=True)
+    w = torch.randn(128, 392, 520, device="cuda", dtype=dtype, requires_grad=True)
+    grad, outputs = torch.randn(n, 392, device="cuda", dtype=dtype), []
+    for inputs, backend in (((x, w), "triton"), ((x.double(), w.double()), "torch")):
+        y = grouped_product(*inputs, counts, backend)
+        outputs.append((y, *torch.autograd.grad(y, inputs, grad.to(y.dtype))))
+    limit = 2**-8 if dtype == torch.bfloat16 else 3e-6
+    for mine, exact in zip(*outputs, strict=True):
+        assert (mine.double() - exact).norm() <= limit * exact.norm()
+
+
+def test_the_last_expert_of_more_than_two_to_the_31_weights() -> None:
+    """300 experts of 4,096 x 2,048, of which only the last two have rows: beside these alone."""
+    counts = torch.zeros(300, dtype=torch.int64, device="cuda")
+    counts[-2:] = torch.tensor([70, 130], device="cuda")
+    w = torch.randn(2, 4096, 2048, device="cuda", dtype=torch.bfloat16)
+    many = torch.zeros(300, 4096, 2048, device="cuda", dtype=torch.bfloat16)
+    many[-2:] = w
+    x, grad = (torch.randn(200, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 4096))
+    y, dx, dw = (
+        grouped._forward_op(x, many, counts, "triton"),
+        grouped._input_gradient_op([grad], [many], counts, "triton"),
+        grouped._weight_gradient_op(grad, x, counts, "triton"),
+    )
+    assert torch.equal(y, grouped._forward_op(x, w, counts[-2:], "triton"))
+    assert torch.equal(dx, grouped._input_gradient_op([grad], [w], counts[-2:], "triton"))
+    assert torch.equal(dw[-2:], grouped._weight_gradient_op(grad, x, counts[-2:], "triton"))
+    assert not dw[:-2].any()
+
+
 def test_the_weight_gradient_is_added_in_fp32() -> None:
     from smp.kernels.weight_gradient import accumulate_weight_gradient
 
@@ -191,8 +227,9 @@ def test_the_weight_gradient_is_added_in_fp32() -> None:
 
 @pytest.mark.parametrize("counts", [[7, 0, 13, 20, 0], [0, 0, 0, 0, 40], [8, 8, 8, 8, 8], [0, 0, 0, 0, 0]])
 @pytest.mark.parametrize("sizes", [(64, 128), (64, 12)])
-def test_products_of_experts(counts: list[int], sizes: tuple[int, int]) -> None:
-    """torch's grouped kernel, and for widths that it does not take a loop."""
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_products_of_experts(counts: list[int], sizes: tuple[int, int], backend: str) -> None:
+    """torch's grouped kernel, for widths that it does not take a loop; and Triton's."""
     width, out = sizes
     rows = sum(counts)
     x, grad = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in sizes)
@@ -200,7 +237,7 @@ def test_products_of_experts(counts: list[int], sizes: tuple[int, int]) -> None:
     wide = [t.detach().double().requires_grad_() for t in (x, w)]
     wanted = torch.cat([rows @ wide[1][e].t() for e, rows in enumerate(wide[0].split(counts))])
     wanted.backward(grad.double())
-    got = grouped_product(x, w, torch.tensor(counts, device="cuda"))
+    got = grouped_product(x, w, torch.tensor(counts, device="cuda"), backend)
     del (poison := [torch.full_like(w, torch.nan) for _ in range(4)])[:]  # what is not written shows
     assert not poison
     got.backward(grad.detach())

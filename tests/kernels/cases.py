@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from smp.kernels import cross_entropy, norm, rope, swiglu
-from smp.kernels.experts import permute, router
+from smp.kernels.experts import grouped, permute, router
 
 Results = dict[str, tuple[torch.Tensor, torch.Tensor]]  # name -> what a backend gives, what the reference gives
 
@@ -33,6 +33,16 @@ ROUTERS = [(0, 4, 2), (1, 8, 1), (3, 4, 4), (7, 123, 6), (40, 64, 8), (300, 8, 2
 
 # tokens, width, experts of a token out of 8: no tokens, one expert each, narrower than a block, two and a bit, two
 PERMUTES = [(0, 8, 2), (6, 40, 1), (7, 123, 3), (5, 2100, 2), (3, 2048, 6)]
+
+# rows of each expert, columns, rows of its matrix: no rows, without and with some, several tiles each way, unequal,
+# as many as programs and more, one expert, sizes that no power of two divides
+EXPERTS = [
+    ([0, 0, 0], 8, 16),
+    ([3, 0, 33, 64, 100], 48, 40),
+    ([0, 0, 300, 0, 1], 70, 301),
+    ([1, 128, 0, 65, 2, 7, 0], 129, 24),
+    ([77], 16, 520),
+]
 
 
 def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
@@ -181,9 +191,38 @@ def permutes(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[
             yield title, {n: (g.detach(), w) for n, g, w in zip(names, got, want, strict=True)}
 
 
+def products_of_experts(dtype: torch.dtype, backend: str, device: str = "cpu") -> Iterator[tuple[str, Results]]:
+    """Beside the definitions in fp64. Rows behind the last expert's are not read: they are not numbers."""
+    for rows, columns, height in EXPERTS:
+        n, counts = sum(rows), torch.tensor(rows, device=device)
+        x = draw(n + 5, columns, dtype=dtype, device=device, seed=0)
+        grads = [draw(n + 5, height, dtype=dtype, device=device, seed=i) for i in (1, 2)]
+        weights = [draw(len(rows), height, columns, dtype=dtype, device=device, seed=i) for i in (3, 4)]
+        for behind in (x, *grads):
+            behind[n:] = torch.nan
+        got = (
+            grouped._forward_op(x, weights[0], counts, backend)[:n],
+            grouped._input_gradient_op(grads[:1], weights[:1], counts, backend)[:n],
+            grouped._input_gradient_op(grads, weights, counts, backend)[:n],
+            grouped._weight_gradient_op(grads[0], x, counts, backend),
+        )
+        parts = [[part.double() for part in t[:n].split(rows)] for t in (x, *grads)]
+        of_expert = list(zip(*parts, *(w.double() for w in weights), strict=True))
+        exact = (
+            torch.cat([own @ w.t() for own, _, _, w, _ in of_expert]),
+            torch.cat([g @ w for _, g, _, w, _ in of_expert]),
+            torch.cat([g @ w + h @ v for _, g, h, w, v in of_expert]),
+            torch.stack([g.t() @ own for own, g, _, _, _ in of_expert]),
+        )
+        names = ("y", "dx", "dx of two", "dw")
+        want = (e.to(g.dtype) for e, g in zip(exact, got, strict=True))
+        title = f"rows {rows}, {columns} -> {height}"
+        yield title, {name: (g, w) for name, g, w in zip(names, got, want, strict=True)}
+
+
 OPERATIONS = {
     **{"cross_entropy": cross_entropies, "norm": norms, "swiglu": swiglus, "rope": ropes, "router": routers},
-    "permute": permutes,
+    **{"permute": permutes, "grouped_gemm": products_of_experts},
 }
 
 

@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from smp.kernels.experts import permute
+from smp.kernels.experts import grouped, permute
 from smp.kernels.triton import norm
 from tests.kernels.cases import OPERATIONS, error, sorted_choices
 
@@ -48,8 +48,47 @@ def check_order_of_sums() -> None:
     assert torch.equal(alone[0], drows[own]) and torch.equal(alone[1], dweights[:2])
 
 
+def check_rows_that_are_loaded_ahead() -> None:
+    """Of a norm's backward pass: the same bits."""
+    x, dy, w, rows = torch.randn(40, 2100), torch.randn(40, 2100), torch.randn(2100), torch.rand(40)
+    for mean, has_bias in ((rows, True), (torch.empty(0), False)):
+        one, two = (norm.backward(dy, x, x, w, mean, rows, has_bias, stages) for stages in (1, 2))
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def check_products_of_experts() -> None:
+    """What others got wrong: memory of a weight's gradient that an expert without rows leaves as it was, gradients that
+    are not contiguous, weights that lie transposed, no rows at all."""
+    counts = torch.tensor([0, 5, 0, 9])
+    x, weight = torch.randn(14, 24), torch.randn(4, 24, 40).transpose(1, 2)  # (experts, 40, 24)
+    grad = torch.randn(40, 14).t()
+    results = []
+    for backend in ("triton", "torch"):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = grouped.grouped_product(*leaves, counts, backend)
+        results.append((y, *torch.autograd.grad(y, leaves, grad)))
+    for mine, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+    poison = [torch.full((4, 40, 24), torch.nan) for _ in range(4)]
+    del poison
+    dw = grouped._weight_gradient_op(grad, x, counts, "triton")
+    assert not dw[[0, 2]].any() and dw.isfinite().all()
+    nothing = grouped._weight_gradient_op(grad[:0], x[:0], 0 * counts, "triton")
+    assert nothing.shape == (4, 40, 24) and not nothing.any()
+    assert grouped._forward_op(x[:0], weight, 0 * counts, "triton").shape == (0, 40)
+    for dtype, gradients, message in ((torch.float64, 1, "bf16 and fp32"), (torch.float32, 3, "two products")):
+        try:
+            grouped._input_gradient_op([grad.to(dtype)] * gradients, [weight] * gradients, counts, "triton")
+        except ValueError as error:
+            assert message in str(error)
+        else:
+            raise AssertionError("is not refused")
+
+
 def main() -> None:
     check_outputs()
+    check_rows_that_are_loaded_ahead()
+    check_products_of_experts()
     check_order_of_sums()
     errors = {
         f"{operation}, {str(dtype).removeprefix('torch.')}, {case}: {name}": error(got, want)

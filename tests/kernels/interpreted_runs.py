@@ -34,7 +34,7 @@ def main(folder: str, cases: list[str]) -> None:
             run = run_here(Path(folder) / f"{i}-{kernels}", given, count_ops="--compile" not in flags)
             assert run.code == 0, run.err
             names = "cross_entropy, norm, rope" if "--no-swiglu" in flags else "cross_entropy, norm, swiglu, rope"
-            names += ", router, permute" * ("--num-experts" in flags)
+            names += ", router, permute, grouped_gemm" * ("--num-experts" in flags)
             assert f"kernels: {kernels} for {names} (" in run.out + run.err, run.out + run.err
             operators = {name: n for name, n in run.ops.items() if name.startswith("smp::")}
             runs[kernels] = {"losses": run.losses, "operators": operators}

@@ -22,7 +22,7 @@ from tests.plain_varlen import plain_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # choosing touches no device
 FUSED = {"cross_entropy": "triton", "norm": "triton", "swiglu": "triton", "rope": "triton"}
-EVERY = {**FUSED, "router": "triton", "permute": "triton"}
+EVERY = {**FUSED, "router": "triton", "permute": "triton", "grouped_gemm": "triton"}
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +38,9 @@ def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu() -> None:
 
 def test_auto_leaves_to_pytorch_what_was_not_measured() -> None:
     kernels, reasons = choose_kernels("auto", CUDA)
-    assert kernels.router == kernels.permute == "torch"
-    assert "kernels: torch for router, permute (its kernel was not measured on a GPU; --kernels triton takes it)" in (
-        describe_kernels(kernels, reasons)
-    )
+    assert kernels.router == kernels.permute == kernels.grouped_gemm == "torch"
+    why = "its kernel was not measured on a GPU; --kernels triton takes it"
+    assert f"kernels: torch for router, permute, grouped_gemm ({why})" in describe_kernels(kernels, reasons)
 
 
 def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
@@ -50,6 +49,7 @@ def test_auto_leaves_to_the_compiler_what_it_fuses() -> None:
     assert describe_kernels(kernels, reasons) == [
         "kernels: triton for cross_entropy (fused on CUDA)",
         "kernels: torch for norm, swiglu, rope, router, permute (torch.compile fuses it with its neighbours)",
+        "kernels: torch for grouped_gemm (its kernel was not measured on a GPU; --kernels triton takes it)",
         "kernels: torch for delta_rule (flash-linear-attention was not measured here; --kernels triton takes it where "
         "it is installed)",
     ]

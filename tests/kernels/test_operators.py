@@ -40,13 +40,13 @@ CALLS = {
     "choose_experts": (X, None, W, 3, "sigmoid", 2.0, "torch"),
     "choose_experts (compared)": (X, DY, None, 3, "softmax", 1.0, "torch"),
     "choose_experts_backward": (torch.randn(6, 2), X, torch.arange(12).view(6, 2) % 8, "pre_softmax", 1.0, "torch"),
-    "grouped_product": (X, torch.randn(3, 4, 8), COUNTS),
-    "grouped_input_gradient": ([torch.randn(6, 4)] * 2, [torch.randn(3, 4, 8)] * 2, COUNTS),
+    "grouped_product": (X, torch.randn(3, 4, 8), COUNTS, "torch"),
+    "grouped_input_gradient": ([torch.randn(6, 4)] * 2, [torch.randn(3, 4, 8)] * 2, COUNTS, "torch"),
     "gather_rows": (X, torch.tensor([3, 11, 0]), 2, "torch"),
     "combine_rows": (X, torch.rand(3, 2), torch.tensor([[3, 1], [0, 2], [5, 4]]), "torch"),
     "combine_rows (of weights 1)": (X, None, torch.tensor([[3, 1], [0, 2], [5, 4]]), "torch"),
     "combine_rows_backward": (torch.randn(3, 8), X, torch.rand(3, 2), torch.arange(6), torch.arange(6), "torch"),
-    "grouped_weight_gradient": (torch.randn(6, 4), X, COUNTS),
+    "grouped_weight_gradient": (torch.randn(6, 4), X, COUNTS, "torch"),
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.kernels.interpreter import in_interpreter, needs_interpreter, needs_triton
 
@@ -22,7 +23,7 @@ def errors() -> dict[str, float]:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope", "router", "permute"])
+@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope", "router", "permute", "grouped_gemm"])
 def test_fp32_equals_the_reference(errors: dict[str, float], operation: str) -> None:
     mine = {name: e for name, e in errors.items() if name.startswith(f"{operation}, float32")}
     assert len(mine) >= 18
@@ -30,7 +31,7 @@ def test_fp32_equals_the_reference(errors: dict[str, float], operation: str) -> 
 
 
 @needs_interpreter
-@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope", "router", "permute"])
+@pytest.mark.parametrize("operation", ["cross_entropy", "norm", "swiglu", "rope", "router", "permute", "grouped_gemm"])
 def test_bf16_storage_is_within_a_unit_in_the_last_place(errors: dict[str, float], operation: str) -> None:
     """The interpreter cuts off where a GPU rounds, so half of the values are one unit, 2^-7 of themselves, lower."""
     mine = {name: e for name, e in errors.items() if name.startswith(f"{operation}, bfloat16")}
@@ -104,8 +105,32 @@ def test_200_steps_follow_the_same_curve(tmp_path: Path) -> None:
 FEATURES = (128, 4096, 8192)
 
 
-def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]:
-    """(file, kernel, types of the arguments, compile-time arguments, warps) of what a run compiles for bf16."""
+Compilation = tuple[str, str, dict[str, str], dict[str, Any], dict[str, int]]
+"""File, kernel, types of its arguments, compile-time arguments, and how it is compiled."""
+
+
+def products_of_experts(arch: int) -> list[Compilation]:
+    """Of bf16 and of fp32, in tiles for few rows of an expert and for many, of 8 and of 128 experts."""
+    from smp.kernels.triton import grouped_gemm
+
+    out: list[Compilation] = []
+    for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+        types = {**dict.fromkeys(("x", "weight", "x_too", "weight_too", "grad", "out"), pointer), "counts": "*i64"}
+        types |= dict.fromkeys(("experts", "inner", "height", "width"), "i32")
+        for rows, experts in ((8192, 128), (65536, 128), (16384, 8)):
+            constants = {**grouped_gemm.options(dtype, rows, experts, arch == 90), "EXPERTS": experts}
+            how = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+            for both, by_rows in ((False, False), (False, True), (True, True)):
+                way = {"BOTH": both, "BY_ROWS": by_rows, **constants}
+                out.append(("grouped_gemm", "rows_kernel", types, way, how))
+            constants = {**grouped_gemm.options(dtype, 1, 0, arch == 90), "EXPERTS": experts}
+            how = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+            out.append(("grouped_gemm", "weights_kernel", types, constants, how))
+    return out
+
+
+def compilations(arch: int) -> list[Compilation]:
+    """What a run compiles for bf16; on sm_90 also what only the tables of ``make gpu`` have."""
     from smp.kernels.triton import cross_entropy, fp8, norm, permute, rope, router, swiglu
 
     low, full, size = "*bf16", "*fp32", "i32"
@@ -155,7 +180,8 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
             flags = {"ADD": adds, "CENTER": center, **options}
             out.append(("norm", "forward_kernel", tensors, {"EPS": 1e-5, **flags}, warps))
             more = norm.backward_options(features, center)["num_warps"]
-            out.append(("norm", "backward_kernel", tensors, flags, more))
+            for stages in (norm.STAGES, 2) if arch == 90 else (norm.STAGES,):
+                out.append(("norm", "backward_kernel", tensors, {**flags, "STAGES": stages}, more))
     sums = {"PARTS": norm.SUM_PARTS, "COLUMNS": norm.SUM_COLUMNS}
     out.append(
         (
@@ -195,11 +221,11 @@ def compilations() -> list[tuple[str, str, dict[str, str], dict[str, Any], int]]
         out.append(("fp8", "largest_kernel", one, {"BLOCK": fp8.LARGEST_BLOCK}, fp8.LARGEST_WARPS))
     turned = {"x": "*u8", "out": "*u8", **dict.fromkeys(("stride", "out_stride", "rows", "width"), size)}
     out.append(("fp8", "transpose_kernel", turned, {"TILE": fp8.TILE}, fp8.TILE_WARPS))
-    return out
+    return [(*what, {"num_warps": warps}) for *what, warps in out] + products_of_experts(arch)
 
 
 def compile_for(
-    arch: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int
+    arch: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], how: dict[str, int]
 ) -> tuple[str, str]:
     """(PTX, what ptxas -v says of the machine code) of a kernel, with pointers and sizes that 16 divides."""
     import triton
@@ -209,10 +235,10 @@ def compile_for(
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
-    aligned = [name for name in names if name not in constants and name not in ("valid", "rows", "tiles")]
+    aligned = [name for name in names if name not in constants and name not in ("valid", "rows", "tiles", "experts")]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constexprs=places, attrs=attributes)
-    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps}).asm["ptx"]
+    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=how).asm["ptx"]
     target = re.search(r"\.target\s+(sm_\w+)", ptx)
     assert target is not None
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -228,15 +254,17 @@ def test_kernels_compile_without_double_precision_and_spills(arch: int) -> None:
     import importlib
 
     faults = {}
-    for file, name, types, constants, warps in compilations():
+    for file, name, types, constants, how in compilations(arch):
         if name == "quantise_kernel" and arch < 89:
             continue  # which has no 8-bit floating point
         kernel = getattr(importlib.import_module(f"smp.kernels.triton.{file}"), name)
-        ptx, said = compile_for(arch, kernel, types, constants, warps)
+        ptx, said = compile_for(arch, kernel, types, constants, how)
         spills = {int(number) for number in re.findall(r"(\d+) bytes spill", said)}
         wide = ".v4" in ptx  # loads and stores of 16 bytes
         if ".f64" in ptx or spills != {0} or not wide:
             faults[f"{file}.{name} {constants}"] = (".f64" in ptx, spills, wide)
+        if file == "grouped_gemm" and types["x"] == "*bf16":
+            assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx, "a slower path than tensor cores'"
     assert not faults
 
 

@@ -24,8 +24,8 @@ def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_prediction_that_is_off_fails(gpu_memory: Any) -> None:
     assert gpu_memory.compared("run", 0.0, 0.47)[1] is False
-    assert gpu_memory.compared("run", 0.96, 1.0)[1] and gpu_memory.compared("run", 1.04, 1.0)[1]
-    assert not gpu_memory.compared("run", 0.94, 1.0)[1] and not gpu_memory.compared("run", 1.06, 1.0)[1]
+    assert gpu_memory.compared("run", 0.985, 1.0)[1] and gpu_memory.compared("run", 1.015, 1.0)[1]
+    assert not gpu_memory.compared("run", 0.97, 1.0)[1] and not gpu_memory.compared("run", 1.03, 1.0)[1]
     assert gpu_memory.compared("run", 1.0, "out of memory") == ("run: predicted 1.000 GB, out of memory", False)
 
 

@@ -40,3 +40,4 @@ def test_products_are_drawn_as_the_table_draws(monkeypatch: pytest.MonkeyPatch) 
     table.draw = lambda *arguments: kernels.Table.draw(table, *arguments)
     kernels.products(table, False)
     assert ("linear + cross-entropy", "smp torch") in ran and ("causal attention", "flash") in ran
+    assert ("8 experts, dw", "smp torch") in ran

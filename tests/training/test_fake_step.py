@@ -219,6 +219,13 @@ def test_what_a_plan_says_of_the_last_stage_is_what_it_computes(recompute: str) 
         assert said[one + 1] - said[one] == pytest.approx(counted[one + 1] - counted[one], rel=0.005)
 
 
+def test_experts_products_by_a_fused_kernel_count_as_pytorchs() -> None:
+    config = settings("--num-experts 4 --moe-router-topk 2", 1)
+    chosen = Kernels(), Kernels(grouped_gemm="triton")
+    plain, fused = (fake_step(config, Layout(), kernels, "cuda") for kernels in chosen)
+    assert fused.counts.flops == plain.counts.flops and fused.peak <= plain.peak
+
+
 def test_auto_is_what_the_device_would_choose_and_gloo_copies() -> None:
     """A CPU's exchange on a CPU, where an all-gather and a reduce-scatter work on a copy of the whole tensor."""
     flags = f"{BOTH_CUT} --bf16 --cp-comm-type"

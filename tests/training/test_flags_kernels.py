@@ -30,7 +30,10 @@ def test_kernels_says_what_runs_and_refuses_what_cannot(runs: Runs) -> None:
     other = runs("--no-swiglu --position-embedding-type learned_absolute")
     assert "kernels: torch for cross_entropy, norm (runs on cpu)" in other.out, "a model without the other two"
     experts = runs("--num-experts 4")
-    assert "kernels: torch for cross_entropy, norm, swiglu, rope, router, permute (runs on cpu)" in experts.out
+    assert (
+        "kernels: torch for cross_entropy, norm, swiglu, rope, router, permute, grouped_gemm (runs on cpu)"
+        in experts.out
+    )
     wished = runs("--kernels torch")
     assert "(--kernels torch)" in wished.out and wished.losses == run.losses
     for wish in ("triton", "cuda", "apex"):

@@ -5,9 +5,9 @@ Rows x (n, in) are sorted by expert, ``counts`` rows of each, and every expert h
     y[e] = x[e] W[e]^T      dx[e] = g[e] W[e]      dW[e] = g[e]^T x[e]
 
 An expert without rows costs nothing forward, and its dW is zero. Nothing is padded and nothing is stacked: 2 n in out
-FLOPs each, as one product of n rows. Counts are int64 numbers on the device. On Hopper and Blackwell in bf16, with
-widths that are multiples of 8, each of the three is one kernel (``torch._grouped_mm``), which reads them there;
-elsewhere they are loops over experts, for which the host has to know the counts.
+FLOPs each, as one product of n rows. Counts are int64 numbers on the device. With the backend triton each of the three
+is one kernel, which reads them there. With torch, on Hopper and Blackwell in bf16, with widths that are multiples of 8,
+so it is (``torch._grouped_mm``); elsewhere they are loops over experts, for which the host has to know the counts.
 """
 
 from __future__ import annotations
@@ -21,39 +21,46 @@ import torch.nn.functional as F
 
 from smp.kernels import matmul
 from smp.kernels.matmul import add_weight_gradient, gradient_by_onednn, linear, linear_by_onednn
-from smp.kernels.registry import define
+from smp.kernels.registry import define, dispatched, on_any_device
 
 Later = Callable[[Callable[[], torch.Tensor]], None]
 """Takes the computation of a weight's gradient over from the backward pass, to run it once, later."""
 
 
-def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def grouped_product(
+    x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, backend: str = "torch"
+) -> torch.Tensor:
     """(n, in) rows sorted by expert and weights (experts, out, in) -> (n, out).
 
-    ``counts``, int64 (experts,): rows of each, n in all; rows beyond would stay without a value.
+    ``counts``, int64 (experts,): rows of each, n in all; rows beyond would stay without a value. ``backend`` is torch
+    or triton.
     """
-    return grouped_products(x, [weight], counts)[0]
+    return grouped_products(x, [weight], counts, backend=backend)[0]
 
 
 def grouped_products(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, later: Sequence[Later] = ()
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    counts: torch.Tensor,
+    later: Sequence[Later] = (),
+    backend: str = "torch",
 ) -> tuple[torch.Tensor, ...]:
     """:func:`grouped_product` of the same rows with several weights. Gradients of x are summed where they are made.
 
     ``later``, one for each weight: who computes gradients of those that are trained; empty: the backward pass does.
     """
-    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, counts, tuple(later), *weights)
+    outputs: tuple[torch.Tensor, ...] = _Products.apply(x, counts, tuple(later), backend, *weights)
     return outputs
 
 
 def grouped_input_gradient(grad: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """(n, out) rows sorted by expert and weights (experts, out, in) -> (n, in), for who writes a backward pass."""
-    return _input_gradient_op([grad], [weight], counts)
+    return _input_gradient_op([grad], [weight], counts, "torch")
 
 
 def grouped_weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """(n, out) and (n, in) rows sorted by expert -> (experts, out, in)."""
-    return _weight_gradient_op(grad, x, counts)
+    return _weight_gradient_op(grad, x, counts, "torch")
 
 
 def add_rows_of_groups(y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -65,18 +72,18 @@ def add_rows_of_groups(y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        """x, counts, later, weights."""
-        x, counts, ctx.later, *weights = inputs
+        """x, counts, later, backend, weights."""
+        x, counts, ctx.later, ctx.backend, *weights = inputs
         ctx.save_for_backward(x, counts, *weights)
-        return tuple(_forward_op(x, weight, counts) for weight in weights)
+        return tuple(_forward_op(x, weight, counts, ctx.backend) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, counts, *weights = ctx.saved_tensors
         grads = tuple(grad.contiguous() for grad in grads)
-        dx = _input_gradient_op(grads, weights, counts) if ctx.needs_input_grad[0] else None
-        computations = [partial(_weight_gradient_op, grad, x, counts) for grad in grads]
-        return dx, None, None, *gradients_now(computations, ctx.needs_input_grad[3:], ctx.later)
+        dx = _input_gradient_op(grads, weights, counts, ctx.backend) if ctx.needs_input_grad[0] else None
+        computations = [partial(_weight_gradient_op, grad, x, counts, ctx.backend) for grad in grads]
+        return dx, None, None, None, *gradients_now(computations, ctx.needs_input_grad[4:], ctx.later)
 
 
 def gradients_now(
@@ -106,13 +113,14 @@ class _AddRows(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad, None, None
         ones = grad.new_ones(len(grad), 8)  # as many as the grouped kernel loads at a time
-        return grad, _weight_gradient_op(grad.contiguous(), ones, counts)[..., 0], None
+        return grad, _weight_gradient_op(grad.contiguous(), ones, counts, "torch")[..., 0], None
 
 
-def counts_where_read(counts: torch.Tensor, x: torch.Tensor, *widths: int) -> torch.Tensor:
+def counts_where_read(counts: torch.Tensor, x: torch.Tensor, widths: Sequence[int], backend: str) -> torch.Tensor:
     """``counts`` where the products of ``x`` with matrices of these ``widths`` read them: on the device, or for a GPU
     without such a kernel on the host, which waits for them here once and not in every product."""
-    return counts.cpu() if x.is_cuda and not has_kernel(x.device, x.dtype, widths) else counts
+    loops = x.is_cuda and backend == "torch" and not has_kernel(x.device, x.dtype, widths)
+    return counts.cpu() if loops else counts
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> bool:
@@ -123,7 +131,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) 
 
 
 def describe_products(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> list[str]:
-    """A line for the start of a run on a GPU; on a CPU there is nothing to choose."""
+    """A line for the start of a run on a GPU with torch's products; on a CPU there is nothing to choose."""
     if device.type != "cuda":
         return []
     if has_kernel(device, dtype, widths):
@@ -251,7 +259,7 @@ def occupied(rows: torch.Tensor, counts: torch.Tensor) -> list[tuple[int, int]]:
     return [(expert, count) for expert, count in enumerate(known) if count]
 
 
-def _as_one_expert(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _as_one_expert(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, _backend: Any) -> torch.Tensor:
     """The weight gradient as if all rows were the first expert's: as much work and memory as :func:`_weight_gradient`,
     whatever the counts."""
     dw = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
@@ -260,7 +268,7 @@ def _as_one_expert(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) ->
 
 
 def _input_gradient_as_of_one_expert(
-    grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], counts: torch.Tensor
+    grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], _counts: Any, _backend: Any
 ) -> torch.Tensor:
     dx = grads[0].new_empty(grads[0].shape[0], weights[0].shape[2])
     for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
@@ -268,21 +276,29 @@ def _input_gradient_as_of_one_expert(
     return dx
 
 
+def _of_one(x: torch.Tensor, weight: torch.Tensor, _counts: Any, _backend: Any) -> torch.Tensor:
+    return linear(x, weight[0]) if matmul.COPIES_PAY else F.linear(x, weight[0])
+
+
+def _dispatched(name: str, launcher: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    return on_any_device(name, dispatched("grouped_gemm", launcher, reference))
+
+
 _forward_op = define(
-    "grouped_product(Tensor x, Tensor weight, Tensor counts) -> Tensor",
-    lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]),
-    body=lambda x, weight, counts: linear(x, weight[0]) if matmul.COPIES_PAY else F.linear(x, weight[0]),
-    CompositeExplicitAutograd=_forward,
+    "grouped_product(Tensor x, Tensor weight, Tensor counts, str backend) -> Tensor",
+    lambda x, weight, counts, backend: x.new_empty(x.shape[0], weight.shape[1]),
+    body=_of_one,
+    CompositeExplicitAutograd=_dispatched("grouped_product", "forward", _forward),
 )
 _input_gradient_op = define(
-    "grouped_input_gradient(Tensor[] grads, Tensor[] weights, Tensor counts) -> Tensor",
-    lambda grads, weights, counts: grads[0].new_empty(grads[0].shape[0], weights[0].shape[2]),
+    "grouped_input_gradient(Tensor[] grads, Tensor[] weights, Tensor counts, str backend) -> Tensor",
+    lambda grads, weights, counts, backend: grads[0].new_empty(grads[0].shape[0], weights[0].shape[2]),
     body=_input_gradient_as_of_one_expert,
-    CompositeExplicitAutograd=_input_gradient,
+    CompositeExplicitAutograd=_dispatched("grouped_input_gradient", "input_gradient", _input_gradient),
 )
 _weight_gradient_op = define(
-    "grouped_weight_gradient(Tensor grad, Tensor x, Tensor counts) -> Tensor",
-    lambda grad, x, counts: x.new_empty(counts.shape[0], grad.shape[1], x.shape[1]),
+    "grouped_weight_gradient(Tensor grad, Tensor x, Tensor counts, str backend) -> Tensor",
+    lambda grad, x, counts, backend: x.new_empty(counts.shape[0], grad.shape[1], x.shape[1]),
     body=_as_one_expert,
-    CompositeExplicitAutograd=_weight_gradient,
+    CompositeExplicitAutograd=_dispatched("grouped_weight_gradient", "weight_gradient", _weight_gradient),
 )

@@ -11,6 +11,9 @@ from smp.kernels.dispatch import LONGEST_ROW, interpreted
 
 TILE = 2048
 """Elements of a tile: one long row, or several short ones (heads of qk-norm)."""
+STAGES = 1
+"""Tiles of a backward pass that a program loads at the same time, but for its first: with 2 the next rows are on their
+way while this one is summed, without more registers than there are. Only 1 was measured (docs/kernels.md)."""
 SUM_PARTS, SUM_COLUMNS, SUM_WARPS = 256, 32, 8
 """Parts, columns and warps of a tile of partial sums."""
 
@@ -75,12 +78,13 @@ def backward_kernel(
     CENTER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     dw = tl.zeros((BLOCK,), tl.float32)
     db = tl.zeros((BLOCK,), tl.float32)
     # Each program takes every n-th tile, always the same ones: the partial sums have one order.
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & (column[None, :] < features)
         place = row[:, None] * features + column[None, :]
@@ -183,6 +187,7 @@ def backward(
     mean: torch.Tensor,
     scale: torch.Tensor,
     has_bias: bool,
+    stages: int = STAGES,
 ) -> tuple[torch.Tensor, ...]:
     """See :func:`smp.kernels.norm.backward_reference`."""
     (rows, features), options = x.shape, backward_options(x.shape[1], has_bias)
@@ -194,7 +199,7 @@ def backward(
     dweight = weight.new_empty(features) if rows else weight.new_zeros(features)
     dbias = torch.zeros_like(dweight) if has_bias and not rows else weight.new_empty(features if has_bias else 0)
     if rows:
-        flags = {"ADD": dtotal is not None, "CENTER": has_bias}
+        flags = {"ADD": dtotal is not None, "CENTER": has_bias, "STAGES": stages}
         added = dy if dtotal is None else dtotal  # not read
         backward_kernel[(parts,)](
             dy, added, x, weight, mean, scale, dx, partial[0], partial[-1], rows, features, tiles, **flags, **options

@@ -36,6 +36,7 @@ class ExpertLinear(nn.Module):
         tp_dim: the dimension of the weight (experts, out, in) that the TP ranks cut.
         bias: each expert has one. Where the TP ranks have parts of a sum each adds its share of it.
         init_std: standard deviation of the initial weights.
+        backend: torch or triton, what multiplies.
 
     Attributes:
         kind: whether TP ranks have columns of the result, or parts of a sum.
@@ -56,10 +57,11 @@ class ExpertLinear(nn.Module):
         tp_dim: int,
         init_std: float,
         bias: bool = False,
+        backend: str = "torch",
     ) -> None:
         super().__init__()
         shape = num_experts, out_features, in_features
-        self.tp_dim, self.tp_group = tp_dim, context.expert_tp_group
+        self.tp_dim, self.tp_group, self.backend = tp_dim, context.expert_tp_group, backend
 
         def spread(shape: tuple[int, ...], tp_dim: int) -> nn.Parameter:
             if context.ep_tp is None:
@@ -105,7 +107,7 @@ def apply_experts(
     if scalings:
         outputs = scaled_experts(rows, weights, counts, scalings[0].of_call(scalings), later)
     else:
-        outputs = grouped_products(rows, weights, counts, later)
+        outputs = grouped_products(rows, weights, counts, later, projections[0].backend)
     outputs = tuple(
         y if projection.bias is None else projection.add_bias(y, counts)
         for projection, y in zip(projections, outputs, strict=True)
@@ -131,7 +133,7 @@ class Experts(nn.Module):
         activation: as of :class:`smp.layers.mlp.MLP`.
         bias: biases on all projections.
         init_std, output_std: standard deviations of the initial weights, inner and last.
-        kernels: what computes SwiGLU.
+        kernels: what multiplies, and what computes SwiGLU.
 
     Raises:
         ValueError: for an unknown activation; when the ranks do not divide the number of experts or their width, or
@@ -155,11 +157,14 @@ class Experts(nn.Module):
         context = ParallelContext.of(parallel)
         self.activation, self.backend = activation, kernels.swiglu
         self.widths = hidden_size, ffn_hidden_size // context.expert_tp_group.size
-        inner = num_experts, hidden_size, ffn_hidden_size, context
-        self.gate = ExpertLinear(*inner, tp_dim=1, init_std=init_std, bias=bias) if has_gate(activation) else None
-        self.up = ExpertLinear(*inner, tp_dim=1, init_std=init_std, bias=bias)
-        outer = num_experts, ffn_hidden_size, hidden_size, context
-        self.down = ExpertLinear(*outer, tp_dim=2, init_std=output_std, bias=bias)
+        inner, outer = (num_experts, hidden_size, ffn_hidden_size), (num_experts, ffn_hidden_size, hidden_size)
+
+        def projection(sizes: tuple[int, int, int], tp_dim: int, std: float) -> ExpertLinear:
+            backend = kernels.grouped_gemm
+            return ExpertLinear(*sizes, context, tp_dim=tp_dim, init_std=std, bias=bias, backend=backend)
+
+        self.gate = projection(inner, 1, init_std) if has_gate(activation) else None
+        self.up, self.down = projection(inner, 1, init_std), projection(outer, 2, output_std)
 
     def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """``run(*arguments)``, in which :meth:`compute` is called. FSDP gathers and frees weights around ``forward``;
@@ -170,7 +175,7 @@ class Experts(nn.Module):
         """(n, hidden) sorted by expert, ``counts`` of each of this rank's -> (n, hidden), on TP ranks parts of a
         sum."""
         in_loops = self.up.scaling is not None  # in FP8
-        counts = counts.cpu() if in_loops else counts_where_read(counts, rows, *self.widths)
+        counts = counts.cpu() if in_loops else counts_where_read(counts, rows, self.widths, self.up.backend)
         if self.gate is None:
             assert not isinstance(self.activation, QuickGeglu), "which has a gate"
             return self.down(activate(self.up(rows, counts), self.activation), counts)

@@ -58,5 +58,5 @@ class LoraExpertLinear(ExpertLinear):
             return output
         a = local(lora.a, rows.dtype, summed_over=self.tp_group if lora.sums_a else None)
         b = local(lora.b, rows.dtype, summed_over=None if lora.sums_a else self.tp_group)
-        low = grouped_product(rows, a, counts) * (lora.alpha / lora.rank)  # (n, rank)
-        return output + grouped_product(low, b, counts)
+        low = grouped_product(rows, a, counts, self.backend) * (lora.alpha / lora.rank)  # (n, rank)
+        return output + grouped_product(low, b, counts, self.backend)

@@ -307,6 +307,13 @@ def _as_many(keys: torch.Tensor, queries: torch.Tensor) -> tuple[int, ...]:
 _FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten.addmm_: lambda total, a, b, *_args: 2 * a.numel() * b.shape[1],  # torch counts the one that is not in place
+    # by a fused kernel; PyTorch's products are counted themselves
+    torch.ops.smp.grouped_product: lambda x, weight, *_: 2 * x.numel() * weight.shape[1],
+    torch.ops.smp.grouped_input_gradient: lambda grads, weights, *_: sum(
+        2 * grad.numel() * weight.shape[2] for grad, weight in zip(grads, weights, strict=True)
+    ),
+    torch.ops.smp.grouped_weight_gradient: lambda grad, x, *_: 2 * grad.numel() * x.shape[1],
 }
 _PARTS: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: _aten.linear.default.decompose,
