@@ -2,9 +2,8 @@
 
 Builds the CUDA C++ kernels where nvcc is, runs the tests marked ``gpu``, layouts of several processes on the one card
 among them, and writes the tables of a step's parts, of experts, of kernels, of training beside other programs, of
-blocks, and of memory with profile traces to ``benchmarks/results/``; last, where the toolkit is, it looks over the
-kernels with compute-sanitizer. A part that fails
-does not keep the others from running; the exit code tells.
+blocks, and of memory with a profile trace to ``benchmarks/results/``; last, where the toolkit is, it looks over the
+kernels with compute-sanitizer. A part that fails does not keep the others from running; the exit code tells.
 
 A GPU is often there for minutes. ``make gpu MINUTES=8`` begins with the parts that have not run on this code (the
 sources' contents, not the commit, which tables change, too), then those that fell; starts none that it has no time for;

@@ -110,22 +110,23 @@ Compilation = tuple[str, str, dict[str, str], dict[str, Any], dict[str, int]]
 
 
 def products_of_experts(arch: int) -> list[Compilation]:
-    """Of bf16 and of fp32, in tiles for few rows of an expert and for many, of 8 and of 128 experts."""
+    """Of bf16, in tiles for few rows of an expert and for many, and of fp32."""
     from smp.kernels.triton import grouped_gemm
 
     out: list[Compilation] = []
-    for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+    for dtype, pointer, sizes in (
+        (torch.bfloat16, "*bf16", ((8192, 128), (65536, 128))),
+        (torch.float32, "*fp32", ((65536, 128),)),
+    ):
         types = {**dict.fromkeys(("x", "weight", "x_too", "weight_too", "grad", "out"), pointer), "counts": "*i64"}
         types |= dict.fromkeys(("experts", "inner", "height", "width"), "i32")
-        for rows, experts in ((8192, 128), (65536, 128), (16384, 8)):
-            constants = {**grouped_gemm.options(dtype, rows, experts, arch == 90), "EXPERTS": experts}
-            how = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-            for both, by_rows in ((False, False), (False, True), (True, True)):
-                way = {"BOTH": both, "BY_ROWS": by_rows, **constants}
-                out.append(("grouped_gemm", "rows_kernel", types, way, how))
-            constants = {**grouped_gemm.options(dtype, 1, 0, arch == 90), "EXPERTS": experts}
-            how = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-            out.append(("grouped_gemm", "weights_kernel", types, constants, how))
+        ways: list[tuple[str, dict[str, Any], tuple[int, int]]] = [("weights_kernel", {}, (1, 0))]
+        for both in (False, True):
+            ways += [("rows_kernel", {"BOTH": both, "BY_ROWS": both}, size) for size in sizes]
+        for name, way, size in ways:
+            constants = {**grouped_gemm.options(dtype, *size, arch == 90), "EXPERTS": 128, **way}
+            how = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
+            out.append(("grouped_gemm", name, types, constants, how))
     return out
 
 
@@ -180,7 +181,7 @@ def compilations(arch: int) -> list[Compilation]:
             flags = {"ADD": adds, "CENTER": center, **options}
             out.append(("norm", "forward_kernel", tensors, {"EPS": 1e-5, **flags}, warps))
             more = norm.backward_options(features, center)["num_warps"]
-            for stages in (norm.STAGES, 2) if arch == 90 else (norm.STAGES,):
+            for stages in (norm.STAGES, 2) if arch == 90 and features == 4096 else (norm.STAGES,):
                 out.append(("norm", "backward_kernel", tensors, {**flags, "STAGES": stages}, more))
     sums = {"PARTS": norm.SUM_PARTS, "COLUMNS": norm.SUM_COLUMNS}
     out.append(

@@ -63,10 +63,12 @@ def grouped_weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.T
     return _weight_gradient_op(grad, x, counts, "torch")
 
 
-def add_rows_of_groups(y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def add_rows_of_groups(
+    y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor, backend: str = "torch"
+) -> torch.Tensor:
     """(n, out) sorted by expert plus the row of each one's expert, (experts, out). Its gradient is a grouped product
     with ones: summed in fp32 in one order, without atomics (of gradients in TF32, where fp32 products are)."""
-    return _AddRows.apply(y, bias, counts)
+    return _AddRows.apply(y, bias, counts, backend)
 
 
 class _Products(torch.autograd.Function):
@@ -101,19 +103,20 @@ def gradients_now(
 
 class _AddRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor, backend: str) -> torch.Tensor:
         ctx.save_for_backward(counts)
+        ctx.backend = backend
         own = torch.arange(len(bias), device=y.device)
         # Said, because the device would have to tell the host otherwise.
         return y + bias.index_select(0, own.repeat_interleave(counts.to(y.device), output_size=len(y)))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         (counts,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
-            return grad, None, None
+            return grad, None, None, None
         ones = grad.new_ones(len(grad), 8)  # as many as the grouped kernel loads at a time
-        return grad, _weight_gradient_op(grad.contiguous(), ones, counts, "torch")[..., 0], None
+        return grad, _weight_gradient_op(grad.contiguous(), ones, counts, ctx.backend)[..., 0], None, None
 
 
 def counts_where_read(counts: torch.Tensor, x: torch.Tensor, widths: Sequence[int], backend: str) -> torch.Tensor:

@@ -92,7 +92,7 @@ class ExpertLinear(nn.Module):
         if self.kind == "row" and self.tp_group.size > 1:
             share, rank = bias.shape[1], self.tp_group.rank
             bias = F.pad(bias, (rank * share, y.shape[1] - (rank + 1) * share))
-        return add_rows_of_groups(y, bias, counts)
+        return add_rows_of_groups(y, bias, counts, self.backend)
 
 
 def apply_experts(
