@@ -36,13 +36,13 @@ FLAGS = (
 )
 INSIDE = "--inprocess-restart --peer-snapshot-interval {}"
 KINDS = {
-    "in process": INSIDE.format(2),
-    "restart, memory": "--peer-snapshot-interval 2",
-    "restart, file": "--save ck --load auto --save-interval 2 --keep-last-k 2",
+    "in process": INSIDE.format(1),
+    "restart, memory": "--peer-snapshot-interval 1",
+    "restart, file": "--save ck --load auto --save-interval 1 --keep-last-k 2",
 }
 COSTS = {"without": "", "copies": "--peer-snapshot-interval 10", "copies and keeper": INSIDE.format(10)}
 PHASES = ("detected", "let go", "met", "state", "step")
-_TOLD = re.compile(r"rank 0: restart \d+ in process: after the loss let go ([\d.]+) s, all there ([\d.]+) s, state")
+_TOLD = re.compile(r"rank \d+: restart \d+ in process: after the loss let go ([\d.]+) s, all there ([\d.]+) s, state")
 FIRST, STEPS = 20, 200
 """Of a run whose steps are measured: those that are not, and those that are."""
 

@@ -18,6 +18,7 @@ from smp.training.inprocess.meeting import FRUITLESS, GaveUpError, Meeting, RunE
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.training.elastic_lab import Job
 from tests.training.flag_runs import proves, run_here
+from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 
 pytestmark = pytest.mark.timeout(600)
 BOUND = 1e-6
@@ -122,6 +123,49 @@ def test_a_process_that_is_stopped_is_replaced_and_nobody_waits_for_ever(
     assert "no in-process restart: 1 of 2 processes came within 40 s" in job.said()
     assert job.finish() == [0], job.said()
     require_same_bits(job, jobs)
+
+
+EXPERTS = "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
+LAYOUTS = {
+    "PP 2": ("", "--pipeline-model-parallel-size 2"),
+    "experts, EP 2": (EXPERTS, "--expert-model-parallel-size 2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_other_layouts_go_on(name: str, tmp_path: Path, jobs: list[Job]) -> None:
+    model, layout = LAYOUTS[name]
+    alone = run_here(tmp_path / "alone", f"{FLAGS} {SGD} {model}", base="")
+    job = started(tmp_path / "job", f"{SGD} {model} {layout}", jobs)
+    lose(job, 1)
+    assert job.finish() == [0], job.said()
+    assert "rank 0: restart 1 in process: after the loss" in job.said()
+    require_equal(job, alone.losses, alone.folder, BOUND)
+
+
+@pytest.mark.slow
+def test_packed_fine_tuning_goes_on(tmp_path: Path, jobs: list[Job]) -> None:
+    write_model(tmp_path / "m")
+    write_tokenizer(tmp_path / "m")
+    write_samples(tmp_path / "m", count=30)
+    flags = (
+        f"--load {tmp_path}/m --seq-length 48 --data-path {tmp_path}/m/sft.jsonl --global-batch-size 4 "
+        f"--micro-batch-size 1 {SGD} --log-interval 1 --no-tensorboard --no-progress-bar --log-dir logs "
+        f"--train-iters {LAST} --save ck"
+    )
+    quiet = Job(tmp_path / "quiet", flags, 1, 1, entry="finetune", step=0)
+    jobs.append(quiet)
+    quiet.start()
+    assert quiet.finish() == [0], quiet.said()
+    job = Job(tmp_path / "job", f"{flags} {INSIDE}", 1, 1, entry="finetune", step=0.3, each=2)
+    jobs.append(job)
+    job.start()
+    job.until(lambda: job.iteration > 1)
+    lose(job, 1)
+    assert job.finish() == [0], job.said()
+    losses = quiet.losses()
+    require_equal(job, [losses[i] for i in sorted(losses)], quiet.folder, BOUND)
 
 
 def meetings(size: int, **settings: float) -> tuple[dist.Store, list[Meeting]]:
