@@ -5,6 +5,7 @@
     python tools/convert_checkpoint.py --load run --to megatron --save megatron --megatron-tp 8
     python tools/convert_checkpoint.py --load megatron --to hf --save exported --reference Llama-3.2-1B
     python tools/convert_checkpoint.py --load Llama-3.2-1B --save experts --upcycle 8        # a mixture of 8 experts
+    python tools/convert_checkpoint.py --load DeepSeek-V3 --save sparse --add-indexers 2048  # for sparse attention
 
 Works on one tensor at a time, so memory does not grow with the model. The target gets its name when it is complete; the
 same command continues an interrupted conversion. Exit code 0: done; 1: something is damaged or cannot be written;
@@ -31,6 +32,7 @@ from smp.config.command_line.hub import model_path
 from smp.convert.convert import ERRORS, write
 from smp.convert.formats import FORMATS, Format, Opened, detect, make_target, open_checkpoint
 from smp.convert.huggingface.folder import TOKENIZERS, companions
+from smp.convert.indexers import Indexed
 from smp.convert.upcycle import Upcycled
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,6 +60,12 @@ def parser() -> CommandParser:
         "--upcycle", type=int, help="turn a dense model into a mixture of this many experts, copies of its MLP"
     )
     out.add_argument("--moe-router-topk", type=int, help="with --upcycle: experts per token (default: 2)")
+    out.add_argument(
+        "--add-indexers",
+        type=int,
+        help="give each layer of latent attention (DeepSeek-V3) an indexer with first weights, by which a token is to "
+        "see this many keys: where the warm-up of DeepSeek's sparse attention begins",
+    )
     out.add_argument("--max-shard-size", type=float, help="largest file in GB (default: hf 5, megatron 2, smp 1)")
     out.add_argument(
         "--workers", type=int, default=min(4, os.cpu_count() or 1), help="files to read and write in parallel"
@@ -70,7 +78,7 @@ def parser() -> CommandParser:
 
 def check_values(args: argparse.Namespace) -> None:
     """Raise ConfigError for the value of a flag that cannot be."""
-    for name in ("workers", "megatron_tp", "vocab_size", "upcycle", "moe_router_topk"):
+    for name in ("workers", "megatron_tp", "vocab_size", "upcycle", "moe_router_topk", "add_indexers"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be above 0")
@@ -108,6 +116,8 @@ def convert(args: argparse.Namespace) -> None:
     )
     if args.upcycle is not None:
         opened = replace(opened, weights=Upcycled(opened.weights, args.upcycle, args.moe_router_topk or 2))
+    if args.add_indexers is not None:
+        opened = replace(opened, weights=Indexed(opened.weights, args.add_indexers))
     if opened.weights.config.is_foreign:
         return export(args, opened, kind)
     with opened.weights as weights:
@@ -124,6 +134,7 @@ def convert(args: argparse.Namespace) -> None:
             )
         total = sum(tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors)
         options = [kind, args.dtype, args.max_shard_size, args.megatron_tp, str(opened.reference), args.upcycle]
+        options.append(args.add_indexers)
         started = time.perf_counter()
         with tqdm(total=total, desc=f"{source} -> {kind}", unit="B", unit_scale=True, disable=None) as bar:
             kept = write(
@@ -148,7 +159,7 @@ def export(args: argparse.Namespace, opened: Opened, kind: Format) -> None:
     Raises:
         ConfigError: another format is asked for, or a size of files.
     """
-    if kind != "hf" or args.max_shard_size or args.upcycle:
+    if kind != "hf" or args.max_shard_size or args.upcycle or args.add_indexers:
         raise ConfigError("--load is of a model that transformers computes: it becomes a Hugging Face folder (--to hf)")
     if args.save.exists() and any(args.save.iterdir()):
         raise CheckpointError(f"{args.save} exists already: give a new name or remove it")

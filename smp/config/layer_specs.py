@@ -117,6 +117,33 @@ class AttentionMixer:
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """The indexer of DeepSeek's sparse attention.
+
+    Attributes:
+        heads, head_dim: of its queries, and the width of its key.
+        topk: keys that a token sees.
+        interleaved: RoPE pairs neighbouring channels.
+        stage: of training: attention to all keys, or what the indexer's loss is over.
+    """
+
+    heads: int
+    head_dim: int
+    topk: int
+    interleaved: bool
+    stage: Literal["warm-up", "dense loss", "sparse loss"]
+
+    @property
+    def chosen(self) -> int | None:
+        """Keys that a token sees at most; None: all."""
+        return None if self.stage == "warm-up" else self.topk
+
+    def __str__(self) -> str:
+        stage = " (warm-up: all)" if self.stage == "warm-up" else ""
+        return f"{self.topk} keys chosen by {self.heads} heads of {self.head_dim}{stage}"
+
+
+@dataclass(frozen=True)
 class LatentMixer:
     """Multi-head latent attention (DeepSeek-V2).
 
@@ -127,6 +154,7 @@ class LatentMixer:
         rope: of the ``rope_dim`` channels; None: nothing is rotated.
         norm: latent vectors are normalized.
         norm_eps, window, dropout: as of :class:`AttentionMixer`.
+        indexer: chooses the keys that a token sees; None: all.
     """
 
     heads: int
@@ -140,11 +168,13 @@ class LatentMixer:
     norm_eps: float = 1e-5
     window: int | None = None
     dropout: float = 0.0
+    indexer: IndexerSpec | None = None
     chunk: None = field(default=None, init=False)
 
     def __str__(self) -> str:
         latents = f"latent attention {self.kv_rank}{'' if self.q_rank is None else f' + {self.q_rank}'}"
-        return ", ".join([latents, *_seen(self.window, None), str(self.rope or "no RoPE")])
+        chosen = [] if self.indexer is None else [str(self.indexer)]
+        return ", ".join([latents, *chosen, *_seen(self.window, None), str(self.rope or "no RoPE")])
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from smp.config.layer_specs import (
     CapacitySpec,
     DeltaNetMixer,
     ExpertsSpec,
+    IndexerSpec,
     KimiDeltaMixer,
     LatentMixer,
     LayerSpec,
@@ -40,6 +41,7 @@ from smp.config.layer_specs import (
     RopeSpec,
 )
 from smp.config.model import ModelConfig
+from smp.config.rules.dsa import chooses_keys
 from smp.config.rules.mtp import mtp_layers
 from smp.config.rules.positions import longrope_factors
 from smp.config.schema import Config
@@ -66,6 +68,7 @@ def _attention(model: ModelConfig, layer: int) -> AttentionMixer | LatentMixer:
             norm_eps=model.norm_epsilon if model.latent_norm_epsilon is None else model.latent_norm_epsilon,
             window=window,
             dropout=model.attention_dropout,
+            indexer=_indexer(model) if chooses_keys(model) else None,
         )
     groups, head_dim, bias = model.num_query_groups, model.kv_channels, not model.disable_bias_linear
     assert groups is not None and head_dim is not None, "resolved before"
@@ -89,6 +92,17 @@ def _attention(model: ModelConfig, layer: int) -> AttentionMixer | LatentMixer:
         norm_eps=model.norm_epsilon,
         norm_one_plus=model.apply_layernorm_1p,
         dropout=model.attention_dropout,
+    )
+
+
+def _indexer(model: ModelConfig) -> IndexerSpec:
+    over_chosen = model.dsa_indexer_use_sparse_loss
+    return IndexerSpec(
+        heads=model.dsa_indexer_n_heads,
+        head_dim=model.dsa_indexer_head_dim,
+        topk=model.dsa_indexer_topk,
+        interleaved=model.dsa_indexer_rope_interleaved,
+        stage="warm-up" if model.dsa_indexer_warmup else "sparse loss" if over_chosen else "dense loss",
     )
 
 

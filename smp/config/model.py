@@ -175,7 +175,25 @@ class ModelConfig:
     v_head_dim: int = only_with(128, multi_latent_attention=True)
     """Channels of a head's value."""
     latent_norm_epsilon: float | None = only_with(None, multi_latent_attention=True)
-    """Epsilon of --qk-layernorm's norms of latent vectors. Default: --norm-epsilon (Kimi-Linear: 1e-6)."""
+    """Epsilon of --qk-layernorm's norms of latent vectors. Default: --norm-epsilon (Kimi-Linear, GLM-5: 1e-6)."""
+    experimental_attention_variant: Literal["dsa"] | None = only_with(None, multi_latent_attention=True)
+    """dsa: DeepSeek's sparse attention (V3.2, GLM-5): an indexer beside each layer of latent attention scores all
+    keys, and a token sees those with the largest scores. Default: all keys."""
+    dsa_indexer_n_heads: int = only_with(64, experimental_attention_variant="dsa")
+    """Heads of the indexer's queries; its key is one for all."""
+    dsa_indexer_head_dim: int = only_with(128, experimental_attention_variant="dsa")
+    """Channels of a head of the indexer, of which the first --qk-pos-emb-head-dim have RoPE."""
+    dsa_indexer_topk: int = only_with(2048, experimental_attention_variant="dsa")
+    """Keys that a token sees. In shorter sequences attention is dense."""
+    dsa_indexer_rope_interleaved: bool = only_with(False, experimental_attention_variant="dsa")
+    """The indexer's RoPE rotates neighbouring pairs (GLM-5), instead of halves (DeepSeek-V3.2)."""
+    dsa_indexer_loss_coeff: float = only_with(0.001, experimental_attention_variant="dsa")
+    """Coefficient of the loss that trains the indexers, the divergence of their scores from attention's probabilities,
+    a mean over tokens and a sum over layers; nothing else moves them. 0: they stay as they are."""
+    dsa_indexer_use_sparse_loss: bool = only_with(False, experimental_attention_variant="dsa")
+    """The indexers' loss is over the chosen keys (DeepSeek's sparse stage), instead of all keys."""
+    dsa_indexer_warmup: bool = only_with(False, experimental_attention_variant="dsa")
+    """DeepSeek's dense warm-up: tokens see all keys, and only the indexers train."""
     attention_output_gate: bool = False
     """Multiply attention's output by the sigmoid of one more projection of its input (Qwen3-Next)."""
     linear_attention_type: Literal["gated_delta_net", "kda", "mamba2"] | None = None

@@ -1,7 +1,8 @@
 """Parallel layers for any ``nn.Module``. They take a 1-D DeviceMesh or a ``ParallelContext``, and need no config, no
 trainer and no global state.
 
-Read ``block`` first: norms and residual around a mixer (``attention``, ``latent_attention``, ``recurrences``) and
+Read ``block`` first: norms and residual around a mixer (``attention``, ``latent_attention``,
+``sparse_attention``, ``recurrences``) and
 ``mlp`` or :mod:`smp.layers.moe`; all of them stand on ``linear``. :mod:`smp.layers.heads` has losses,
 :mod:`smp.layers.adapters` LoRA, :mod:`smp.layers.context_parallel` attention and recurrences over cut sequences.
 """
@@ -36,6 +37,7 @@ from smp.layers.rope import (
     rope_frequencies,
     rope_table,
 )
+from smp.layers.sparse_attention import SparseLatentAttention
 from smp.parallel.context import ParallelContext, build_context
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "RowParallelLinear",
     "SelfAttention",
     "SequenceCut",
+    "SparseLatentAttention",
     "TokenLayout",
     "TransformerBlock",
     "VocabParallelEmbedding",

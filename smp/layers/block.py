@@ -37,7 +37,7 @@ class TransformerBlock(nn.Module):
         multiplier: of what each part adds to the residual stream.
         dropout: on what each part adds to the residual stream.
 
-    Shapes: (tokens [/p], hidden) -> the same.
+    Shapes: (tokens [/p], hidden) -> the same; with a mixer that ``measures``, also what that returns beside its output.
 
     Raises:
         ValueError: when the parts differ in ``sequence_parallel``, or there is none; on use, when dropout in training
@@ -76,10 +76,11 @@ class TransformerBlock(nn.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.attention_post_norm, self.mlp_post_norm = attention_post_norm, mlp_post_norm
         self.parallel_residual, self.multiplier, self.dropout = parallel_residual, multiplier, dropout
+        self.measures: bool = getattr(attention, "measures", False)
         # Recompute, compile and offload replace this attribute: parameters and their names stay as they are.
         self.run: Run = self._run
 
-    def forward(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None = None) -> Any:
         """Apply the block; ``keys`` are its three dropout keys, int64 (3,).
 
         Goes through ``self.run``: recompute and compile wrap that, inside of FSDP's hooks, which stay on ``forward``.
@@ -90,36 +91,44 @@ class TransformerBlock(nn.Module):
         """What runs. Not compiled code while text is generated: it would be made anew for every length."""
         return self.run if layout.cache is None else self._run
 
-    def _run(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None) -> torch.Tensor:
-        return self._computed(x, layout, keys, self.mlp)
+    def _run(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None) -> Any:
+        x, measured = self._computed(x, layout, keys, self.mlp)
+        return (x, measured) if self.measures else x
 
     def _computed(
         self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, mlp: Callable[..., torch.Tensor] | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The block's output, and what its mixer measured."""
         # Before the norms run, so that in the backward pass this comes after all of them, and their
         # gradients are summed at once.
         own = self._own_of_norms(x.dtype)
         if self.attention is None:
             assert mlp is not None, "a block has one of them"
             normed = x if self.mlp_norm is None else self.mlp_norm(x, own["mlp_norm"])
-            return x + self._fed(mlp, normed, layout, keys, own)
+            return x + self._fed(mlp, normed, layout, keys, own), None
         normed = x if self.attention_norm is None else self.attention_norm(x, own["attention_norm"])
-        attended = self.attention(normed, layout, None if keys is None else keys[0])
+        attended, measured = self._mixed(self.attention, normed, layout, None if keys is None else keys[0])
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended, own["attention_post_norm"])
         attended = self._added(attended, layout, keys, 1)
         if mlp is None:
-            return x + attended
+            return x + attended, measured
         if self.parallel_residual:
             normed = normed if self.mlp_norm is None else self.mlp_norm(x, own["mlp_norm"])
             # The order of the sum is fixed: x, attention, MLP, in every layout.
-            return x + attended + self._fed(mlp, normed, layout, keys, own)
+            return x + attended + self._fed(mlp, normed, layout, keys, own), measured
         if self.mlp_norm is None:
             normed = x = x + attended
         else:
             # The addition belongs to the norm's kernel: the sum is read once instead of twice.
             normed, x = self.mlp_norm.after_addition(x, attended, own["mlp_norm"])
-        return x + self._fed(mlp, normed, layout, keys, own)
+        return x + self._fed(mlp, normed, layout, keys, own), measured
+
+    def _mixed(
+        self, mixer: Mixer, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        mixed: Any = mixer(x, layout, key)
+        return mixed if self.measures else (mixed, None)
 
     def _fed(
         self,
@@ -159,15 +168,18 @@ class TransformerBlock(nn.Module):
 
 
 class MoEBlock(TransformerBlock):
-    """A block whose MLP is a mixture of experts, which also measures how its loads are balanced."""
+    """A block whose MLP is a mixture of experts, which also measures how its loads are balanced.
 
-    def forward(  # type: ignore[override]
+    Returns (x, balance), and with a mixer that ``measures`` (x, balance, what that measured).
+    """
+
+    def forward(
         self,
         x: torch.Tensor,
         layout: TokenLayout,
         keys: torch.Tensor | None = None,
         counted: Counted | None = None,
-    ) -> tuple[torch.Tensor, Balance | None]:
+    ) -> Any:
         """What :class:`TransformerBlock` gives, and what :class:`MoE` measures of ``counted``, which is known of the
         tokens in ``x``."""
         assert isinstance(self.mlp, MoE)
@@ -175,7 +187,7 @@ class MoEBlock(TransformerBlock):
 
     def _run(  # type: ignore[override]
         self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, counted: Counted | None
-    ) -> tuple[torch.Tensor, Balance | None]:
+    ) -> Any:
         # ``_computed`` knows one output of an MLP. What the experts measured takes this way around it.
         measured: list[Balance | None] = []
         moe = self.mlp
@@ -186,4 +198,5 @@ class MoEBlock(TransformerBlock):
             measured.append(found)
             return y
 
-        return self._computed(x, layout, keys, mlp), measured[0]
+        x, of_mixer = self._computed(x, layout, keys, mlp)
+        return (x, measured[0], of_mixer) if self.measures else (x, measured[0])

@@ -122,28 +122,54 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens [/p], hidden) -> (tokens [/p], hidden); ``key`` is the dropout key of this layer's probabilities."""
-        token_index, local_index = layout.token_index, layout.local_token_index
-        q, latent, key_rope = self._projected(x, local_index)
+        _, q, latent, key_rope = self._projected(x, layout.local_token_index)
+        plain, rotated, key_rope = self._rotated(q, key_rope, layout)
+        if layout.cache is not None:
+            # The latents are kept, not keys and values: that is what this kind of attention is for.
+            (kept,) = layout.cache.append(self._table(latent, key_rope)[:, None])
+            if layout.cache.keys:
+                return self.output(self._to_latents(plain, rotated, kept, layout).flatten(1))
+        out = self._dense(plain, rotated, latent, key_rope, layout, key)
+        return self.output(out.flatten(1), token_index=layout.token_index)
+
+    def _rotated(
+        self, q: torch.Tensor, key_rope: torch.Tensor, layout: TokenLayout
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of what :meth:`_projected` gives: each head's query without and with RoPE, and the rotated part of the key,
+        (tokens, 1, rope_dim), of all heads of all ranks."""
         # The heads of all ranks use it, so its gradient is a sum over them.
-        gather = gather_tokens if self.sequence_parallel else copy_to_group
-        key_rope = gather(key_rope, self.group)[:, None]  # (tokens, 1, rope_dim), of all heads of all ranks
+        key_rope = self._of_all(key_rope)[:, None]
         plain, rotated = q.split((self.qk_head_dim, self.rope_dim), dim=-1)
         if self.rope is not None:
             # DeepSeek's files have pairs side by side. Kernels rotate halves; queries and keys are reordered alike.
             pairs = deinterleaved(rotated, self.rope_dim), deinterleaved(key_rope, self.rope_dim)
             table: RotaryTable = prepared(layout, self.rope)
             rotated, key_rope = rope(*pairs, *table, self.rope_dim, self.kernels.rope)
-        if layout.cache is not None:
-            # The latents are kept, not keys and values: that is what this kind of attention is for.
-            (kept,) = layout.cache.append(torch.cat((gather(latent, self.group)[:, None], key_rope), dim=-1))
-            if layout.cache.keys:
-                return self.output(self._to_latents(plain, rotated, kept, layout).flatten(1))
-        k, v = self._keys(self.key_value_up(latent, local_index), key_rope)
+        return plain, rotated, key_rope
+
+    def _of_all(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens [/p], channels) -> (tokens, channels), for the heads of all ranks."""
+        return (gather_tokens if self.sequence_parallel else copy_to_group)(x, self.group)
+
+    def _table(self, latent: torch.Tensor, key_rope: torch.Tensor) -> torch.Tensor:
+        """(tokens, kv_lora_rank + rope_dim): a row for each token, which is key and value of all heads."""
+        return torch.cat((self._of_all(latent), key_rope[:, 0]), dim=-1)
+
+    def _dense(
+        self,
+        plain: torch.Tensor,
+        rotated: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        layout: TokenLayout,
+        key: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """(tokens, heads/p, v_head_dim): attention by keys and values of each head."""
+        k, v = self._keys(self.key_value_up(latent, layout.local_token_index), key_rope)
         q = self._filled(torch.cat((plain, rotated), dim=-1))
-        dropped = dropout_key_of(self, key, token_index)
+        dropped = dropout_key_of(self, key, layout.token_index)
         out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped)
-        # Without the channels that were filled with zeros.
-        return self.output(out[..., : self.v_head_dim].flatten(1), token_index=token_index)
+        return out[..., : self.v_head_dim]  # without the channels that were filled with zeros
 
     def _to_latents(
         self, plain: torch.Tensor, rotated: torch.Tensor, kept: torch.Tensor, layout: TokenLayout
@@ -151,13 +177,18 @@ class LatentAttention(nn.Module):
         """(tokens, heads/p, v_head_dim): attention to latents and rotated keys that are kept, (batch, 1, keys,
         kv_lora_rank + rope_dim), as if each were a key and a value that all heads share (DeepSeek-V2, 2.1.2):
         q . (W latent) = (W^T q) . latent, and the sum over tokens of p (W' latent) = W' (the sum of p latent)."""
-        view, rank = layout.cache, self.kv_lora_rank
-        if view.layer not in view.cache.derived:
-            view.cache.derived[view.layer] = self._up_matrix(plain)
-        keys, values = view.cache.derived[view.layer].split((self.qk_head_dim, self.v_head_dim), dim=-1)
+        keys, values = self._up_of_cache(plain, layout)
         q = torch.cat((torch.einsum("thd,rhd->thr", plain, keys), rotated), dim=-1)
-        out, _ = view.attend(q, kept, kept, layout, self.spec)
-        return torch.einsum("thr,rhd->thd", out[..., :rank], values)
+        out, _ = layout.cache.attend(q, kept, kept, layout, self.spec)
+        return torch.einsum("thr,rhd->thd", out[..., : self.kv_lora_rank], values)
+
+    def _up_of_cache(self, like: torch.Tensor, layout: TokenLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of :meth:`_up_matrix`, made once for a text, the part of keys and that of values."""
+        view = layout.cache
+        if view.layer not in view.cache.derived:
+            view.cache.derived[view.layer] = self._up_matrix(like)
+        keys, values = view.cache.derived[view.layer].split((self.qk_head_dim, self.v_head_dim), dim=-1)
+        return keys, values
 
     def _up_matrix(self, like: torch.Tensor) -> torch.Tensor:
         """(kv_lora_rank, heads/p, qk_head_dim + v_head_dim): what the up projection makes of each unit latent, with
@@ -170,20 +201,22 @@ class LatentAttention(nn.Module):
 
     def _projected(
         self, x: torch.Tensor, token_index: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries (tokens, heads/p, qk_head_dim + rope_dim), the latent of keys and values (tokens [/p], kv_lora_rank)
-        and their shared part (tokens [/p], rope_dim), which is not rotated yet."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The latent of queries (tokens [/p], q_lora_rank), which is ``x`` where there is none; queries (tokens,
+        heads/p, qk_head_dim + rope_dim); the latent of keys and values (tokens [/p], kv_lora_rank) and their shared
+        part (tokens [/p], rope_dim), which is not rotated yet."""
         if self.query_down is None or self.query_up is None:
             # Two calls, because their outputs are cut in different ways.
             assert self.query is not None
-            q, down = self.query(x, token_index), self.key_value_down(x, token_index)
+            low, q, down = x, self.query(x, token_index), self.key_value_down(x, token_index)
         else:
             # Both are whole on every rank, so nothing is gathered for them.
             low, down = column_parallel(x, [self.query_down, self.key_value_down], token_index)
-            q = self.query_up(low if self.query_norm is None else self.query_norm(low), token_index)
+            low = low if self.query_norm is None else self.query_norm(low)
+            q = self.query_up(low, token_index)
         latent, key_rope = down.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         latent = latent if self.key_value_norm is None else self.key_value_norm(latent)
-        return q.unflatten(1, (-1, self.qk_head_dim + self.rope_dim)), latent, key_rope
+        return low, q.unflatten(1, (-1, self.qk_head_dim + self.rope_dim)), latent, key_rope
 
     def _keys(self, up: torch.Tensor, key_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each (keys, heads/p, width), from the up projection and the rotated part."""

@@ -17,6 +17,7 @@ class Mixer(Protocol):
         sequence_parallel: input and output are split over the TP ranks along dim 0.
         needs: what it finds prepared in ``layout.prepared``; equal needs of several layers are prepared once.
 
+    A mixer whose class has ``measures = True`` returns a pair: its output, and a 0-dim loss of its own or None.
     Mixers that compute attention by ``kernels.attention`` also have ``spec`` (:class:`AttentionSpec`) and ``chunk``:
     the layout they get holds masks, document ends and plans of exchanges for these.
     """

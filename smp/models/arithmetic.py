@@ -126,7 +126,25 @@ def _mixing_flops(mixer: Any, seq_length: int) -> float:
         return float(of_states(mixer))
     if not (each := _pair_flops(mixer)):
         return 0.0
-    return each * int(visible_pairs(seq_length, mixer.window, mixer.chunk)) / seq_length
+    return each * int(visible_pairs(seq_length, *_sees(mixer))) / seq_length + _scoring_flops(mixer, seq_length)
+
+
+def _sees(mixer: Any) -> tuple[int | None, int | None]:
+    """(window, chunk) of the number of tokens that a token sees: with an indexer those that are chosen."""
+    indexer = getattr(mixer, "indexer", None)
+    return (mixer.window if indexer is None else indexer.chosen), mixer.chunk
+
+
+def _flops_of_score(mixer: Any) -> int:
+    """Of an indexer, for each token that a token could see; 0: there is none."""
+    indexer = getattr(mixer, "indexer", None)
+    return 0 if indexer is None else 2 * indexer.heads * (indexer.head_dim + 1)
+
+
+def _scoring_flops(mixer: Any, seq_length: int) -> float:
+    """FLOPs per token of an indexer's scores in a forward pass. The choice that they make has no backward pass."""
+    each = _flops_of_score(mixer)
+    return each * int(visible_pairs(seq_length, None)) / seq_length if each else 0.0
 
 
 def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: int) -> float:
@@ -135,7 +153,8 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
     Forward per token: 2 x elements of all matrices (a multiply and an add), output matrix included, of experts those
     that a token gets, and per layer 4 q x tokens seen (scores, then the weighted sum; q is heads x head width). A token
     i sees min(i + 1, window) tokens, or those before it in its chunk, so (s + 1) / 2 on average without either:
-    half of what full attention computes. The backward pass is twice the forward. Norms, biases, activations, softmax
+    half of what full attention computes. With an indexer a token sees --dsa-indexer-topk at most, and the scores of all
+    count once; the indexer's loss does not. The backward pass is twice the forward. Norms, biases, activations, softmax
     and lookups are left out, and so is everything that is computed again under recompute.
 
     Args:
@@ -146,8 +165,10 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
     Raises:
         ConfigError: the model's sizes do not fit together.
     """
-    flops = forward_flops(resolve_model(replace(model, vocab_size=vocab_size)), seq_length)
-    return 3 * (sum(flops.layers) + flops.head + flops.mtp + flops.around)
+    model = resolve_model(replace(model, vocab_size=vocab_size))
+    flops = forward_flops(model, seq_length)
+    once = sum(_scoring_flops(spec.mixer, seq_length) for spec in layer_specs(model))
+    return 3 * (sum(flops.layers) + flops.head + flops.mtp + flops.around) - 2 * once
 
 
 def pair_training_flops(model: ModelConfig) -> int:
@@ -157,9 +178,14 @@ def pair_training_flops(model: ModelConfig) -> int:
 
 
 def visible_pairs_of_layers(lengths: npt.ArrayLike, model: ModelConfig) -> int:
-    """:func:`visible_pairs` of all these documents in all layers of a resolved model that look at pairs."""
-    seen = Counter((s.mixer.window, s.mixer.chunk) for s in layer_specs(model) if _pair_flops(s.mixer))
-    return sum(count * int(visible_pairs(lengths, *of).sum()) for of, count in seen.items())
+    """:func:`visible_pairs` of all these documents in all layers of a resolved model that look at pairs. Scores of an
+    indexer are a part of a pair each, by their FLOPs."""
+    mixers = [spec.mixer for spec in layer_specs(model) if _pair_flops(spec.mixer)]
+    pairs = sum(count * int(visible_pairs(lengths, *of).sum()) for of, count in Counter(map(_sees, mixers)).items())
+    scored = sum(map(_flops_of_score, mixers))
+    if not scored:
+        return pairs
+    return pairs + round(scored / pair_training_flops(model) * int(visible_pairs(lengths, None).sum()))
 
 
 def visible_pairs(lengths: npt.ArrayLike, window: int | None, chunk: int | None = None) -> npt.NDArray[np.int64]:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ConfigError, ModelConfig
+from smp.config.rules.dsa import chooses_keys, learns
 from smp.kernels import TORCH, Kernels
 from smp.models.gpt import GPT
 from smp.models.part import ModelPart
@@ -34,4 +35,8 @@ def new_model(
             "this model is computed by transformers, and this is for models of this project's decoder: --save-hf and "
             "tools/convert_checkpoint.py make a folder that transformers loads"
         )
-    return GPT(config, parallel, seed=seed, compute_dtype=compute_dtype, parts=parts, kernels=kernels)
+    model = GPT(config, parallel, seed=seed, compute_dtype=compute_dtype, parts=parts, kernels=kernels)
+    if chooses_keys(config):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(learns(config, name))
+    return model

@@ -39,6 +39,7 @@ from smp.layers.norm import LayerNorm, Norm, RMSNorm
 from smp.layers.recurrences.delta_net import GatedDeltaNet
 from smp.layers.recurrences.kimi_delta import KimiDeltaAttention
 from smp.layers.recurrences.mamba import Mamba2
+from smp.layers.sparse_attention import IndexerOptions, SparseLatentAttention
 from smp.layers.token_needs import QueryScale, RopeTable
 from smp.models.rope_scaling import latent_scale, scaling_of
 from smp.parallel.context import ParallelContext
@@ -210,10 +211,16 @@ def _attention(spec: AttentionMixer, build: Build) -> SelfAttention:
 def _latent_attention(spec: LatentMixer, build: Build) -> LatentAttention:
     rope = spec.rope
     table = None if rope is None else RopeTable(rope.base, rope.channels, scaling_of(rope.scaling))
-    return LatentAttention(
+    chooses: dict[str, Any] = {}
+    kind: type[LatentAttention] = LatentAttention
+    if (indexer := spec.indexer) is not None:
+        sizes = indexer.heads, indexer.head_dim, indexer.topk
+        chooses, kind = {"indexer": IndexerOptions(*sizes, indexer.interleaved, indexer.stage)}, SparseLatentAttention
+    return kind(
         build.hidden_size,
         spec.heads,
         build.context,
+        **chooses,
         kv_lora_rank=spec.kv_rank,
         q_lora_rank=spec.q_rank,
         qk_head_dim=spec.plain_dim,

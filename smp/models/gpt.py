@@ -7,7 +7,8 @@ prepares. This file names no kind of layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,11 +18,12 @@ from smp.config import ModelConfig
 from smp.config.layers import layer_specs, norm_of
 from smp.config.rules.mtp import mtp_layers
 from smp.kernels import TORCH, Kernels
-from smp.layers.block import MoEBlock
+from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.heads.head import ModelOutput, VocabParallelHead
+from smp.layers.indexer import LOSS_WEIGHTS
 from smp.layers.moe import Counted
-from smp.models.auxiliary import auxiliary_outputs
+from smp.models.auxiliary import Found, auxiliary_outputs
 from smp.models.build_layers import Build, build_head, build_prediction
 from smp.models.expert_counts import ExpertCounts
 from smp.models.micro_batch import MicroBatch
@@ -178,11 +180,13 @@ class GPT(StagedModel):
         # Not in evaluation, nor for losses of answers, which say nothing of how experts are loaded.
         measures = self.training and weights is not None and batch.answers is None
         counted = self.expert_counts.of(tokens, weights) if measures and weights is not None else None
-        balance: list[torch.Tensor] = []
+        found = Found()
+        if measures and weights is not None:
+            tokens = self.weighted(tokens, weights)
         for i in part.layers:
-            x = self.run_layer(i, x, tokens, counted, balance)
+            x = self.run_layer(i, x, tokens, counted, found)
         if not part.head:
-            return ModelOutput(hidden=x)._replace(**auxiliary_outputs(self.config, balance))
+            return ModelOutput(hidden=x)._replace(**auxiliary_outputs(self.config, found))
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
         matrix = tied_weight if self.tied else None
@@ -196,23 +200,31 @@ class GPT(StagedModel):
         if measures and batch.mtp:
             if matrix is None:  # one for all uses, so that its gradients add as FSDP adds them
                 matrix = cast(VocabParallelHead, self.head).matrix(x.dtype)
-            mtp = mtp_loss(self, x, batch, tokens, (tied_weight, matrix), balance)
+            mtp = mtp_loss(self, x, batch, tokens, (tied_weight, matrix), found)
         flat, shape = (tokens.flat(labels), tokens.flat(weights)), batch.input_ids.shape
         output = self.head(self.scaled(x), *flat, matrix, batch.distilled or batch.answers, shape)
-        return output._replace(**auxiliary_outputs(self.config, balance, mtp))
+        return output._replace(**auxiliary_outputs(self.config, found, mtp))
 
-    def run_layer(
-        self, i: int, x: torch.Tensor, tokens: Tokens, counted: Counted | None, balance: list[torch.Tensor]
-    ) -> torch.Tensor:
-        """Layer number ``i``; what its router measures goes into ``balance``."""
-        block = self.layers[str(i)]
-        arguments = x, *tokens.of_layer(i)
-        if not isinstance(block, MoEBlock):
-            result: torch.Tensor = block(*arguments)
-            return result
-        x, measured = block(*arguments, self.expert_counts.before(i, counted))
-        balance += self.expert_counts.after(i, measured)
+    def run_layer(self, i: int, x: torch.Tensor, tokens: Tokens, counted: Counted | None, found: Found) -> torch.Tensor:
+        """Layer number ``i``; what its router and its mixer measure goes into ``found``."""
+        block = cast(TransformerBlock, self.layers[str(i)])
+        arguments: tuple[Any, ...] = x, *tokens.of_layer(i)
+        if isinstance(block, MoEBlock):
+            arguments = *arguments, self.expert_counts.before(i, counted)
+        result = block(*arguments)
+        x, *measured = (result,) if isinstance(result, torch.Tensor) else result
+        if isinstance(block, MoEBlock):
+            found.balance += self.expert_counts.after(i, measured[0])
+        if block.measures and measured[-1] is not None:
+            found.indexers.append(measured[-1])
         return x
+
+    def weighted(self, tokens: Tokens, weights: torch.Tensor) -> Tokens:
+        """With what each token's loss counts, (batch, length), where mixers have losses of their own."""
+        if not any(cast(TransformerBlock, block).measures for block in self.layers.values()):
+            return tokens
+        prepared = {**tokens.layout.prepared, LOSS_WEIGHTS: tokens.flat(weights)}
+        return replace(tokens, layout=replace(tokens.layout, prepared=prepared))
 
     def _wanted(self, x: torch.Tensor, batch: MicroBatch, matrix: torch.Tensor | None) -> ModelOutput:
         """What generation asks for, of the head's input."""

@@ -17,6 +17,7 @@ from smp.config.layer_specs import (
     AttentionMixer,
     DeltaNetMixer,
     ExpertsSpec,
+    IndexerSpec,
     KimiDeltaMixer,
     LatentMixer,
     LayerSpec,
@@ -216,6 +217,19 @@ def _latent_attention(mixer: LatentMixer, hidden: int, name: str) -> Iterator[Pa
         yield Parameter(f"{name}.key_value_norm.weight", (latent,))
         if low is not None:
             yield Parameter(f"{name}.query_norm.weight", (low,))
+    if mixer.indexer is not None:
+        yield from _indexer(mixer.indexer, hidden, low or hidden, f"{name}.indexer")
+
+
+def _indexer(spec: IndexerSpec, hidden: int, low: int, name: str) -> Iterator[Parameter]:
+    """No linear layers that could have adapters, which would move nothing: its choice has no gradient."""
+    for part, shape in {
+        "queries": (spec.heads * spec.head_dim, low),
+        "keys": (spec.head_dim, hidden),
+        "weights": (spec.heads, hidden),
+    }.items():
+        yield Parameter(f"{name}.{part}.weight", shape, flops=2 * math.prod(shape))
+    yield from (Parameter(f"{name}.key_norm.{part}", (spec.head_dim,)) for part in ("weight", "bias"))
 
 
 def _delta_net(mixer: DeltaNetMixer, hidden: int, name: str) -> Iterator[Parameter]:

@@ -9,6 +9,7 @@ import torch
 
 from smp.config.rules.mtp import mtp_layers
 from smp.layers.heads.prediction import Prediction
+from smp.models.auxiliary import Found
 from smp.models.micro_batch import MicroBatch
 from smp.models.tokens import Tokens
 
@@ -22,7 +23,7 @@ def mtp_loss(
     batch: MicroBatch,
     tokens: Tokens,
     matrices: tuple[torch.Tensor | None, torch.Tensor | None],
-    balance: list[torch.Tensor],
+    found: Found,
 ) -> torch.Tensor:
     """The mean loss of the layers of multi-token prediction, as it is added to the model's.
 
@@ -32,7 +33,7 @@ def mtp_loss(
         batch, tokens: of the micro-batch.
         matrices: the embedding's and the output layer's, one for all uses, so that their gradients add as FSDP adds
             them.
-        balance: gets what the layers' routers measure.
+        found: gets what the layers measure.
     """
     assert model.head is not None
     (table, matrix), losses = matrices, []
@@ -42,7 +43,8 @@ def mtp_loss(
         prediction = cast(Prediction, module)
         x = prediction(hidden, model.embed(target.input_ids, without_dropout, table))
         counted = model.expert_counts.of(tokens, target.loss_weights)
-        x = model.run_layer(layer, x, without_dropout, counted, balance)
+        weighted = model.weighted(without_dropout, target.loss_weights)
+        x = model.run_layer(layer, x, weighted, counted, found)
         hidden = prediction.norm(x)
         labels, weights = tokens.flat(target.labels), tokens.flat(target.loss_weights)
         losses.append(model.head(model.scaled(hidden), labels, weights, matrix).loss)

@@ -349,6 +349,21 @@ PRESETS: dict[str, Preset] = {
     | {"vocab_size": 129280, "q_lora_rank": 1536, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 1.0}
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     | {"moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5},
+    "deepseek-v3.2": _DEEPSEEK
+    | _size(61, 7168, 128, 128, 18432)
+    | _experts(256, 8, 2048, moe_layer_freq="[0]*3+[1]*58", **_shared(2048))
+    | {"vocab_size": 129280, "q_lora_rank": 1536, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 1.0}
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    | {"moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5}
+    | {"experimental_attention_variant": "dsa"},
+    "glm-5": _size(78, 6144, 64, 64, 12288)
+    | _experts(256, 8, 2048, moe_layer_freq="[0]*3+[1]*75", **_shared(2048))
+    | {"vocab_size": 154880, "max_position_embeddings": 202752, "rotary_base": 1000000.0, "norm_epsilon": 1e-5}
+    | {"multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 512, "q_lora_rank": 2048}
+    | {"qk_head_dim": 192, "v_head_dim": 256, "latent_norm_epsilon": 1e-6}
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    | {"moe_router_topk_scaling_factor": 2.5, "experimental_attention_variant": "dsa"}
+    | {"dsa_indexer_n_heads": 32, "dsa_indexer_rope_interleaved": True},
     "llama4-scout": _LLAMA4
     | _size(48, 5120, 40, 8, 16384)
     | _experts(16, 1, 8192, **_shared(8192))

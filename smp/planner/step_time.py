@@ -34,6 +34,7 @@ from smp.planner.fp8 import Fp8Costs, in_fp8
 from smp.planner.seconds import Pass, StepTime
 from smp.planner.update import update_seconds
 from smp.training.cost.memory import kept_by_blocks
+from smp.training.cost.sparse_memory import is_sparse
 
 TILE = 128, 256
 """Rows and columns of a tile of a product's result, as large kernels take them."""
@@ -227,6 +228,8 @@ class StepModel:
         if model.multi_latent_attention:
             width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
         keys = self.tokens * max(1, groups // self.layout.tp) * width
+        if is_sparse(self.config):  # one row for all heads, and the indexer's key
+            keys = self.tokens * (model.kv_lora_rank + model.qk_pos_emb_head_dim + model.dsa_indexer_head_dim)
         # Backward the keys go round once more, and their gradients in fp32.
         ahead, back = (self._collective(cp * keys * width, "cp") for width in (self.width, self.width + 4))
         return max(0.0, ahead - attention), max(0.0, back - 2.5 / 0.85 * attention)

@@ -52,6 +52,10 @@ _KEPT = {
     torch.ops.smp.exchange_rows.default,
     torch.ops.smp.gated_delta_rule.default,
     torch.ops.smp.state_space.default,
+    torch.ops.smp.choose_keys.default,
+    torch.ops.smp.selected_attention.default,
+    torch.ops.smp.indexer_loss.default,
+    torch.ops.smp.dense_indexer_loss.default,
 }
 _VARLEN = "torch_attn._varlen_attn.default"
 """Also kept. By its name: it is not there until torch.nn.attention.varlen is imported."""

@@ -162,7 +162,8 @@ class Trainer:
         self.config, self.model, self.optimizer = config, model, optimizer
         self.forward_backward, self.objective = forward_backward, objective
         self.context, self.device, self.progress = context, device, progress
-        self.auxiliary = () if config.objective_facts.of_answers else auxiliary_names(config.model)
+        names = auxiliary_names(config.model, adapters=config.has_adapters)
+        self.auxiliary = () if config.objective_facts.of_answers else names
         self.history = fp8_history(model)
         self.quantization = context.collectives.quantization if context.collectives else None
         policy = config.training.spike_policy

@@ -40,6 +40,9 @@ OTHER_DEFAULTS = {
     "--yarn-beta-fast": "None",  # read beside Megatron's own YaRN, which is refused
     "--yarn-beta-slow": "None",
     "--lr-warmup-samples": "0",  # read beside --train-samples only
+    # asked for beside --experimental-attention-variant dsa
+    **dict.fromkeys(("--dsa-indexer-n-heads", "--dsa-indexer-head-dim", "--dsa-indexer-topk"), "None"),
+    "--dsa-indexer-loss-coeff": "None",
 }
 """Defaults of Megatron's parser that are not what it trains with."""
 LACKING = {

@@ -25,6 +25,7 @@ GROUPS = EXPERTS | {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
 CAPACITY = EXPERTS | {"moe_expert_capacity_factor": 1.0}
 LATENT = {"multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 8, "v_head_dim": 8}
 LATENT |= {"qk_pos_emb_head_dim": 4}
+DSA: dict[str, Any] = LATENT | {"experimental_attention_variant": "dsa", "dsa_indexer_head_dim": 8}
 LINEAR: dict[str, Any] = {"linear_attention_type": "gated_delta_net", "linear_num_key_heads": 2}
 LINEAR |= {"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
 MAMBA: dict[str, Any] = {"linear_attention_type": "mamba2", "mamba_num_heads": 4, "mamba_num_groups": 2}
@@ -107,6 +108,14 @@ OTHER: dict[str, list[tuple[dict[str, Any], Any]]] = {
     "qk_pos_emb_head_dim": [(LATENT, 8)],
     "v_head_dim": [(LATENT, 16)],
     "latent_norm_epsilon": [(LATENT | {"qk_layernorm": True}, 0.1)],
+    "experimental_attention_variant": [(LATENT, "dsa")],
+    "dsa_indexer_n_heads": [(DSA, 4)],
+    "dsa_indexer_head_dim": [(DSA, 6)],
+    "dsa_indexer_topk": [(DSA, 16)],
+    "dsa_indexer_rope_interleaved": [(DSA, True)],
+    "dsa_indexer_loss_coeff": [(DSA, 0.0)],
+    "dsa_indexer_use_sparse_loss": [(DSA, True)],
+    "dsa_indexer_warmup": [(DSA, True)],
     "attention_output_gate": [({}, True)],
     "linear_attention_type": [({}, LINEAR)],
     "linear_attention_freq": [(LINEAR, "2"), (LINEAR | {"linear_attention_freq": "2"}, "[1,0]")],

@@ -49,7 +49,13 @@ def test_named_sizes_there_and_back(name: str) -> None:
     family |= {"granite": "Granite", "command-r-": "Cohere", "command-r7b": "Cohere2", "smollm3": "SmolLM3"}
     family |= {"starcoder2": "Starcoder2", "glm-4-9b-0414": "Glm4", "glm": "Glm", "falcon": "Falcon"}
     family |= {"opt": "OPT", "bloom": "Bloom"}
-    family = {"llama4": "Llama4", "qwen3-next": "Qwen3Next", "granite-4.0-h": "GraniteMoeHybrid"} | family
+    family = {
+        "deepseek-v3.2": "DeepseekV32",
+        "glm-5": "GlmMoeDsa",
+        "llama4": "Llama4",
+        "qwen3-next": "Qwen3Next",
+        "granite-4.0-h": "GraniteMoeHybrid",
+    } | family
     family |= {"mamba": "Mamba2", "nemotron": "NemotronH", "kimi-linear": "KimiLinear"}
     family |= {"olmo-hybrid": "OlmoHybrid"}
     family |= {"deepseek-v2": "DeepseekV2", "deepseek-v3": "DeepseekV3"}

@@ -33,6 +33,7 @@ _DEEPSEEK_MODEL: dict[str, Any] = {**_LLAMA, "num_key_value_heads": 4, "rms_norm
 _DEEPSEEK_MODEL |= {"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12, "n_routed_experts": 8}
 _DEEPSEEK_MODEL |= {"moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_shared_experts": 2}
 _DEEPSEEK_MODEL |= {"tie_word_embeddings": False, "routed_scaling_factor": 2.5}
+_INDEXER: dict[str, Any] = {"q_lora_rank": 14, "index_topk": 6, "index_n_heads": 16, "index_head_dim": 8}
 _LLAMA32 = _rope("llama3", 500_000.0, **{**_LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192})
 
 _LLAMA4: dict[str, Any] = {**_LLAMA, "head_dim": 16, "intermediate_size": 24, "intermediate_size_mlp": 40}
@@ -99,6 +100,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**_DEEPSEEK_MODEL, **_rope("yarn", **_DEEPSEEK), "q_lora_rank": 14, "num_experts_per_tok": 4}
         | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
+    ),
+    "deepseek-v3.2": (
+        "DeepseekV32",
+        {**_DEEPSEEK_MODEL, **_rope("yarn", **_DEEPSEEK), **_INDEXER, "num_experts_per_tok": 4}
+        | {"n_group": 4, "topk_group": 2},
+    ),
+    "glm-5": (
+        "GlmMoeDsa",
+        {**_DEEPSEEK_MODEL, **_rope(), **_INDEXER, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5}
+        | {"n_group": 1, "topk_group": 1},
     ),
     "gpt-oss": (
         "GptOss",
@@ -267,7 +278,10 @@ DELTA_RULES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TINY |= SCALED | HYBRID | STATE_SPACE | DELTA_RULES
 """Those with scales, caps, norms or layers of their own."""
-EXPERTS = [kind for kind in TINY if kind.startswith(("mixtral", "gpt-oss", "deepseek", "llama4")) or "moe" in kind]
+SPARSE = ("deepseek-v3.2", "glm-5")
+"""Those in which a token sees the keys that an indexer chooses."""
+_WITH = ("mixtral", "gpt-oss", "deepseek", "llama4", "glm-5")
+EXPERTS = [kind for kind in TINY if kind.startswith(_WITH) or "moe" in kind]
 """Those with experts."""
 
 

@@ -13,6 +13,12 @@ LATENT |= {"qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 7, "kv_chan
 MODELS = {
     "rope": SIZES,
     "latent": SIZES | LATENT,
+    "dsa": SIZES
+    | LATENT
+    | {
+        **{"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6, "dsa_indexer_head_dim": 8},
+        **{"dsa_indexer_topk": 5, "num_experts": 4, "moe_ffn_hidden_size": 24},
+    },
     "window": SIZES | {"window_size": 5},
     "longrope": SIZES  # the text grows past 22 tokens, also where it goes through in pieces
     | {

@@ -188,6 +188,7 @@ SLOW = {
         if case not in FAST
         and SPREADS[case[1]].world_size == 4
         and (SPREADS[case[1]].ep == 1 or name.split()[0] in EXPERTS)
+        and (SPREADS[case[1]].cp == 1 or name != "dsa")  # refused
         and ("qlora" not in name or SPREADS[case[1]].tp < 4)  # rows of whole blocks of 64
     ]
     for name in [*MODELS, *(f"{name} with lora" for name in ("rope", "gpt-oss", "latent")), "wide with qlora"]

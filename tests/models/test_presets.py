@@ -105,6 +105,8 @@ def test_every_published_size_is_checked() -> None:
         "glm-4.5",
         "glm-4.5-air",
         "qwen3-next-80b-a3b",
+        "deepseek-v3.2",
+        "glm-5",
         *ROUNDED,
     }
 

@@ -185,6 +185,12 @@ _EXTRAS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+_DSA: dict[str, Any] = {
+    **{"rotary_base": 100.0, "multi_latent_attention": True, "qk_layernorm": True, "kv_channels": None},
+    **{"num_query_groups": None, "q_lora_rank": 7, "kv_lora_rank": 10, "qk_head_dim": 4, "qk_pos_emb_head_dim": 6},
+    **{"v_head_dim": 5, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6, "dsa_indexer_topk": 4},
+    **{"dsa_indexer_head_dim": 8, "dsa_indexer_loss_coeff": 0.7},
+}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {  # of all three at once
         **{"swiglu": False, "geglu": True, "tanh_gelu": True, "apply_layernorm_1p": True, "qk_layernorm": True},
@@ -247,6 +253,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 3, "mamba_state_dim": 5},
         **{"norm_epsilon": 1e-3},
     },
+    "dsa": {**_DSA, "dsa_indexer_use_sparse_loss": True},
+    "dsa dense loss": {**_DSA, "dsa_indexer_rope_interleaved": True},
+    "dsa warm-up": {**_DSA, "dsa_indexer_warmup": True},
     "opt": {
         **{"normalization": "LayerNorm", "swiglu": False, "relu": True, "disable_bias_linear": False},
         **{"position_embedding_type": "learned_absolute", "position_embedding_offset": 2},

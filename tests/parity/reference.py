@@ -6,6 +6,7 @@ book does: parameter names, initial weights (an argument) and which element a dr
 
 from __future__ import annotations
 
+import itertools
 import math
 from copy import copy
 
@@ -54,6 +55,8 @@ class Layout:
         self.before = self.together[:, 0].tril(-1).sum(-1)
         whole = torch.full(shape, shape[1])
         self.lengths = whole if batch.position_ids is None else self.together[:, 0].sum(-1)
+        self.weights = torch.zeros(shape)  # of tokens in the losses of indexers, which come here
+        self.indexers: list[torch.Tensor] = []
 
 
 def norm(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
@@ -312,6 +315,8 @@ def attend(
         slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
         scores = scores - slopes[:, None, None] * distance
     visible = (distance >= 0) & (distance < (window or length)) & layout.together
+    if config.experimental_attention_variant == "dsa":
+        visible = indexed(attended_of, weights, name, config, layout, visible, scores)
     scores = scores.masked_fill(~visible, -math.inf)
     if config.softmax_type == "learnable":
         sinks = weights[f"{name}.sinks"][:, None, None].expand(*scores.shape[:-1], 1)
@@ -323,6 +328,40 @@ def attend(
     if config.attention_output_gate:
         merged = merged * linear(attended_of, weights, f"{name}.gate").sigmoid()
     return linear(merged, weights, f"{name}.output")
+
+
+def indexed(
+    x: torch.Tensor,
+    weights: Weights,
+    name: str,
+    config: ModelConfig,
+    layout: Layout,
+    visible: torch.Tensor,
+    attention_scores: torch.Tensor,
+) -> torch.Tensor:
+    """Which keys DeepSeek's indexer leaves, (batch, 1, length, length); adds its loss to the layout's."""
+    x, own = x.detach(), f"{name}.indexer"
+    low = norm(linear(x, weights, f"{name}.query_down"), weights, f"{name}.query_norm", config).detach()
+    q = linear(low, weights, f"{own}.queries").unflatten(-1, (config.dsa_indexer_n_heads, -1)).transpose(1, 2)
+    k = linear(x, weights, f"{own}.keys")
+    k = (k - k.mean(-1, keepdim=True)) / (k.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+    k = (k * weights[f"{own}.key_norm.weight"] + weights[f"{own}.key_norm.bias"])[:, None]
+    q, k = (rotate(y, frequencies(config, None), layout.places, config.dsa_indexer_rope_interleaved) for y in (q, k))
+    products = (q @ k.transpose(-1, -2) / math.sqrt(config.dsa_indexer_head_dim)).relu()
+    share = linear(x, weights, f"{own}.weights") / math.sqrt(config.dsa_indexer_n_heads)
+    scores = (products * share.transpose(1, 2)[..., None]).sum(1)
+    kept = visible[:, 0].clone()
+    if not config.dsa_indexer_warmup:
+        for row, t in itertools.product(range(len(x)), range(x.shape[1])):
+            seen = kept[row, t].nonzero().flatten().tolist()
+            best = sorted(seen, key=lambda s: (scores[row, t, s].item(), s))[-config.dsa_indexer_topk :]
+            kept[row, t] = torch.zeros_like(kept[row, t]).index_fill(0, torch.tensor(best), True)
+    over = kept if config.dsa_indexer_use_sparse_loss else visible[:, 0]
+    target = attention_scores.detach().masked_fill(~over[:, None], -math.inf).softmax(-1).mean(1)
+    log_p = scores.masked_fill(~over, -math.inf).log_softmax(-1)
+    divergence = (torch.xlogy(target, target) - torch.where(over, target * log_p, 0.0)).sum(-1)
+    layout.indexers.append((divergence * layout.weights).sum())
+    return kept[:, None]
 
 
 def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
@@ -459,6 +498,8 @@ def mean_loss(
         hidden, labels, more = further(hidden, weights, k, config, labels, state)
         share = config.mtp_loss_scaling_factor / (config.mtp_num_layers or 1)
         aux = aux + more + share * loss_of(hidden, labels)
+    if config.dsa_indexer_loss_coeff and layout.indexers:
+        aux = aux + config.dsa_indexer_loss_coeff * sum(layout.indexers)
     return loss, aux, seen
 
 
@@ -470,6 +511,7 @@ def block(
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """One block, and the auxiliary losses of its router, which count the tokens of ``labels``."""
     batch, micro_batches, dropout, layout, seen = state
+    layout.weights = (labels != -100).double() / (batch.labels[0] != -100).sum()
     name, added = f"layers.{layer}", config.residual_multiplier
     first = maybe_norm(x, weights, f"{name}.attention_norm", config)
     letter = (config.hybrid_layer_pattern or " " * (layer + 1))[layer]
@@ -521,7 +563,9 @@ def train(case: Case, initial: Weights) -> Result:
     """Steps of SGD with weight decay and clipping, starting from ``initial``."""
     config = config_of(case.one_rank_fp32)
     weights = {name: w.double().requires_grad_() for name, w in initial.items()}
-    trained = [w for name, w in weights.items() if not name.endswith(".expert_bias")]
+    for name, w in weights.items():
+        w.requires_grad_(".indexer." in name or not config.model.dsa_indexer_warmup)
+    trained = [w for name, w in weights.items() if not name.endswith(".expert_bias") and w.requires_grad]
     biases = [w for name, w in weights.items() if name.endswith(".bias")]
     vectors = [w for w in trained if w.ndim <= 1 or any(w is bias for bias in biases)]
     matrices = [w for w in trained if not any(w is vector for vector in vectors)]

@@ -79,7 +79,9 @@ def tensor_errors(got: Tensors, expected: Tensors, scale: Tensors) -> dict[str, 
     norms, errors = layer_norms(expected), {}
     for name, tensor in expected.items():
         size = max(scale[name].double().norm().item(), FLOOR * norms[layer_of(name)])
-        errors[name] = _finite((got[name].double() - tensor.double()).norm().item() / size)
+        error = (got[name].double() - tensor.double()).norm().item()
+        # Of what is frozen, with all around it, nothing at all may be there.
+        errors[name] = _finite(error / size) if size else math.inf if error else 0.0
     return errors
 
 

@@ -79,7 +79,8 @@ class Recording:
         self.inner.before_last = self.before_last
         outputs = self.inner.train(micro_batches)
         if self.step in self.recorded:
-            grads = {name: p.grad for name, p in self.model.named_parameters()}
+            # Of frozen ones it is zero.
+            grads = {n: p.grad if p.requires_grad else torch.zeros_like(p) for n, p in self.model.named_parameters()}
             biases = {name: torch.zeros_like(b) for name, b in self.model.named_buffers()}
             self.gradients.append({name: _local(g) for name, g in (grads | biases).items() if g is not None})
         self.step += 1

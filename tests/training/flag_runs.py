@@ -130,6 +130,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part.detach().clone()
 
 
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Of a frozen one there is none."""
+    if not parameter.requires_grad:
+        return torch.zeros_like(parameter)
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 class Watched(TrainingRun):
     """A run that notes what it does. Every test gets a subclass of its own with these three set."""
 
@@ -142,9 +150,7 @@ class Watched(TrainingRun):
         self.notes.config = self.config
         self.notes.initial = self._each(lambda p: p)
         self.trainer.model.register_forward_pre_hook(self._forward)
-        self.trainer.optimizer.register_step_pre_hook(
-            lambda *_: self.notes.grads.append(self._each(lambda p: p.grad))  # type: ignore[arg-type, return-value]
-        )
+        self.trainer.optimizer.register_step_pre_hook(lambda *_: self.notes.grads.append(self._each(_gradient)))
 
     def _each(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
         return {name: local(pick(p)) for name, p in self.trainer.model.named_parameters()}

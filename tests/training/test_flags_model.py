@@ -75,6 +75,31 @@ def twice_the_share(got: Run, base: Run) -> None:
     assert got.records("mtp loss")[0] == pytest.approx(2 * base.records("mtp loss")[0], rel=1e-5)
 
 
+def learns_twice_as_much(got: Run, base: Run) -> None:
+    """The indexers' loss is reported as it is added; its mean over tokens and layers, apart, is the same at first."""
+    assert got.losses[0] == base.losses[0] and got.losses[-1] != base.losses[-1]
+    assert got.records("indexer loss")[0] == pytest.approx(2 * base.records("indexer loss")[0], rel=1e-5)
+    assert got.records("indexer KL")[0] == base.records("indexer KL")[0] > 1e-3
+    assert base.records("indexer loss")[0] == pytest.approx(0.5 * 2 * base.records("indexer KL")[0], rel=1e-5)
+
+
+def other_divergence(got: Run, base: Run) -> None:
+    assert got.losses[0] == base.losses[0] and got.records("indexer KL")[0] != base.records("indexer KL")[0]
+
+
+def only_indexers_learn(got: Run, base: Run) -> None:
+    """And attention is dense: the loss is that of a model without indexers, whose weights are the same."""
+    moved = {name for name, p in got.final.items() if not torch.equal(p, got.initial[name])}
+    assert moved == {name for name in got.initial if ".indexer." in name}
+    assert got.losses[0] == base.losses[0] and got.records("indexer KL")[-1] < got.records("indexer KL")[0]
+
+
+def indexers_stay(got: Run, base: Run) -> None:
+    moved = {name for name, p in got.final.items() if not torch.equal(p, got.initial[name])}
+    assert moved == {name for name in got.initial if ".indexer." not in name}
+    assert got.losses[0] == base.losses[0] and not got.records("indexer loss")
+
+
 def more_blocks(got: Run, base: Run) -> None:
     blocks = {name.split(".")[1] for name in got.shapes if name.startswith("layers.")}
     assert blocks == {"0", "1", "2"} and got.losses != base.losses
@@ -121,6 +146,9 @@ ROPE = "--rotary-base 10 --use-rope-scaling --rope-original-max-position 16 "
 """Wavelengths 6.3, 11.2, 19.9 and 35.3 tokens: two of them below the original context, two above."""
 LINEAR = "--rotary-base 10 --use-rope-scaling --rope-scaling-type linear "
 LATENT = "--multi-latent-attention --num-query-groups 4 --qk-head-dim 2 --qk-pos-emb-head-dim 4 --v-head-dim 4 "
+LATENTS = LATENT + "--qk-layernorm --q-lora-rank 8 "
+DSA = LATENTS + "--experimental-attention-variant dsa --dsa-indexer-n-heads 6 --dsa-indexer-head-dim 8 "
+DSA += "--dsa-indexer-topk 5 --dsa-indexer-loss-coeff 0.5 "
 YARN = ROPE + "--rope-scaling-type yarn "
 TUNED = "--no-rope-freq 2 --attn-temperature-tuning --floor-scale 4"
 ALONE = "--yarn-attention-factor 1"
@@ -222,6 +250,15 @@ TABLE: list[tuple[str, str, str, Check]] = [
         LATENT,
         with_suffix({"key_value_down.weight": (34, 32)}),
     ),
+    ("experimental_attention_variant", DSA, LATENTS, with_suffix({"indexer.keys.weight": (8, 32)})),
+    ("dsa_indexer_n_heads", DSA + "--dsa-indexer-n-heads 3", DSA, with_suffix({"indexer.weights.weight": (3, 32)})),
+    ("dsa_indexer_head_dim", DSA + "--dsa-indexer-head-dim 6", DSA, with_suffix({"indexer.keys.weight": (6, 32)})),
+    ("dsa_indexer_topk", DSA + "--dsa-indexer-topk 3", DSA, other_math),
+    ("dsa_indexer_rope_interleaved", DSA + "--dsa-indexer-rope-interleaved", DSA, other_math),
+    ("dsa_indexer_loss_coeff", DSA + "--dsa-indexer-loss-coeff 1", DSA, learns_twice_as_much),
+    ("dsa_indexer_loss_coeff", DSA + "--dsa-indexer-loss-coeff 0", DSA, indexers_stay),
+    ("dsa_indexer_use_sparse_loss", DSA + "--dsa-indexer-use-sparse-loss", DSA, other_divergence),
+    ("dsa_indexer_warmup", DSA + "--dsa-indexer-warmup", LATENTS, only_indexers_learn),
     ("v_head_dim", LATENT + "--v-head-dim 10", LATENT, with_suffix({"output.weight": (32, 40)})),
     (
         "latent_norm_epsilon",

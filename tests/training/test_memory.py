@@ -1,4 +1,5 @@
 import gc
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from smp.checkpoint.state import materialize_optimizer_state
 from smp.config import Config, DataConfig, Layout, ModelConfig, OptimizerConfig, ParallelConfig, resolve
 from smp.config.layers import layer_specs
 from smp.config.objectives import ObjectiveConfig
+from smp.config.rules.dsa import learns
 from smp.config.schema import TrainingConfig
 from smp.kernels import Kernels
 from smp.kernels.attention_cores.fused_attention import FusedAttention
@@ -275,6 +277,35 @@ def _kept_by_a_recurrence(rank: int, world: int) -> list[tuple[float, int, str]]
     return rows
 
 
+_INDEXER: dict[str, Any] = {"normalization": "LayerNorm", "multi_latent_attention": True, "qk_layernorm": True}
+_INDEXER |= {"q_lora_rank": 40}
+_INDEXER |= {"kv_lora_rank": 56, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 24}
+_INDEXER |= {"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 4, "dsa_indexer_head_dim": 32}
+_INDEXER |= {"kv_channels": None, "num_query_groups": None, "max_position_embeddings": 64}
+
+
+def test_sparse_attention_keeps_what_the_formula_says() -> None:
+    for measured, formula, case in run_distributed(_kept_by_sparse_attention, 1)[0]:
+        assert measured == pytest.approx(formula, rel=0.04), case
+
+
+def _kept_by_sparse_attention(rank: int, world: int) -> list[tuple[float, int, str]]:
+    rows = []
+    gc.freeze()
+    for topk, more, recompute in itertools.product(
+        (8, 64), ({"dsa_indexer_use_sparse_loss": True}, {"dsa_indexer_loss_coeff": 0.0}), ("none", "selective")
+    ):
+        model = replace(SMALL, hidden_size=160, ffn_hidden_size=240, **_INDEXER, dsa_indexer_topk=topk, **more)
+        config = _config(model, recompute_granularity=recompute, bf16=True)
+        config = replace(config, data=replace(config.data, seq_length=64))
+        formula = kept_per_token(config, Layout(), 2, recompute, fused=False)  # type: ignore[arg-type]
+        # The up projection as one matrix does not grow with tokens; on a CPU norms of latents keep inputs in fp32, too.
+        formula += 2 * 56 * 4 * (32 + 24) // 128 if topk == 8 or "dsa_indexer_loss_coeff" not in more else 0
+        formula += 4 * (56 + 40) if recompute == "none" else 0
+        rows.append((_measure(config, 1, formula, length=64), formula, f"{topk} {more} {recompute}"))
+    return rows
+
+
 def _wide(model: ModelConfig) -> ModelConfig:
     """Ten times the width, so that statistics of norms (a number per token) do not show."""
     return replace(model, hidden_size=160, kv_channels=40, ffn_hidden_size=240)
@@ -294,7 +325,9 @@ def _measure(config: Config, tp: int, formula: float, grouped: bool = False, len
     micro_batch = MicroBatch(tokens, token_index=torch.arange(2 * length).view(2, length))
     made = model.tokens.of(micro_batch, training=True)
     x = model.embed(tokens, made)
-    made = model.tokens.prepared(made, x)
+    made = model.weighted(model.tokens.prepared(made, x), torch.ones(2, length))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learns(config.model, name))
     layout, keys = made.layout, made.keys
     before = _living()  # kept, so that no new tensor gets the memory of an old one
     known = {t.untyped_storage().data_ptr() for t in before} - {x.untyped_storage().data_ptr()}
@@ -306,6 +339,7 @@ def _measure(config: Config, tp: int, formula: float, grouped: bool = False, len
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         y = block(x, layout, None if keys is None else keys[:3])
+        y, *_losses = y if isinstance(y, tuple) else (y,)  # a model keeps an indexer's, too
     output = y.untyped_storage().data_ptr()
 
     def kept() -> int:

@@ -126,13 +126,42 @@ MODEL: tuple[Row, ...] = (
         "--attention-output-gate --linear-attention-freq:1 --linear-conv-kernel-dim:1 --linear-key-head-dim:1 "
         "--linear-value-head-dim:1 --linear-num-key-heads:1 --linear-num-value-heads:1"
     ),
-    *(
-        chosen(
-            f"{flag}:1",
-            {kind: f"--linear-attention-type {kind}" for kind in ("gated_delta_net", "kda")},
-            f"{flag} takes gated_delta_net and kda",
-        )
-        for flag in ("--linear-attention-type", "--experimental-attention-variant")
+    chosen(
+        "--linear-attention-type:1",
+        {kind: f"--linear-attention-type {kind}" for kind in ("gated_delta_net", "kda")},
+        "--linear-attention-type takes gated_delta_net and kda",
+    ),
+    chosen(
+        "--experimental-attention-variant:1",
+        {
+            "gated_delta_net": "--linear-attention-type gated_delta_net",
+            "gdn": "--linear-attention-type gated_delta_net",
+            "kda": "--linear-attention-type kda",
+            "dsa": "--experimental-attention-variant dsa",
+        },
+        "--experimental-attention-variant takes gdn (gated_delta_net), kda and dsa",
+    ),
+    same(
+        "--dsa-indexer-n-heads:1 --dsa-indexer-head-dim:1 --dsa-indexer-topk:1 --dsa-indexer-loss-coeff:1 "
+        "--dsa-indexer-use-sparse-loss --dsa-indexer-rope-interleaved"
+    ),
+    chosen(
+        "--dsa-indexer-k-norm-epsilon:1",
+        {"1e-6": "", "1e-06": "", "0.000001": ""},
+        "the indexer's norm has the epsilon of DeepSeek's and GLM's files, 1e-6",
+    ),
+    chosen(
+        "--dsa-indexer-topk-freq:1",
+        {"1": ""},
+        "every layer has an indexer of its own: --dsa-indexer-topk-freq takes 1",
+    ),
+    left_out(
+        "--dsa-kernel-backend:1 --dsa-indexer-k-norm-fp32 --dsa-indexer-skip-topk-offset:1",
+        "the indexer's norm and scores are in fp32, every layer has one; " + _KERNELS,
+    ),
+    left_out(
+        "--disable-dsa-indexer-rotate-activation --no-dsa-indexer-rotate-activation",
+        "the Hadamard rotation in front of FP8 changes no score without FP8, and is not there",
     ),
     same("--hybrid-layer-pattern:1 --mamba-state-dim:1 --mamba-head-dim:1 --mamba-num-groups:1 --mamba-num-heads:1"),
     becomes("--hybrid-override-pattern:1", "--hybrid-layer-pattern {}"),
@@ -143,8 +172,7 @@ MODEL: tuple[Row, ...] = (
     same("--mtp-loss-scaling-factor:1"),
     refused("--mtp-use-repeated-layer --mtp-standalone", "each layer of --mtp-num-layers has weights of its own"),
     refused(
-        "--dsa-indexer-n-heads:1 "
-        "--dsa-indexer-head-dim:1 --dsa-indexer-topk:1 --dsa-indexer-loss-coeff:1 --heterogeneous-layers-config-path:1 "
+        "--heterogeneous-layers-config-path:1 "
         "--heterogeneous-layers-config-encoded-json:1 --use-mup --mup-width-mult:1 --mup-base-hidden-size:1 "
         "--enable-mhc-connections --num-residual-streams:1 --decoder-num-layers:1 --decoder-seq-length:1 "
         "--retriever-seq-length:1 --bert-no-binary-head --bert-load:1 --biencoder-projection-dim:1 "

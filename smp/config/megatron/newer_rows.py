@@ -73,15 +73,12 @@ NEWER: tuple[Row, ...] = (
         {"1": "", "1.0": ""},
     ),
     refused(
-        "--disable-dsa-indexer-rotate-activation --disable-dsa-indexer-scoring-relu "
-        "--dsa-indexer-k-norm-epsilon:1 --dsa-indexer-k-norm-fp32 --dsa-indexer-rope-interleaved "
-        "--dsa-indexer-skip-topk-offset:1 --dsa-indexer-topk-freq:1 --dsa-indexer-use-sparse-loss "
-        "--dsa-kernel-backend:1 --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute:1 "
+        "--disable-dsa-indexer-scoring-relu --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute:1 "
         "--gdp-num-householder:1 --mamba-inference-conv-states-dtype:1 --mamba-inference-ssm-states-dtype:1 "
         "--mamba-training-ssm-states-dtype:1 --mhc-init-gating-factor:1 --mhc-num-residual-streams:1 "
         "--mhc-recompute-layer-num:1 --mhc-sinkhorn-iterations:1 --mtp-hsm --mtp-hybrid-override-pattern:1 "
         "--mup-attn-scale-power:1 --mup-base-head-dim:1 --mup-embedding-mult:1 --mup-output-mult:1 "
-        "--no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu",
+        "--no-dsa-indexer-scoring-relu",
         _NO,
     ),
     refused(

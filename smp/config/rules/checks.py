@@ -10,6 +10,7 @@ from smp.config.layout import Layout
 from smp.config.model import ModelConfig
 from smp.config.parallel import ParallelConfig
 from smp.config.rules.context_parallel import check_context_parallel
+from smp.config.rules.dsa import check_dsa, check_dsa_model
 from smp.config.rules.foreign import check_foreign
 from smp.config.rules.fp8 import check_fp8
 from smp.config.rules.latent import check_latent
@@ -44,6 +45,7 @@ _FROM_ZERO = {
         "seed",
     ),
     "moe_aux_loss_coeff",
+    "dsa_indexer_loss_coeff",
     "moe_router_bias_update_rate",
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     *("position_embedding_offset", "glu_linear_offset", "mamba_dt_min"),
@@ -90,6 +92,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     check_context_parallel(config, layout)
     check_moe(config, layout)
     check_mtp(config)
+    check_dsa(config)
     check_fp8(config, layout)
     check_offload(config)
     check_qlora(config, layout)
@@ -198,6 +201,7 @@ def check_model(model: ModelConfig) -> None:
     check_pattern(model)
     _check_heads_and_widths(model, tp=1)
     check_latent(model)
+    check_dsa_model(model)
     check_linear(model, tp=1)
     _check_activation(model)
     _check_norms(model)

@@ -38,6 +38,7 @@ FREE = {
         "make_vocab_size_divisible_by",
     ),
     "mtp_loss_scaling_factor",
+    *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_indexer_warmup"),
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate"),
 }

@@ -187,7 +187,7 @@ _WINDOW_DEFAULTS = LLAMA_DEFAULTS | {
 }
 LATENT_FIELDS = {name: name for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim")}
 LATENT_FIELDS |= {"qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim"}
-_DEEPSEEK_FAMILY = replace(
+DEEPSEEK_FAMILY = replace(
     LLAMA_FAMILY,
     table=_DEEPSEEK,
     fields={key: name for key, name in LLAMA_FIELDS.items() if key != "head_dim"} | LATENT_FIELDS,
@@ -195,7 +195,7 @@ _DEEPSEEK_FAMILY = replace(
     # latents have norms of this epsilon, whatever the others' is
     required={"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-6, "moe_layer_freq": 1},
 )
-_DEEPSEEK_DEFAULTS: dict[str, Any] = {
+DEEPSEEK_DEFAULTS: dict[str, Any] = {
     **{name: value for name, value in LLAMA_DEFAULTS.items() if name not in ("head_dim", "mlp_bias")},
     **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
 }
@@ -297,26 +297,26 @@ FIRST_FAMILIES = (
         predicts=True,
     ),
     replace(
-        _DEEPSEEK_FAMILY,
+        DEEPSEEK_FAMILY,
         architecture="DeepseekV2ForCausalLM",
         model_type="deepseek_v2",
-        defaults=_DEEPSEEK_DEFAULTS
+        defaults=DEEPSEEK_DEFAULTS
         | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0}
         | {"routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": None, "topk_group": None},
-        required={**_DEEPSEEK_FAMILY.required} | {"norm_topk_prob": False},
+        required={**DEEPSEEK_FAMILY.required} | {"norm_topk_prob": False},
         said={"norm_topk_prob": False, "scoring_func": "softmax"},
         aliases={"n_routed_experts": "num_experts"},
         experts=ExpertKeys("n_routed_experts", "first_k", "multiple", "topk_method", own_width=True),
     ),
     replace(
-        _DEEPSEEK_FAMILY,
+        DEEPSEEK_FAMILY,
         architecture="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",
-        defaults=_DEEPSEEK_DEFAULTS
+        defaults=DEEPSEEK_DEFAULTS
         | {"num_key_value_heads": 128, "max_position_embeddings": 4096, "num_experts_per_tok": 8}
         | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
         | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
-        required={**_DEEPSEEK_FAMILY.required} | {"rope_interleave": True, "topk_method": "noaux_tc"},
+        required={**DEEPSEEK_FAMILY.required} | {"rope_interleave": True, "topk_method": "noaux_tc"},
         said={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         aliases={"n_routed_experts": "num_local_experts"},
         experts=ExpertKeys("n_routed_experts", "first_k", "multiple", "sigmoid", own_width=True),

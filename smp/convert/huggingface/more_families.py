@@ -30,6 +30,7 @@ from smp.convert.huggingface.family import ExpertKeys, Family
 from smp.convert.huggingface.hybrids import HYBRID_FAMILIES
 from smp.convert.huggingface.llama4 import LLAMA4
 from smp.convert.huggingface.own import COHERE2, FALCON, GEMMA, GEMMA3, GPT_OSS, OLMO3, QWEN3_NEXT, SMOLLM3
+from smp.convert.huggingface.sparse_attention import SPARSE_FAMILIES
 from smp.convert.huggingface.state_space import STATE_SPACE_FAMILIES
 from smp.convert.layout import Fused, Table
 
@@ -495,6 +496,6 @@ _MORE = (
         own=LLAMA4,
     ),
 )
-_ALL = (*FIRST_FAMILIES, *_MORE, *STATE_SPACE_FAMILIES, *HYBRID_FAMILIES)
+_ALL = (*FIRST_FAMILIES, *_MORE, *SPARSE_FAMILIES, *STATE_SPACE_FAMILIES, *HYBRID_FAMILIES)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """By ``model_type``."""

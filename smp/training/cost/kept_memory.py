@@ -9,8 +9,10 @@ from smp.config import Config, Layout, ModelConfig
 from smp.config.at_once import DROPOUT_BITS
 from smp.config.layer_specs import Recurrence
 from smp.config.layers import scores_flag
+from smp.config.rules.dsa import chooses_keys
 from smp.training.cost.exchanged_keys import of_exchange, others_keys
 from smp.training.cost.recurrent_memory import in_flight_of_recurrence, kept_by_recurrence, pending_of_recurrence
+from smp.training.cost.sparse_memory import in_flight_of_sparse, is_sparse, kept_by_indexer, kept_by_sparse
 
 
 def is_fused(config: Config) -> bool:
@@ -50,10 +52,10 @@ def kept_per_token(
     With --attention-output-gate its sigmoid and the product, 2 q more; selective: the projection, q.
 
     A layer with experts keeps other things instead of the MLP, see :func:`_by_experts` and :func:`_routing`; a shared
-    expert is an MLP with them. Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`; a recurrence
-    in its place, see
-    :func:`kept_by_recurrence`; context parallelism more, see :func:`of_exchange`. A block that has no mixer
-    (``mixes``), or no MLP or experts (``feeds``), keeps nothing of it and of its norms.
+    expert is an MLP with them. Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`, and an
+    indexer more, :mod:`smp.training.cost.sparse_memory`; a recurrence in its place, see :func:`kept_by_recurrence`;
+    context parallelism more, see :func:`of_exchange`. A block that has no mixer (``mixes``), or no MLP or experts
+    (``feeds``), keeps nothing of it and of its norms.
     """
     model, length, tp = config.model, config.data.seq_length, layout.tp
     head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
@@ -92,8 +94,9 @@ def kept_per_token(
     if recurrence is not None:
         small += kept_by_recurrence(recurrence, tp, b, recompute)
     elif model.multi_latent_attention and mixes:
-        elements += _latent(model, heads, split, recompute) - (2 * q + 2 * k)
-    if layout.cp > 1 and recurrence is None and mixes:
+        elements += _latent(config, layout, heads, split, recompute) - (2 * q + 2 * k)
+        small += kept_by_indexer(config, layout, b, split, recompute) if chooses_keys(model) else 0
+    if layout.cp > 1 and recurrence is None and mixes and not is_sparse(config):
         elements += of_exchange(config, q, k, max(1, groups // tp), recompute)
     return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
 
@@ -166,7 +169,7 @@ def pending_per_token(
     h_l, heads, groups = model.hidden_size // split, model.num_attention_heads // tp, model.num_query_groups or 1
     attention = 2 * (heads + max(1, groups // tp)) * model.kv_channels
     if model.multi_latent_attention:
-        attention = _latent(model, heads, split, "none")
+        attention = _latent(config, layout, heads, split, "none")
     if recurrence is not None:
         attention = pending_of_recurrence(recurrence, tp)
     f = model.ffn_hidden_size if not experts else model.moe_shared_expert_intermediate_size or 0
@@ -259,6 +262,8 @@ def in_flight_per_token(
         return b * around + max(b * mlp, in_flight_of_recurrence(recurrence, tp))
     if not mixes:
         return b * around + b * mlp
+    if is_sparse(config):
+        return b * around + max(b * mlp, in_flight_of_sparse(model, layout, b, heads))
     attention = 2 * (heads + groups) * width * b
     if (others := others_keys(config, layout, b, heads, groups, width)) > 0:
         attention = others + heads * width * b - b * mlp // 2
@@ -269,10 +274,13 @@ def in_flight_per_token(
     return b * around + max(b * mlp, attention) + scores
 
 
-def _latent(model: ModelConfig, heads: int, split: int, recompute: str) -> int:
+def _latent(config: Config, layout: Layout, heads: int, split: int, recompute: str) -> int:
     """Elements per token of latent attention. Heads are filled up to one width: query, key, value and output, and where
     values are narrower the output once more without what filled it; latents, and their norms' results. selective: the
     results of attention and of the projections."""
+    model = config.model
+    if is_sparse(config):
+        return kept_by_sparse(model, layout, heads, split, recompute)
     key = model.qk_head_dim + model.qk_pos_emb_head_dim
     width, low = max(key, model.v_head_dim), model.kv_lora_rank + (model.q_lora_rank or 0)
     if recompute == "selective":

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from smp.config import Config, Layout
 from smp.config.batch import count_micro_batches
 from smp.config.parallel import ParallelConfig
+from smp.config.rules.dsa import learns
 from smp.config.rules.mtp import mtp_layers
 from smp.config.rules.qlora import packed_row_bytes
 from smp.config.schema import OptimizerConfig
@@ -42,11 +43,15 @@ class Weights:
         before_ep = replace(layout, ep=1, etp=None)  # ep takes from FSDP what it cuts
         n, sharing = elements(share.parameters, before_ep), layout.dp_shard * layout.cp
         adapters = tuned.adapters * len(share.layers) // config.model.num_layers
+        if config.model.dsa_indexer_warmup:  # which train alone, as adapters do, beside weights in fp32
+            adapters = elements([p for p in share.parameters if learns(config.model, p.name)], before_ep)
         trained, frozen = adapters or n, float(b * n * tuned.copies)
         state = sum(state_bytes(config.optim, p) * math.prod(p.local_shape(before_ep)) for p in share.parameters)
         if adapters:
             state = state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
             frozen = (tuned.copies + 1) * sum(_frozen_bytes(p, before_ep, tuned, b) for p in share.parameters)
+        if config.model.dsa_indexer_warmup:
+            frozen = 4.0 * (n - adapters)
         late = config.parallel.data_parallel_sharding_strategy == "optim" and has_several_micro_batches(config, layout)
         whole = layout.pp > 1 or late
         largest = adapters // len(share.layers) if adapters else share.largest(layout)

@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from smp.config import Config, Layout
 from smp.config.command_line.credentials import without_credentials
-from smp.config.rules.mtp import mtp_layers
-from smp.models.arithmetic import pair_training_flops, training_flops_per_token
+from smp.models.arithmetic import pair_training_flops, training_flops_per_token, visible_pairs_of_layers
 from smp.training.reporting.device_peak import peak_flops
 from smp.training.reporting.goodput import Goodput
 from smp.training.reporting.run_record import start_record
@@ -53,9 +52,8 @@ class Console:
         self._share = work / layout.world_size / 1e12  # of a FLOP, in TFLOP of each process
         self._pair_flops = pair_training_flops(config.model)
         alone = training_flops_per_token(config.model, 1, config.model.vocab_size)  # a token that sees itself
-        layers = config.model.num_layers + len(mtp_layers(config.model))
         # Attention grows with what a token sees, which is counted for each batch; the rest is the same for every token.
-        self._token_flops = alone - layers * self._pair_flops
+        self._token_flops = alone - visible_pairs_of_layers([1], config.model) * self._pair_flops
         for line in earlier_records(config, iteration):
             self.say(line)
         self._sinks = open_sinks(config.logging, iteration)

@@ -1,0 +1,52 @@
+"""Blocks of queries and of the keys that they may see, so that no tensor has an element for every pair and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+BLOCK_BYTES = 64 * 2**20
+"""Of the largest tensor that a block makes."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Where queries and keys lie. Keys are a table of ``batch`` x ``keys`` rows, one sequence behind the other.
+
+    Attributes:
+        batch, length: sequences, and queries of each on this rank.
+        keys: of each sequence.
+        start: number of the first query among the batch x length ones; rows behind the last of these are padding.
+        aligned: query i of a sequence is its key i, and sees none behind it.
+    """
+
+    batch: int
+    length: int
+    keys: int
+    start: int = 0
+    aligned: bool = True
+
+    def blocks(self, rows: int, bytes_of_pair: int) -> Iterator[tuple[slice, slice]]:
+        """Of ``rows`` queries: some, and the keys among which all are that these see. Padding is in none."""
+        size = max(1, BLOCK_BYTES // (bytes_of_pair * self.keys))
+        for sequence in range(self.batch):
+            first = sequence * self.length - self.start
+            for low in range(max(first, 0), min(first + self.length, rows), size):
+                high = min(low + size, first + self.length, rows)
+                seen = high - first if self.aligned else self.keys
+                yield slice(low, high), slice(sequence * self.keys, sequence * self.keys + seen)
+
+
+def rows_at_once(rows: int, bytes_of_row: int) -> Iterator[slice]:
+    """All rows, so many at a time."""
+    size = max(1, BLOCK_BYTES // bytes_of_row)
+    for low in range(0, rows, size):
+        yield slice(low, min(low + size, rows))
+
+
+def within(first: torch.Tensor, last: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
+    """bool (rows, keys): which of ``keys`` each query sees, from its ``first`` to its ``last`` of the whole table."""
+    number = torch.arange(keys.start, keys.stop, device=first.device)
+    return (number >= first[rows, None]) & (number <= last[rows, None])
