@@ -81,6 +81,8 @@ def test_every_family_and_every_link_is_there() -> None:
         "GLM-4.5",
         "DeepSeek-V2",
         "DeepSeek-V3",
+        "DeepSeek-V3.2",
+        "GLM-5",
         "GPT-2",
         "GPT-NeoX",
         "Qwen3-Next",
