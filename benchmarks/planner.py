@@ -1,6 +1,6 @@
-"""Predicted beside measured steps of small models on this machine's processor, in one process and in two.
+"""Predicted beside measured steps of 24 small layouts on this machine's processor, in one, two and four processes.
 
-    PYTHONPATH=. python benchmarks/planner.py            # two cores that do nothing else; about five minutes
+    PYTHONPATH=. python benchmarks/planner.py            # two cores that do nothing else; minutes; writes its table
 
 Every operator and collective of every layout is timed and steps are summed from that (``smp/planner/measured.py``).
 Calibrations and steps take turns, so that what else the machine does hits both: each round times all calls, then two
@@ -41,8 +41,15 @@ MODEL = (
     "--no-progress-bar "
 )
 TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+EXPERTS = "--micro-batch-size 2 --num-experts 4 --moe-router-topk 2"
 LAYOUTS: dict[int, list[str]] = {
-    1: ["", "--micro-batch-size 4", "--micro-batch-size 2 --recompute-granularity full", "--micro-batch-size 2 --bf16"],
+    1: [
+        "",
+        "--micro-batch-size 4",
+        "--micro-batch-size 2 --recompute-granularity full",
+        "--micro-batch-size 2 --bf16",
+        EXPERTS,
+    ],
     2: [
         "",
         "--micro-batch-size 2",
@@ -56,6 +63,15 @@ LAYOUTS: dict[int, list[str]] = {
         f"{PP} --pipeline-schedule zb-h1",
         f"--micro-batch-size 2 {CP} --cp-comm-type p2p",
         f"--micro-batch-size 2 {CP} --cp-comm-type all_gather",
+        EXPERTS,
+        f"{EXPERTS} --expert-model-parallel-size 2",
+    ],
+    4: [
+        "",
+        f"{TP} --sequence-parallel",
+        PP,
+        f"{CP} --cp-comm-type p2p",
+        f"{EXPERTS} --global-batch-size 8 --expert-model-parallel-size 2",
     ],
 }
 STEPS = 2
@@ -142,7 +158,7 @@ def show(rows: Mapping[tuple[int, str], tuple[float, float]], report: Report) ->
 
 
 def main() -> None:
-    """Measure both numbers of processes, and write the table."""
+    """Measure all numbers of processes, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="calibrations, and two steps of each layout in each")
     args = parser.parse_args()

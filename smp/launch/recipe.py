@@ -140,6 +140,8 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
         values = {name: value for name, value in values.items() if name not in translated.gone}
         values |= _parsed(translated.values, recipe, translated=True)
     shape = _parsed(translated.shape, replace(recipe, task="pretrain"), translated=True)
+    if values.get("model_implementation") == "transformers":  # whose architecture is known where its folder is
+        shape = {}
     missing = _missing(recipe, values)
     saved = {"save": "the job's folder", **values}
     config = _checked(recipe, saved, shape or _preset("run.base_model", base), bool(missing))
@@ -187,7 +189,8 @@ def _overridden(values: Mapping[str, Any], leaves: Mapping[str, Any], recipe: Re
     """What keys of HyperPod's change of a recipe of this project's."""
     changed = override(values, leaves, recipe.task == "finetune")
     if changed.finetune != (recipe.task == "finetune"):
-        raise ConfigError(f"model.do_finetune: {leaves['model.do_finetune']} in a recipe for {_script_of(recipe)}")
+        name = next(name for name in ("model.do_finetune", "model.multi_modal") if name in leaves)
+        raise ConfigError(f"{name}: {as_text(leaves[name])} in a recipe for {_script_of(recipe)}")
     return changed
 
 

@@ -162,8 +162,9 @@ def test_llama_4s_text_model_is_fine_tuned(v1: str) -> None:
     found = recipe(v1, *words, "recipes.model.hf_model_name_or_path=/models/x", peft)
     assert found.settings["lora_target_modules"] == "query,key,value,output"
     assert "ffn_hidden_size" not in found.settings
-    with pytest.raises(ConfigError, match="sees images"):
-        recipe(v1, *words, peft, "+recipes.model.multi_modal=true")
+    sees = recipe(v1, *words, peft, "+recipes.model.multi_modal=true")
+    assert sees.settings["lora_target_modules"] == "q_proj,k_proj,v_proj,o_proj"
+    assert (sees.settings["model_implementation"], sees.settings["packing"]) == ("transformers", "off")
 
 
 def test_qlora_is_lora_on_weights_in_4_bits(v1: str) -> None:

@@ -20,8 +20,10 @@ from tests.convert.tiny import TINY, save_theirs
 from tests.launch.test_local import ROOT
 from tests.launch.test_slurm import LAB, cluster, end_of, launch, log  # noqa: F401
 from tests.training.tiny_hf import write_samples, write_tokenizer
+from tests.training.tiny_vision import write_vision_type
 
-RELEASE = next((Path(f) for f in os.environ.get("SMP_HYPERPOD_RECIPES", "").split(os.pathsep) if "2026-06" in f), None)
+_FOLDERS = [Path(folder) for folder in os.environ.get("SMP_HYPERPOD_RECIPES", "").split(os.pathsep)]
+RELEASE, RELEASE_1 = (next((f for f in _FOLDERS if part in f.name), None) for part in ("2026-06", "v1.5.1"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
@@ -98,6 +100,39 @@ def test_on_this_machine(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     check(tmp_path / "tiny", case)
+
+
+_LLAMA4 = [f"recipes.model.{name}" for name in ("num_hidden_layers=2", "hidden_size=32", "num_attention_heads=4")]
+VISION = {
+    "training/llama/hf_llama3_2_11b_seq8k_gpu_p5x4_pretrain": ("mllama", []),
+    "training/llama/hf_llama3_2_90b_seq8k_gpu_p5x32_pretrain": ("mllama", []),
+    "fine-tuning/llama/hf_llama4_17b_16e_seq4k_gpu_lora_multimodal_finetuning": ("llama4", _LLAMA4),
+    "fine-tuning/llama/hf_llama4_17b_16e_seq8k_gpu_lora_multimodal_finetuning": ("llama4", _LLAMA4),
+}
+"""Recipes of release 1.5.1 whose models see images: type of the model, and what is said of its size."""
+
+
+@pytest.mark.skipif(RELEASE_1 is None, reason="SMP_HYPERPOD_RECIPES does not name release v1.5.1")
+@pytest.mark.parametrize("recipe", VISION)
+def test_models_that_see_images(recipe: str, tmp_path: Path) -> None:
+    kind, sizes = VISION[recipe]
+    if kind == "llama4":
+        pytest.importorskip("torchvision")
+    folder = write_vision_type(tmp_path / "model", kind)
+    model, data = f"recipes.model.hf_model_name_or_path={folder}", f"recipes.model.data.train_dir={folder}/vl.jsonl"
+    command = [sys.executable, f"{ROOT}/main.py", "cluster=local", f"recipes={RELEASE_1}/recipes_collection/recipes/"]
+    command[-1] += f"{recipe}.yaml"
+    command += [f"base_results_dir={tmp_path}", "recipes.run.name=tiny", "recipes.trainer.num_nodes=1", model, data]
+    command += ["recipes.trainer.devices=1", "recipes.model.max_context_width=256", "recipes.trainer.max_steps=3"]
+    command += ["recipes.model.shard_degree=1", *sizes, *([] if kind == "llama4" else ["recipes.save_hf=true"])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = tmp_path / "tiny"
+    assert json.loads((job / "status.json").read_text())["status"] == "done"
+    losses = [json.loads(line).get("lm loss") for line in (job / "metrics.jsonl").read_text().splitlines()]
+    assert len([loss for loss in losses if loss]) == 3
+    saved = "adapter/adapter_config.json" if kind == "llama4" else "hf_model/preprocessor_config.json"
+    assert (job / "checkpoints" / saved).is_file()
 
 
 @pytest.mark.skipif(LAB is None, reason="needs slurmlab")

@@ -108,6 +108,7 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
         kept_behind=0,
         to_the_end=0,
         split=0,
+        at_last=0,
         at_loss=1 << 6,
         in_blocks=1 << 7,
         in_next=1 << 7,

@@ -186,6 +186,24 @@ def _mllama() -> Made:
     return config, made
 
 
+def _llama4() -> Made:
+    """Its processor needs torchvision."""
+    import transformers as hf
+
+    special = ["<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>"]
+    tokenizer = tokenizer_of([*special, "<|tile_y_separator|>"])
+    images = hf.Llama4ImageProcessor(size={"height": 28, "width": 28}, max_patches=2)
+    vision = {**_TOWER, "intermediate_size": 128, "image_size": 28, "patch_size": 7, "vision_output_dim": 64}
+    vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
+    text = _text(head_dim=8, num_local_experts=2, intermediate_size_mlp=48, attention_chunk_size=32)
+    config = hf.Llama4Config(
+        vision_config=vision, text_config=text, image_token_index=tokenizer.convert_tokens_to_ids("<|patch|>")
+    )
+    made = image_class(hf.Llama4Processor)(images, tokenizer, patch_size=7)
+    made.chat_template = _chat("<|image|>")
+    return config, made
+
+
 def _internvl() -> Made:
     import transformers as hf
 
@@ -269,6 +287,7 @@ MAKERS: dict[str, Callable[[], Made]] = {
     "idefics3": lambda: _idefics3("idefics3"),
     "smolvlm": lambda: _idefics3("smolvlm"),
     "mllama": _mllama,
+    "llama4": _llama4,
     "internvl": _internvl,
     "mistral3": _mistral3,
     "glm4v": _glm4v,
@@ -286,6 +305,8 @@ def write_vision_type(folder: Path, kind: str) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:  # large enough that every part shows in the loss
                 parameter.mul_(3.0)
+            elif parameter.numel() == 1:  # a gate, which is closed in the beginning
+                parameter.fill_(0.7)
     model.save_pretrained(folder)
     save_processor(processor, folder)
     write_pictures(folder)

@@ -77,7 +77,7 @@ def vision_loop(
         total = torch.zeros(())
         for batch in step:
             for ids, labels, weights in documents(batch):
-                made = dict(inputs.of(ids))
+                made = {n: t.float() if t.is_floating_point() else t for n, t in inputs.of(ids).items()}
                 count = len(ids)
                 assert torch.equal(made["input_ids"][0, :count], ids), "its own processor gives the same tokens"
                 logits = model(**made, use_cache=False).logits[0, :count].float()

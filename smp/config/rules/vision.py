@@ -25,12 +25,6 @@ def check_vision(config: Config) -> None:
     assert vision is not None and config.objective is not None
     name = config.objective.objective
     require(name == "sft", f"--objective {name}: {_NOT_HERE.format('images go with --objective sft', 'leave it out')}")
-    kind = _kind(config)
-    require(
-        kind != "mllama",
-        "--load is an Mllama: transformers' cross-attention gives samples of one batch other gradients than each by "
-        "itself, so a layout would change what is learned; it is not trained here",
-    )
     packing = config.data.packing == "best-fit"
     require(not packing or packs(config), "--packing best-fit: " + _NOT_HERE.format(_MASKS, "give --packing off"))
     require(

@@ -168,11 +168,17 @@ def _unknown(module: Any, why: str) -> ConfigError:
 def _logits_of(module: Any, head: Any, columns: torch.Tensor) -> torch.Tensor:
     """What the model makes of ``columns``, (ids,), where its output matrix gives them; its decoder does not run."""
     base = module.base_model
-    if base is module:
-        raise ValueError("it has no decoder of its own")
+    while any(part is head for part in base.modules()):  # Llama 4's is in a language model inside
+        inner = base.get_decoder()
+        inner = getattr(base, "model", base) if inner is base else inner
+        if inner is base:
+            raise ValueError("it has no decoder of its own")
+        base = inner
     hidden = torch.zeros(1, 1, head.in_features, device="meta")
-    kept = {part: vars(part).get("forward") for part in (base, head)}
+    table = module.get_input_embeddings()
+    kept = {part: vars(part).get("forward") for part in (base, head, table)}
     base.forward = lambda *args, **kwargs: _Decoded(hidden)
+    table.forward = lambda *args, **kwargs: hidden
     head.forward = lambda *args, **kwargs: columns.clone().view(1, 1, -1)
     try:
         out: torch.Tensor = module(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta")).logits

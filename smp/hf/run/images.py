@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from smp.models.foreign import tower_blocks, vision_part
 from smp.models.micro_batch import MicroBatch
 
 
@@ -15,6 +17,15 @@ def with_filler(batch: MicroBatch) -> torch.Tensor:
     """int64 (batch, length), with the tokens behind of an image that stands in for those which no text has."""
     filler = None if batch.images is None else batch.images.filler
     return batch.input_ids if filler is None else torch.cat((batch.input_ids, filler), 1)
+
+
+def take_pixels(module: Any) -> None:
+    """Have what sees images take pixels of any type: Llama 4's processor gives 16-bit ones, whatever computes."""
+    inside = {id(part) for layer in tower_blocks(module) for part in layer.modules()}
+    for name, part in module.named_modules():
+        is_first = isinstance(part, nn.Linear | nn.Conv2d | nn.Conv3d) and id(part) not in inside
+        if is_first and vision_part(f"{name}.weight") == "vision_model":
+            part.register_forward_pre_hook(lambda layer, args: (args[0].to(layer.weight.dtype), *args[1:]))
 
 
 def document_positions(module: Any, batch: MicroBatch) -> torch.Tensor:

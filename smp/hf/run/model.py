@@ -20,9 +20,10 @@ from torch import nn
 from smp.config import ConfigError, ModelConfig
 from smp.hf.loading.delayed import DelayedParamIniter, allocate
 from smp.hf.planning.plan import dropouts
+from smp.hf.run.cross_attention import attends_across, hide_filler, keep_apart
 from smp.hf.run.documents import refusal_of_documents
 from smp.hf.run.head import OutputMatrix
-from smp.hf.run.images import document_positions, with_filler
+from smp.hf.run.images import document_positions, take_pixels, with_filler
 from smp.hf.run.lora import offer
 from smp.hf.state import adopt
 from smp.hf.transform import transform
@@ -68,6 +69,8 @@ class TransformersModel(Model):
         transform(module)
         for experts in self._experts_of(module):
             experts.smp_cut.ep_mean = False  # runs add gradients up
+        keep_apart(module)
+        take_pixels(module)
         offer(module, context.tp)
         # Next to the children, not as one: then names are Hugging Face's.
         self._module = (module,)
@@ -137,6 +140,7 @@ class TransformersModel(Model):
         if batch.images is not None:
             arguments |= batch.images.values
             arguments |= {name: self._even(of_tokens) for name, of_tokens in batch.images.tokens.items()}
+            hide_filler(arguments, batch)
         if batch.document_ids is not None:
             if self.no_documents:
                 raise ConfigError(self.no_documents)
@@ -172,14 +176,14 @@ class TransformersModel(Model):
 
 
 def _refuse_inner_images(module: Any, context: ParallelContext) -> None:
-    """Features of images that the decoder adds between its layers are of all tokens (Qwen3-VL)."""
+    """What of images is between the decoder's layers is of all tokens (Qwen3-VL, Mllama)."""
     if not context.sequence_parallel or not decoder_of(module):
         return
     inner = inspect.signature(type(module.get_decoder()).forward).parameters
-    if any(name.startswith("deepstack") for name in inner):
+    if any(name.startswith("deepstack") for name in inner) or attends_across(module):
         raise ConfigError(
-            f"--sequence-parallel: {type(module).__name__} adds features of images between its layers, at places among "
-            "all tokens; leave it out"
+            f"--sequence-parallel: {type(module).__name__} has features of images between its layers, at places "
+            "among all tokens; leave it out"
         )
 
 

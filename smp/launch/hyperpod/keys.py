@@ -122,7 +122,10 @@ _MODEL = {
     ),
     "moe_all_to_all_dispatcher": nothing("rows go to experts by all-to-all"),
     "global_token_shuffle": nothing("tokens are routed where they are"),
-    "multi_modal": only((False,), "smp trains language models only"),
+    "multi_modal": Key(
+        "`finetune.py`, `model_implementation: transformers`, `packing: off`; samples may have images",
+        lambda value, get: {"model_implementation": "transformers", "packing": "off"} if value else {},
+    ),
     "activation_checkpointing": Key(
         "`recompute_granularity` full or none",
         lambda value, get: {"recompute_granularity": "full" if value else "none"},
@@ -156,15 +159,18 @@ _MODEL = {
         lambda value, get: {} if value else {"attention_backend": "math"},
     ),
     "max_context_width": to("seq_length"),
-    "do_finetune": Key("`finetune.py`, else `pretrain_gpt.py`", lambda value, get: {}),
-    "hf_model_name_or_path": Key("`load`, with do_finetune; else `model`, of a size that is known", values.load),
-    "hf_access_token": nothing("models are loaded from a folder; download with `hf download` before"),
+    "do_finetune": Key("`finetune.py`, else `pretrain_gpt.py`; with multi_modal `finetune.py`", values.do_finetune),
+    "hf_model_name_or_path": Key(
+        "`load`, with do_finetune or multi_modal, a name of the hub as `hub:NAME`; else `model`, of a known size",
+        values.load,
+    ),
+    "hf_access_token": nothing("models are read from a folder, or from the hub with env_vars.HF_TOKEN"),
     "peft.peft_type": Key(
         "lora: `lora_rank`, `lora_alpha`, `lora_dropout`; qlora_4bit: `load_in_4bit`, too", values.peft
     ),
     "peft.rank": Key("`lora_rank`, with peft_type", lambda value, get: {}),
     "peft.alpha": Key("`lora_alpha`, with peft_type", lambda value, get: {}),
-    "peft.dropout": Key("`lora_dropout`, with peft_type", lambda value, get: {}),
+    "peft.dropout": Key("`lora_dropout`, with peft_type; 0 with multi_modal", values.peft_dropout),
     "peft.target_modules": Key("`lora_target_modules`", values.targets),
     "dpo.enabled": Key("`objective: dpo`", lambda value, get: {"objective": "dpo"} if value else {}),
     "dpo.beta": _dpo("dpo_beta"),
@@ -208,5 +214,5 @@ KEYS: dict[str, Key] = {
 }
 """Every key of a v1 recipe except those that both dialects have: run.name, run.time_limit, trainer.devices and
 trainer.num_nodes."""
-V1 = Form("hf", KEYS, lambda get: bool(get("model.do_finetune")))
+V1 = Form("hf", KEYS, values.finetunes)
 """Recipes of release 1."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.command_line.fields import as_text
-from smp.launch.hyperpod import tuning
+from smp.launch.hyperpod import tuning, values
 from smp.launch.hyperpod.form import Form
 from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to
 
@@ -180,7 +180,7 @@ _DATASETS = {
     "preprocessor_cfgs": Key("`mask_prompt`; steps that do another thing than finetune.py are refused", _preprocessors),
 }
 _MODEL_KEYS = {
-    "model_name_or_path": Key("`load`; a name of the hub is `hub:NAME`", tuning.model_folder, is_text=True),
+    "model_name_or_path": Key("`load`; a name of the hub is `hub:NAME`", values.model_folder, is_text=True),
     "model_save_name": nothing("the model is in the job's folder, hf_model"),
     "apply_chat_template": nothing(_TEMPLATE),
     "chat_template_key": nothing(_TEMPLATE),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
@@ -14,7 +13,6 @@ from smp.config.rules.finetune import ALL
 from smp.launch.hyperpod.key import Convert, Get, Key, nothing, only
 from smp.launch.hyperpod.values import module_names
 
-_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _UNREAD = {
     r"gemma-?4": "Gemma 4's layers that share keys and values",
 }
@@ -58,13 +56,6 @@ MLFLOW: dict[str, Key] = {
 def refuse(reason: str) -> Mapping[str, Any]:
     """Raise ConfigError, in an expression."""
     raise ConfigError(reason)
-
-
-def model_folder(value: Any, get: Get) -> Mapping[str, Any]:
-    """A folder, or a name of the hub: as in transformers, a folder of that name comes first."""
-    text = str(value)
-    on_hub = _HUB.fullmatch(text) is not None and not Path(text).is_dir()
-    return {"load": f"{PREFIX}{text}" if on_hub else text}
 
 
 def unread(settings: Mapping[str, Any]) -> str | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from smp.config import ConfigError
 from smp.config.command_line.fields import did_you_mean
+from smp.config.command_line.hub import PREFIX
 from smp.launch.hyperpod.key import Convert, Get
 
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MODULES = {
     "q_proj": "query",
     "k_proj": "key",
@@ -23,6 +26,9 @@ _MODULES = {
     "q_b_proj": "query_up",
     "kv_a_proj_with_mqa": "key_value_down",
     "kv_b_proj": "key_value_up",
+    # of Mamba's mixers
+    "in_proj": "query,key,value,gate,step",
+    "out_proj": "output",
     # Megatron's
     "linear_qkv": "query,key,value",
     "linear_proj": "output",
@@ -60,17 +66,26 @@ _PATTERN = re.compile(r"(?:language_model\.)?model\.layers\.\*\.?(?:self_attn|ml
 """Matches names of all layers' modules; the last parts of these names are known without the rest."""
 
 
+def finetunes(get: Get) -> bool:
+    """Whether a recipe is for finetune.py, which is the one that reads images."""
+    return bool(get("model.do_finetune") or get("model.multi_modal"))
+
+
+def do_finetune(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if get("model.multi_modal") and not value:
+        return "with multi_modal weights begin as those of hf_model_name_or_path, not as new ones"
+    return {}
+
+
 def model_type(value: Any, get: Get) -> Mapping[str, Any]:
-    if get("model.multi_modal") or "Vision" in str(get("model.hf_model_name_or_path")):
-        raise ConfigError(f"{value} of this recipe sees images: smp trains language models only")
-    if value == "llama_v4" and not get("model.do_finetune"):
+    if value == "llama_v4" and not finetunes(get):
         raise ConfigError(
             f"{value} goes with model.do_finetune: a recipe's keys do not say which layers have experts and RoPE; for "
             "pretraining take a recipe of this project's with model: llama4-scout"
         )
     if value not in FAMILIES:
         raise ConfigError(f"{value} is not known{did_you_mean(str(value), FAMILIES)}")
-    return FAMILIES[value]
+    return {} if get("model.multi_modal") else FAMILIES[value]
 
 
 def width(value: Any, get: Get) -> Mapping[str, Any]:
@@ -100,7 +115,7 @@ def with_experts(name: str) -> Convert:
 
 def _sinkhorn(get: Get) -> bool:
     """Whether choices are balanced by it: fine-tuning, whose rows are padded, takes the loss in its place."""
-    return get("model.moe_load_balancing") == "sinkhorn" and not get("model.do_finetune")
+    return get("model.moe_load_balancing") == "sinkhorn" and not finetunes(get)
 
 
 def load_balancing(value: Any, get: Get) -> Mapping[str, Any] | str:
@@ -171,8 +186,15 @@ def peft(value: Any, get: Get) -> Mapping[str, Any]:
     if value not in ("lora", "qlora_4bit"):
         raise ConfigError(f"{value} cannot be had: take lora or qlora_4bit, or null to train all weights")
     rank, alpha = get("model.peft.rank") or 32, get("model.peft.alpha") or 16
-    lora = {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": _or(get("model.peft.dropout"), 0.1)}
+    dropout = 0.0 if get("model.multi_modal") else _or(get("model.peft.dropout"), 0.1)
+    lora = {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout}
     return lora | ({"load_in_4bit": True} if value == "qlora_4bit" else {})
+
+
+def peft_dropout(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if value and get("model.multi_modal") and get("model.peft.peft_type"):
+        return f"{value} is 0 with multi_modal: adapters on transformers' modules have no dropout here"
+    return {}
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -182,6 +204,8 @@ def _or(value: Any, default: Any) -> Any:
 def targets(value: Any, get: Get) -> Mapping[str, Any]:
     if get("model.peft.peft_type") is None or value in ("all-linear", ["all-linear"]):
         return {}
+    if get("model.multi_modal"):  # transformers' modules have its names
+        return {"lora_target_modules": ",".join(_named_parts(value))}
     return {"lora_target_modules": ",".join(module_names(value))}
 
 
@@ -191,10 +215,14 @@ def module_names(given: Any) -> list[str]:
     Args:
         given: a name, a pattern of names, or a list of them.
     """
-    names = [part for name in ([given] if isinstance(given, str) else given) for part in _parts(str(name))]
+    names = _named_parts(given)
     if unknown := [name for name in names if name not in _MODULES]:
         raise ConfigError(f"{unknown[0]} is none of {', '.join(_MODULES)}")
     return list(dict.fromkeys(found for name in names for found in _MODULES[name].split(",")))
+
+
+def _named_parts(given: Any) -> list[str]:
+    return [part for name in ([given] if isinstance(given, str) else given) for part in _parts(str(name))]
 
 
 def _parts(name: str) -> list[str]:
@@ -204,9 +232,16 @@ def _parts(name: str) -> list[str]:
     return [part.removeprefix(".*").removesuffix(".*") for part in name.split("|")]
 
 
+def model_folder(value: Any, get: Get) -> Mapping[str, Any]:
+    """A folder, or a name of the hub: as in transformers, a folder of that name comes first."""
+    text = str(value)
+    on_hub = _HUB.fullmatch(text) is not None and not Path(text).is_dir()
+    return {"load": f"{PREFIX}{text}" if on_hub else text}
+
+
 def load(value: Any, get: Get) -> Mapping[str, Any]:
-    if get("model.do_finetune"):
-        return {"load": value}
+    if finetunes(get):
+        return model_folder(value, get)
     if value not in SIZES:
         raise ConfigError(
             f"{value} goes with model.do_finetune: pretraining takes the architecture from the recipe's keys"
@@ -216,7 +251,7 @@ def load(value: Any, get: Get) -> Mapping[str, Any]:
 
 def train_data(value: Any, get: Get) -> Mapping[str, Any]:
     words = value if isinstance(value, str) else " ".join(value)
-    return {"data_path": words} if get("model.do_finetune") else {"train_data_path": words}
+    return {"data_path": words} if finetunes(get) else {"train_data_path": words}
 
 
 def validation_data(value: Any, get: Get) -> Mapping[str, Any] | str:

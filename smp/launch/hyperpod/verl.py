@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp.config import ConfigError
-from smp.launch.hyperpod import tuning
+from smp.launch.hyperpod import tuning, values
 from smp.launch.hyperpod.form import Form
 from smp.launch.hyperpod.key import Convert, Get, Key, nothing, only, read_with, to
 
@@ -204,7 +204,7 @@ def model_keys(section: str, engine: str) -> dict[str, Key]:
     """Keys of the section of the model that is trained, by what ``engine`` says."""
     adapters = lambda value, get: lora(value, get, section)  # noqa: E731
     return {
-        "path": Key("`load`; a name of the hub is `hub:NAME`", tuning.model_folder, is_text=True),
+        "path": Key("`load`; a name of the hub is `hub:NAME`", values.model_folder, is_text=True),
         "tokenizer_path": Key("`tokenizer_model`", lambda value, get: {"tokenizer_model": value}, is_text=True),
         "hf_config_path": only((), _OF_FOLDER),
         "custom_chat_template": only((), "recipes.chat_template=FILE says a template"),
@@ -372,7 +372,7 @@ KEYS: dict[str, Key] = {
     **{f"training_config.engine.{name}": key for name, key in engine_keys(_T + "engine.").items()},
     **{f"training_config.model.{name}": key for name, key in model_keys(_T + "model.", _T + "engine.").items()},
     "training_config.actor_rollout_ref.model.path": Key(
-        "`load`, before `training_config.model.path`: AWS's scripts of DPO say it so", tuning.model_folder, is_text=True
+        "`load`, before `training_config.model.path`: AWS's scripts of DPO say it so", values.model_folder, is_text=True
     ),
     **dict.fromkeys(("training_config.critic.*", "training_config.reward_model.*"), nothing(_OF_RL)),
     **{f"training_config.optim.{name}": key for name, key in optimizer_keys(_T + "optim.").items()},

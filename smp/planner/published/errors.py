@@ -34,8 +34,7 @@ with its source, as published. Tokens are per second and GPU. Each has two predi
   out (`smp/planner/published/fit.py`, `fit.yaml`). A third of the rows, chosen by a hash of what was run, is **held
   out** and never used: its errors are those of a formula that was calibrated with other runs on such GPUs. A held-out
   row may differ from one that was used in nothing but its number of GPUs or its length. How rows are grouped, by
-  trainer, generation, experts and async TP, was decided with all errors in sight. The factors are from before a
-  message between pipeline stages was counted with one card instead of a ring's, and were not fitted again.
+  trainer, generation, experts and async TP, was decided with all errors in sight.
 
 Rows in MXFP8 are predicted as FP8 with one scale per tensor (`tensorwise`): smp has no MXFP8 on tensor cores. Its
 scales of 32 numbers each, and the kernels that make them, are not in the formula.

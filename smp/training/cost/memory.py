@@ -21,6 +21,7 @@ With n = parameters on one of tp processes (vocabulary padding included) and d =
   With --offload-activations of --activation-loading-horizon layers only; cast weights leave with them.
 - backward: gradients in flight through a block's MLP, and what recompute replays of the block; or the masks of dropout
   while they are made again.
+- the optimizer's step: with Muon six copies of the largest matrix in fp32 and its Gram matrix, beside the gradients.
 - A matrix that embedding and output share stays gathered from the loss until the embedding's gradient is there, and so
   does its gradient as an output matrix, both in compute precision.
 - logits: one chunk, whose gradient replaces it, with --final-logit-softcapping also the cap's derivative; logits of
@@ -73,6 +74,7 @@ from smp.training.cost.weight_memory import (
     gradients_at_moments,
     gradients_of_parts,
     has_several_micro_batches,
+    update_bytes,
 )
 
 
@@ -174,6 +176,8 @@ def estimate_memory(
     if states:
         of_parts = gradients_of_parts(config, layout, share, weights)
         most = _most_in_passes(moments, states, of_parts, activations, partial(activations, beside=received))
+    if not weights.adapters:
+        most = max(most, weights.gradients + update_bytes(config.optim, layout, share))
     return MemoryEstimate(
         parameters=weights.parameters,
         gradients=weights.gradients,

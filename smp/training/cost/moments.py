@@ -19,6 +19,8 @@ class Moments:
         activations: kept for the backward pass when it begins.
         kept_by_block, kept_behind: of them, of one on average, and what is gone when the last one's begins.
         to_the_end: activations, besides its own, that are there in the first block's.
+        at_last: weights in compute precision when the last block begins, where they stay until its backward pass, with
+            the buffer that it was gathered into; else 0.
         at_loss, in_blocks, in_next, in_first: weights in compute precision that are gathered, or kept as they were
             cast: at the loss and in the backward passes of the last, the next and the first block.
         split: activations and activations' gradients at most, where backward passes have two parts; 0: they are whole.
@@ -42,6 +44,7 @@ class Moments:
     kept_behind: int
     to_the_end: int
     split: int
+    at_last: int
     at_loss: int
     in_blocks: int
     in_next: int
@@ -63,8 +66,9 @@ class Moments:
 
     @property
     def in_forward(self) -> int:
-        """At the loss."""
-        return self.waiting + self.activations + self.before + self.at_loss + self.logits
+        """At the loss, or in the last block."""
+        at_loss, in_last = self.at_loss + self.logits, self.at_last - self.kept_behind
+        return self.waiting + self.activations + self.before + max(at_loss, in_last)
 
     @property
     def in_backward(self) -> int:

@@ -76,7 +76,7 @@ def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tun
     out of it: at the loss the ends are there twice, in blocks one is there and the next one in that buffer. What is not
     sharded is only copied. Cast weights go with their block."""
     b, gathered = 2 if config.parallel.bf16 else 4, weights.gathered
-    alike = {"at_loss": gathered, "in_blocks": gathered, "in_next": gathered, "in_first": gathered}
+    alike = {"at_last": 0, "at_loss": gathered, "in_blocks": gathered, "in_next": gathered, "in_first": gathered}
     if tuned.in_4_bits is not None or layout.pp > 1:
         return alike
     if not layout.has_fsdp:
@@ -93,8 +93,8 @@ def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tun
         # Shards are cast before a gather.
         cast = (4 // b - 1) / weights.sharing
         ends += int((1 + cast) * b * share.block)
-        return {"at_loss": ends, "in_blocks": blocks, "in_next": blocks, "in_first": blocks}
-    return {"at_loss": times * ends, "in_blocks": blocks, "in_next": blocks, "in_first": blocks}
+        return alike | {"at_loss": ends, "in_blocks": blocks, "in_next": blocks, "in_first": blocks}
+    return alike | {"at_loss": times * ends, "in_blocks": blocks, "in_next": blocks, "in_first": blocks}
 
 
 def _until_backward(config: Config, layout: Layout, share: Share, gathered: int, buffer: int, b: int) -> dict[str, int]:
@@ -102,7 +102,9 @@ def _until_backward(config: Config, layout: Layout, share: Share, gathered: int,
     what was gathered last: the output matrix, or where the embedding's unit has it, which comes first, a block."""
     at_both_ends = _used_at_both_ends(config, layout, share) > 0
     in_blocks = gathered if at_both_ends else gathered - b * share.ends
+    last = share.blocks[-1] if share.blocks else 0
     return {
+        "at_last": in_blocks + buffer * last,
         "at_loss": gathered + buffer * (share.block if at_both_ends else share.ends),
         "in_blocks": in_blocks,
         "in_next": in_blocks - b * share.blocks[-1],
@@ -229,6 +231,25 @@ def trained_by_muon(optim: OptimizerConfig, parameter: Parameter) -> bool:
     """Matrices of blocks; biases of experts and kernels of convolutions are two-dimensional, too."""
     is_matrix = len(parameter.shape) > 1 and not parameter.name.endswith((".bias", "_conv"))
     return optim.optimizer == "muon" and is_matrix and parameter.module.startswith("layers.")
+
+
+def update_bytes(optim: OptimizerConfig, layout: Layout, share: Share) -> int:
+    """Bytes that the optimizer's step works with. Muon has a whole matrix, of experts those of a process, that
+    Newton-Schulz steps hold six copies of, and its Gram matrix, in fp32."""
+    most = 0
+    for p in share.parameters:
+        if trained_by_muon(optim, p):
+            out, into = p.shape[-2:]
+            most = max(most, _on_owner(p, layout) * (6 * out * into + min(out, into) ** 2))
+    return 4 * most
+
+
+def _on_owner(parameter: Parameter, layout: Layout) -> int:
+    """How many matrices of a stack of experts are orthogonalized at once: FSDP cuts experts where they are enough."""
+    if parameter.chosen is None:
+        return 1
+    experts, shards = parameter.shape[0] // layout.ep, layout.expert_shard * layout.cp
+    return experts // shards if experts % shards == 0 else experts
 
 
 def _frozen_bytes(parameter: Parameter, layout: Layout, tuned: Tuned, b: int) -> int:
