@@ -52,9 +52,9 @@ def on_owners(
 ) -> None:
     """Compute with whole tensors, each on one of the ranks that share it.
 
-    Tensors go in rounds of as many as there are ranks, those of one shape together, the largest first, so that a rank has one whole tensor
-    at a time and the ranks do equal work. Ranks that hold copies of a part do the same. All ranks that share a tensor
-    call this with the same tensors.
+    Tensors go in rounds of as many as there are ranks, those of one shape together and the largest first, so that a
+    rank has one whole tensor at a time and the ranks do equal work. Ranks that hold copies of a part do the same. All
+    ranks that share a tensor call this with the same tensors.
 
     Args:
         tensors: what they look like, and how they are spread; a plain tensor is whole.
@@ -92,8 +92,8 @@ def _rounds(
         kinds.setdefault((mesh if order else None, order), []).append(number)
     for (mesh, order), numbers in kinds.items():
         ranks = 1 if mesh is None else math.prod(mesh.size(dim) for dim in order)
-        # Those of one shape together: the ranks of a round then have equal work. The largest first: then the first rank,
-        # which a dry run tries, has one of them.
+        # Those of one shape together: the ranks of a round then have equal work. The largest first: then the first
+        # rank, which a dry run tries, has one of them.
         numbers.sort(key=lambda i: (-tensors[i].numel(), tuple(tensors[i].shape)))
         # As many as there are ranks: each owns one.
         for first in range(0, len(numbers), ranks):
