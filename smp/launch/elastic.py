@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from smp.config import ConfigError
+from smp.config.rules.elastic import OWN_STORES
 from smp.launch.recipe import Recipe
 
-VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-"""A store for every start of the workers, see ``smp.config.rules.elastic``; and seconds that they have to save."""
+SHUTDOWN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+"""Seconds that workers have to save."""
 RESTARTS = 1000
 MEETING = "last_call_timeout=30,keep_alive_interval=2,keep_alive_max_attempt=15"
 """Seconds to wait for more nodes than needed; a node that is silent for 30 seconds is lost."""
@@ -15,6 +16,13 @@ MEETING = "last_call_timeout=30,keep_alive_interval=2,keep_alive_max_attempt=15"
 def is_elastic(recipe: Recipe) -> bool:
     """Whether nodes may come and go."""
     return recipe.task != "custom" and recipe.settings.get("max_nodes") is not None
+
+
+def variables_of(recipe: Recipe) -> dict[str, str]:
+    """Variables that torchrun needs for it."""
+    elastic = is_elastic(recipe)
+    inside = recipe.task != "custom" and recipe.settings.get("inprocess_restart")
+    return ({OWN_STORES: "1"} if elastic or inside else {}) | (SHUTDOWN if elastic else {})
 
 
 def nodes_of(recipe: Recipe) -> str:

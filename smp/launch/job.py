@@ -13,7 +13,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.launch.compose import Composed
-from smp.launch.elastic import VARIABLES, is_elastic, nodes_of
+from smp.launch.elastic import is_elastic, nodes_of, variables_of
 from smp.launch.environment import Instance, find_instance, variables
 from smp.launch.library import CHECKOUT, HERE, PACKAGED, SUPERVISE
 from smp.launch.recipe import Recipe
@@ -63,7 +63,7 @@ class Job:
     def defaults(self) -> dict[str, str]:
         """Variables that are set where neither ``env_vars`` nor a node's own environment sets them."""
         found = variables(self.instance, self.recipe.num_nodes, self.recipe.devices)
-        found |= VARIABLES if is_elastic(self.recipe) else {}
+        found |= variables_of(self.recipe)
         return {name: value for name, value in found.items() if name not in self._given}
 
     @property

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from smp.config import ConfigError, Layout
 from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
 from smp.config.command_line.fields import settings as settings_of
+from smp.config.rules.elastic import OWN_STORES
 from smp.launch import get_recipe, list_recipes
 from smp.launch.cli import main, prepare
 from smp.launch.compose import compose
@@ -81,6 +82,11 @@ def job(*words: str) -> Job:
 
 def recipe(*words: str) -> Recipe:
     return job(*words, "cluster=slurm").recipe
+
+
+def test_recovery_inside_the_process_gets_a_store_for_each_start(v1: str) -> None:
+    inside = job(v1, "cluster=slurm", "recipes.inprocess_restart=true", "recipes.peer_snapshot_interval=10")
+    assert inside.defaults[OWN_STORES] == "1" and OWN_STORES not in job(v1, "cluster=slurm").defaults
 
 
 def test_a_recipe_of_hyperpod_becomes_settings(v1: str) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
+from smp.config import ConfigError
 from smp.config.parallel import ParallelConfig
+from smp.training.inprocess.keeper import AGENT_STORE, keep
 from smp.training.inprocess.meeting import FRUITLESS, GaveUpError, Meeting, RunEndedError
+from smp.training.process import Process
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.training.elastic_lab import Job
 from tests.training.flag_runs import proves, run_here
@@ -168,14 +171,23 @@ def test_packed_fine_tuning_goes_on(tmp_path: Path, jobs: list[Job]) -> None:
     require_equal(job, [losses[i] for i in sorted(losses)], quiet.folder, BOUND)
 
 
-def meetings(size: int, **settings: float) -> tuple[dist.Store, list[Meeting]]:
-    store = dist.HashStore()
-    asked = replace(ParallelConfig(inprocess_barrier_timeout=5.0), **settings)
-    return store, [Meeting(store, asked, rank, size) for rank in range(size)]
+@pytest.fixture
+def meetings() -> Iterator[Callable[[int], list[Meeting]]]:
+    """Those of so many ranks. They are closed: each has a thread that ends its process where a run is not left."""
+    made: list[Meeting] = []
+
+    def of_ranks(size: int) -> list[Meeting]:
+        store, settings = dist.HashStore(), ParallelConfig(inprocess_barrier_timeout=5.0)
+        made.extend(Meeting(store, settings, rank, size) for rank in range(size))
+        return made
+
+    yield of_ranks
+    for meeting in made:
+        meeting.close()
 
 
-def test_a_generation_is_lost_once_whoever_says_so() -> None:
-    _, (first, second) = meetings(2)
+def test_a_generation_is_lost_once_whoever_says_so(meetings: Callable[[int], list[Meeting]]) -> None:
+    first, second = meetings(2)
     other = threading.Thread(target=second.meet)
     other.start()
     assert first.meet() == 0
@@ -195,11 +207,36 @@ def test_a_generation_is_lost_once_whoever_says_so() -> None:
         first.meet()
 
 
-def test_a_run_that_comes_no_further_is_given_up() -> None:
-    _, (alone,) = meetings(1)
+def test_a_run_that_comes_no_further_is_given_up(meetings: Callable[[int], list[Meeting]]) -> None:
+    (alone,) = meetings(1)
     for number in range(FRUITLESS):
         assert alone.meet() == number
         alone.began(7)
         alone.lose()
     with pytest.raises(GaveUpError, match="5 times in a row no further than iteration 7"):
         alone.meet()
+
+
+def test_a_meeting_that_is_closed_cuts_nothing_and_its_thread_ends(meetings: Callable[[int], list[Meeting]]) -> None:
+    (alone,) = meetings(1)
+    alone.meet()
+    watching = next(one for one in threading.enumerate() if one.name == "meeting")
+    alone.close()
+    alone.lose()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        # Not one of Python's, which are spared anyway.
+        client = socket.create_connection(server.getsockname()).detach()
+        other, _ = server.accept()
+        watching.join()
+        alone.let_go()
+        os.write(client, b"x")
+        assert other.recv(1) == b"x"
+        other.close()
+        os.close(client)
+
+
+def test_a_store_that_the_next_start_would_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv(AGENT_STORE, "True")
+    with pytest.raises(ConfigError, match="--inprocess-restart needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        keep(ParallelConfig(inprocess_restart=True), Process(0, 2, 0))

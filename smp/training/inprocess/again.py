@@ -157,8 +157,10 @@ def run_again(
             times["let go"] = time.time()
             process = replace(process, started=times["the loss"])
             number = meeting.meet()
-        with contextlib.suppress(dist.DistError):  # it is gone, and so is who would wait
-            meeting.end(code)
+        # Rank 0 may have work left, such as --save-hf: where it is lost in that, another one has to do it.
+        if code or process.rank == 0:
+            with contextlib.suppress(dist.DistError):  # it is gone, and so is who would wait
+                meeting.end(code)
         return code
     except RunEndedError as error:
         return error.code
@@ -168,6 +170,8 @@ def run_again(
     except Exception:  # of this process alone: a new one may do better
         traceback.print_exc()
         _leave(meeting)
+    finally:
+        meeting.close()
 
 
 def _forget() -> None:

@@ -30,22 +30,25 @@ def open_connections() -> dict[str, int]:
 def cut_connections(spared: set[str]) -> int:
     """Shut down all of torch's connections to other processes but ``spared``; returns how many there were. Those that
     Python made (a tracker's, a remote file system's) are somebody else's."""
+    found = open_connections()  # first: one that Python opens meanwhile is not among them
     # By its type: others' ``__class__`` may be a property, which warns.
     pythons = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
     return sum(
-        _shut_down(descriptor)
-        for name, descriptor in open_connections().items()
+        _shut_down(name, descriptor)
+        for name, descriptor in found.items()
         if name not in spared and descriptor not in pythons
     )
 
 
-def _shut_down(descriptor: int) -> bool:
+def _shut_down(name: str, descriptor: int) -> bool:
     """Whether it was a connection over TCP."""
     try:
         one = socket.socket(fileno=os.dup(descriptor))
     except OSError:  # it was closed meanwhile
         return False
     with one:
+        if os.readlink(_OPEN / str(one.fileno())) != name:  # the number is another's by now
+            return False
         if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
             return False
         if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # it listens

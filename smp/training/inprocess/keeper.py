@@ -16,13 +16,12 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.parallel import ParallelConfig
+from smp.config.rules.elastic import OWN_STORES
 from smp.training.inprocess.link import ALIVE, BEAT, ENDS, FIRST, LAUNCHER, ORPHANED, PIPES, REPLACE, REPLACES, TRAINS
 from smp.training.process import Process
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torchrun's variable: its agent keeps the store that workers meet at, which so outlives all of them."""
-
-
+"""torchrun's variable: somebody else than rank 0 keeps the store that workers meet at."""
 _LEAVING = 5.0
 """Seconds for its last words, where the launcher is gone."""
 _ENDING = 120.0
@@ -148,10 +147,16 @@ def keep(settings: ParallelConfig, process: Process) -> int:
     """Start a worker with the command line of this process, replace it as often as needed, return its exit code.
 
     Raises:
-        ConfigError: no launcher is there that could start all again where this does not help.
+        ConfigError: no launcher is there that could start all again where this does not help; or it would give the
+            next start a store in which words of this one are.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         raise ConfigError("--inprocess-restart needs torchrun, which starts all again where it cannot help")
+    if os.environ.get(AGENT_STORE) == "True":
+        raise ConfigError(
+            f"--inprocess-restart needs {OWN_STORES}=1 in the environment of torchrun, and its --standalone or "
+            "--rdzv-backend c10d: otherwise processes that are started again find what was said in the store before"
+        )
     store = _store(process)
     try:
         return Keeper(settings, process).run()
@@ -160,8 +165,8 @@ def keep(settings: ParallelConfig, process: Process) -> int:
 
 
 def _store(process: Process) -> Any:
-    """Keep the store of this start where the launcher does not: it has to outlive the worker that else would."""
-    if process.rank or os.environ.get(AGENT_STORE) == "True":
+    """Rank 0 keeps the store of this start: it has to outlive the worker that else would."""
+    if process.rank:
         return None
     from torch.distributed import TCPStore  # takes seconds, in this one process
 

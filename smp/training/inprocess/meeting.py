@@ -1,4 +1,4 @@
-"""Where ranks agree that a run is lost, and meet for the next one: a number in the launcher's store, and counters.
+"""Where ranks agree that a run is lost, and meet for the next one: a number in the store of their start, and counters.
 
 Every try to run is a generation. Who loses contact, or takes the place of a process that was lost, raises the number,
 once for each generation; all others see that within a quarter of a second, let go of what they have of that generation,
@@ -70,8 +70,10 @@ class Meeting:
         self._hard = settings.inprocess_heartbeat_timeout
         self.number = -1
         """Of the generation that this process is in."""
+        self._lock = threading.Lock()  # of the next one, and of cuts
         self._spared: set[str] | None = None  # None: in no generation, nothing to cut
         self._seen = self._next_cut = 0.0
+        self._closed = threading.Event()
         store.compare_set("number", "", "0")
         threading.Thread(target=self._watch, name="meeting", daemon=True).start()
 
@@ -122,10 +124,11 @@ class Meeting:
             while not self._all_came(number := self.current()):
                 pass
         except dist.DistError as error:
-            raise GaveUpError(f"the launcher's store does not answer: {error}") from error
+            raise GaveUpError(f"the store of this start does not answer: {error}") from error
         finally:
             limit.cancel()
-        self.number, self._spared = number, set(open_connections())
+        with self._lock:
+            self.number, self._spared = number, set(open_connections())
         return number
 
     def _all_came(self, number: int) -> bool:
@@ -164,13 +167,19 @@ class Meeting:
 
     def let_go(self) -> None:
         """Of this generation: cut its connections, so that all others that wait get an error, too."""
-        spared, self._spared = self._spared, None
-        if spared is not None:
-            cut_connections(spared)
+        with self._lock:
+            spared, self._spared = self._spared, None
+            if spared is not None:
+                cut_connections(spared)
+
+    def close(self) -> None:
+        """Look no more, and cut nothing from now on."""
+        self._closed.set()
+        with self._lock:
+            self._spared = None
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(LOOK)
+        while not self._closed.wait(LOOK):
             try:
                 self._look()
             except dist.DistError:
@@ -186,10 +195,17 @@ class Meeting:
             self._seen = 0.0
             return
         self._seen = self._seen or time.monotonic()
-        if time.monotonic() >= self._next_cut:
-            self._next_cut = time.monotonic() + _CUTS
-            cut_connections(spared)
-        if time.monotonic() - self._seen > self._hard:
-            words = f"this process has not left a run that was lost {self._hard:.0f} s ago, and is replaced\n"
-            os.write(sys.stderr.fileno() if sys.stderr is not None else 2, words.encode())
-            os._exit(REPLACE)
+        with self._lock:
+            if self._spared is not spared:  # it was left while the store answered
+                return
+            if time.monotonic() >= self._next_cut:
+                self._next_cut = time.monotonic() + _CUTS
+                cut_connections(spared)
+            if time.monotonic() - self._seen > self._hard:
+                _say(f"this process has not left a run that was lost {self._hard:.0f} s ago, and is replaced")
+                os._exit(REPLACE)
+
+
+def _say(line: str) -> None:
+    """From any thread: a stream of Python's may be locked by one that is stuck."""
+    os.write(sys.stderr.fileno() if sys.stderr is not None else 2, f"{line}\n".encode())
