@@ -21,7 +21,7 @@ class DistillationConfig:
     layout of the run and stays as it is."""
     teacher_expert_model_parallel_size: int | None = only_with(None, teacher=GIVEN)
     """Neighbouring ranks that divide the teacher's experts, where it has some. Default: those of the run, where its
-    model has experts, too; else 1."""
+    model has experts, too; else 1. --expert-tensor-parallel-size of the run is the teacher's, too."""
     lmbda: float = only_with(0.0, teacher=GIVEN)
     """Share of the steps that train on completions which the model itself writes for the prompts of the data, in place
     of the completions there (on policy)."""

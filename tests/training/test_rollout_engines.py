@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -11,9 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from smp.config import ConfigError
 from smp.generation import Request, Sampling, Stops
 from smp.training.rollouts.engines.transformers_sampler import TransformersSampler
+from smp.training.rollouts.engines.vllm_sampler import VllmSampler
+from smp.training.texts.text_model import alone
+from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
+from tests.training import vllm_stand_in
 from tests.training.flag_runs import clean_process, proves
 from tests.training.rl_lab import flags, write_inputs
 from tests.training.test_reinforcement_runs import run
@@ -120,6 +126,44 @@ def test_the_adapter_of_vllm_by_a_stand_in(folder: Path, tmp_path: Path) -> None
     assert [(made["memory"], made["ranks"]) for made in of_rank] == [(0.3, 1), (0.3, 1), (0.5, 2)]
     # Eight completions of two prompts: each process writes one prompt's, or both write all together.
     assert ranks[0][2] == [4, 4, 4, 4, 8]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``import vllm`` is the stand-in, in this process."""
+    monkeypatch.setitem(sys.modules, "vllm", vllm_stand_in)
+
+
+def test_vllm_starts_without_a_launcher_and_must_drop_its_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    content = json.loads((folder / "config.json").read_text())
+    sizes: dict[str, Any] = {"longest": 48, "batch_size": 2, "memory": 0.3, "tensor_parallel": 1, "seed": 1}
+    with alone(torch.device("cpu")):
+        sampler = VllmSampler(content, torch.float32, temperature=1.0, **sizes)
+        assert not any(name in os.environ for name in names)
+        monkeypatch.setenv("RANK", "0")
+        VllmSampler(content, torch.float32, temperature=1.0, **sizes)
+        assert os.environ["RANK"] == "0"
+    sampler.load(iter([]))
+    monkeypatch.setattr(vllm_stand_in.LLM, "reset_prefix_cache", lambda self: False)
+    with pytest.raises(RuntimeError, match="keys of older weights"):
+        sampler.load(iter([]))
+
+
+def test_vllm_needs_processes_that_it_divides_and_no_experts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    method = "--objective grpo --rollout-engine vllm"
+    words = flags(folder, method, "--vllm-tensor-parallel-size 2 --dry-run").split()
+    read_finetune_settings(words, 4)
+    with pytest.raises(ConfigError, match="size 2 does not divide the 3 processes of this run"):
+        read_finetune_settings(words, 3)
+    write_inputs(tmp_path, "qwen2-moe")
+    with pytest.raises(ConfigError, match="^--rollout-engine vllm: models with experts are refused: vLLM rearranges"):
+        read_finetune_settings(flags(tmp_path, method).split(), 1)
 
 
 REFUSED = {

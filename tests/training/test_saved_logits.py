@@ -100,12 +100,40 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(
         assert run(saving(folder, cut)) == 0
     assert "16 sequences are there; it goes on behind them" in capfd.readouterr().out
     assert {path.name for path in cut.iterdir()} >= {"manifest.json"} and not (cut / "unfinished.json").exists()
-    assert "part-00000-00009.safetensors" not in json.loads((cut / "manifest.json").read_text())["parts"][0]["file"]
+    parts = json.loads((cut / "manifest.json").read_text())["parts"]
+    assert len(parts) > 1 and all(part["file"] != "part-00000-00009.safetensors" for part in parts)
     assert not (cut / "part-00000-00009.safetensors").exists()
     assert_equal(contents(folder, whole), contents(folder, cut))
     with clean_process():
         assert run(saving(folder, cut)) == 2
     assert "is not empty" in capfd.readouterr().err
+
+
+def test_another_checkpoint_or_dtype_is_refused(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same folder in --load may mean another teacher."""
+    runs, target = tmp_path / "runs", tmp_path / "cut"
+    tuned = (
+        f"--load {folder} --data-path {folder}/sft.jsonl --objective sft --seq-length 48 --micro-batch-size 2 "
+        f"--global-batch-size 8 --train-iters 2 --lr 0.02 --save {runs} --save-interval 1 --log-dir {tmp_path}/logs"
+    )
+    of_run = saving(folder, target).replace(f"--load {folder}", f"--load {runs}")
+    with clean_process():
+        assert run(tuned) == 0
+    with clean_process():  # of the newest
+        run(f"{of_run} --exit-interval 1")
+    work = json.loads((target / "unfinished.json").read_text())["work"]
+    assert (work["iteration"], work["dtype"], work["adapter"]) == (2, "fp32", None)
+    capfd.readouterr()
+    for more, wanted in (("--ckpt-step 1", "iteration: 2 there, 1 here"), ("--bf16", "dtype: fp32 there, bf16 here")):
+        with clean_process():
+            assert run(f"{of_run} {more}") == 2
+        said = capfd.readouterr().err
+        assert "holds what another command has begun" in said and wanted in said
+    with clean_process():
+        assert run(f"{of_run} --ckpt-step 2") == 0
+    assert (target / "manifest.json").exists() and not (target / "unfinished.json").exists()
 
 
 def test_another_layout_goes_on(folder: Path, tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import pytest
 import finetune
 from smp.parallel.boxes import local_part
 from smp.training.tuning.kinds import tuning_kind
-from smp.training.tuning.settings import read_finetune_settings
+from smp.training.tuning.settings import read_finetune_settings, teacher_config
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
 from tests.training.distill_lab import divergence
 from tests.training.flag_runs import clean_process, proves
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
-from tests.training.tuning_lab import QUIET, Recording, observe, together
+from tests.training.tuning_lab import QUIET, Recording, observe, together, tune_all
 
 pytest.importorskip("transformers")
 STEPS = (
@@ -37,6 +37,11 @@ LAYOUTS = {
     "experts on 2, those of the student whole": (
         2,
         "--load {0}/mixed --teacher-expert-model-parallel-size 2",
+    ),
+    "both have experts, whole on tp 2": (
+        4,
+        "--load {0}/mixed --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+        "--teacher-expert-model-parallel-size 2",
     ),
     "tp 2 x shard 2, experts on 2": (
         4,
@@ -89,8 +94,6 @@ def test_layout_equals_one_rank(folder: Path) -> None:
         ranks = run_distributed(distil, world, lines)
         for i, name in enumerate(here):
             found[name] = together([rank[i] for rank in ranks])
-    value, _ = divergence(folder, folder / "experts", 0.5, 1.0)
-    assert found["alone"]["losses"][0] == pytest.approx(value, rel=0.5), "of some of the samples"
     for name, got in found.items():
         own_experts = "--load {0}/mixed" in (alone | LAYOUTS)[name][1]
         want = found["both, alone" if own_experts else "alone"]
@@ -99,6 +102,22 @@ def test_layout_equals_one_rank(folder: Path) -> None:
     # Each rank holds other experts, whole, in place of a share of every one.
     assert found["experts on 2"]["experts"] * 2 == found["alone"]["experts"]
     assert found["tp 2 x shard 2, experts on 2"]["experts"] * 4 == found["alone"]["experts"]
+
+
+def test_the_loss_is_that_of_transformers_models(folder: Path) -> None:
+    """Of one step over all samples."""
+    more = "--train-iters 1 --global-batch-size 60 --split 100,0,0 --packing off"
+    ((found,),) = run_distributed(tune_all, 1, [f"{STEPS} {more}".format(folder)])
+    value, _ = divergence(folder, folder / "experts", 0.5, 1.0)
+    assert found["losses"][0] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize(("more", "wanted"), [("", (1, 1)), ("--teacher-expert-model-parallel-size 2", (2, 1))])
+def test_experts_of_both_are_cut_alike_within(folder: Path, more: str, wanted: tuple[int, int]) -> None:
+    words = "--load {0}/mixed --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+    config, _ = read_finetune_settings(shlex.split(f"{STEPS} {words} {more}".format(folder)), 4)
+    parallel = teacher_config(config, 4).parallel
+    assert (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size) == wanted
 
 
 def test_a_dense_teacher_has_none(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ needs a GPU. Arguments that vLLM does not have are errors; texts are drawn one b
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,9 @@ class LLM:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         assert load_format == "dummy" and skip_tokenizer_init and distributed_executor_backend == "external_launcher"
+        # As vLLM's ExecutorWithExternalLauncher; a process group is there.
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        assert 0 <= local_rank <= rank < int(os.environ["WORLD_SIZE"]) and torch.distributed.is_initialized()
         made.append({"memory": gpu_memory_utilization, "ranks": tensor_parallel_size, "mode": logprobs_mode})
         kind = getattr(torch, dtype)
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=kind).eval()

@@ -189,15 +189,35 @@ def _twice(names: list[str]) -> str:
     return next((name for name in names if names.count(name) > 1), "")
 
 
-def check_generation(config: Config) -> None:
-    """Once the sizes of batches and sequences are known.
+def _check_fit_of_vllm(config: Config, rollouts: RolloutConfig, world_size: int) -> None:
+    """Of the model in --load, and of the processes."""
+    if rollouts.rollout_engine != "vllm":
+        return
+    # vLLM issue 42821: load_weights on a model that runs writes experts into a layout that
+    # process_weights_after_loading has changed, and says nothing.
+    require(
+        config.model.num_experts is None,
+        "--rollout-engine vllm: models with experts are refused: vLLM rearranges experts' weights when it starts, and "
+        "new ones would be read wrongly; take --rollout-engine smp or transformers",
+    )
+    ranks = rollouts.vllm_tensor_parallel_size
+    require(
+        world_size % ranks == 0,
+        f"--vllm-tensor-parallel-size {ranks} does not divide the {world_size} processes of this run; change it or "
+        "--nproc-per-node",
+    )
+
+
+def check_generation(config: Config, world_size: int) -> None:
+    """Once the model, and the sizes of batches and sequences are known.
 
     Raises:
-        ConfigError: they do not fit to completions and their groups.
+        ConfigError: they do not fit to completions and their groups, or to what writes them.
     """
     rollouts, data = config.rollouts, config.data
     if rollouts is None or not config.is_online:
         return
+    _check_fit_of_vllm(config, rollouts, world_size)
     assert data.global_batch_size is not None and data.seq_length is not None and rollouts.num_generations is not None
     written = data.global_batch_size * rollouts.steps_per_generation
     require(

@@ -101,11 +101,11 @@ def gated_delta_rule(
     backend: str = "torch",
 ) -> Pair:
     """The rule by ``backend``: torch, or fla for the Triton kernels of flash-linear-attention, which take q, k and v of
-    one dtype with 16 bits, and here g of heads; all else is computed in chunks. Arguments and results as of
-    :func:`chunked`."""
+    one dtype with 16 bits, and g of heads, not of channels; other dtypes are computed in chunks. Arguments and results
+    as of :func:`chunked`."""
     if v.shape[1] == 1 and not torch.is_grad_enabled():  # a token of each text that is being written
         return step_by_step(q, k, v, g, beta, begins, state)
-    if backend == "fla" and q.dtype == k.dtype == v.dtype and v.dtype.itemsize == 2 and g.dim() == 3:
+    if backend == "fla" and q.dtype == k.dtype == v.dtype and v.dtype.itemsize == 2:
         return _by_fla(q, k, v, g, beta, begins, state)
     return chunked(q, k, v, g, beta, begins, state)
 
@@ -181,7 +181,8 @@ class _Chunks:
     Attributes:
         q, k, v: as they are.
         beta: (n, B, C, 1).
-        decays: D of the file's text, e, exp(G_C - G) and exp(G_C), 0 where a document's border lies between.
+        decays: decay matrices, see the module docstring: D, e, exp(G_C - G) and exp(G_C), 0 where a
+            document's border lies between.
     """
 
     q: torch.Tensor

@@ -21,23 +21,29 @@ UNFINISHED = "unfinished.json"
 
 @dataclass(frozen=True)
 class Work:
-    """What is written: a run goes on with no other.
+    """The identity of the job: a run goes on with no other.
 
     Attributes:
         meaning: of the folder.
         teacher: --load.
+        iteration: of the checkpoint that --load and --ckpt-step mean now; None: --load is no run's folder.
+        dtype: in which the teacher computes.
+        adapter: --load-adapter.
         seq_length, packed: of the sequences, by which they are counted.
     """
 
     meaning: Meaning
     teacher: str
+    iteration: int | None
+    dtype: str
+    adapter: str | None
     seq_length: int
     packed: bool
 
 
 @dataclass(frozen=True)
 class Come:
-    """How far.
+    """Progress of an interrupted --logits-save-dir.
 
     Attributes:
         sequences: written by all ranks.

@@ -10,7 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import torch.distributed as dist
 
-from smp.config import ConfigError
+from smp.checkpoint.folders.latest import ITERATION, find, iteration_of
+from smp.config import Config, ConfigError
+from smp.config.schema import CheckpointConfig
+from smp.convert.huggingface.config import is_hf_folder
 from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.batches import NumberedBatch, TuningDataset
@@ -41,10 +44,12 @@ class SavingLogits(Finetuning):
     evaluate_first = False
     _setup: RunSetup | None = None
     _teacher: ModelTeacher | None = None
+    _begun: Work | None = None
     _come = Come()
 
     def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
         path, work = self._path, self._work()
+        self._begun = work  # once: a run that goes on saving may have a newer checkpoint at the end
         self._come = on_rank_zero(lambda: begin_folder(path, work), ConfigError)
         if self._come.sequences:
             say(f"--logits-save-dir {path}: {self._come.sequences} sequences are there; it goes on behind them")
@@ -68,7 +73,15 @@ class SavingLogits(Finetuning):
             top_k=min(distillation.logits_top_k, vocab_size),
             dtype=distillation.logits_save_dtype,
         )
-        return Work(meaning, str(config.checkpoint.load), self.data.train.length, self.data.train.packed)
+        return Work(
+            meaning,
+            teacher=str(config.checkpoint.load),
+            iteration=_iteration(config.checkpoint),
+            dtype=_dtype(config),
+            adapter=None if config.lora is None else config.lora.load_adapter,
+            seq_length=self.data.train.length,
+            packed=self.data.train.packed,
+        )
 
     def _sequences(self) -> Sequences:
         """All samples, in the order in which they are written."""
@@ -77,8 +90,9 @@ class SavingLogits(Finetuning):
         return lay_out(samples, np.arange(len(samples)), self.data.train.length, packing)
 
     def instead(self, progress: Callable[[], None], reason: Callable[[int], str | None]) -> Instead:
-        config, setup, work, path = self.config, self._setup, self._work(), self._path
-        assert setup is not None and config.data.global_batch_size is not None, "resolved before"
+        config, setup, work, path = self.config, self._setup, self._begun, self._path
+        assert setup is not None and work is not None, "trainable() is called first"
+        assert config.data.global_batch_size is not None, "resolved before"
         every, begun, size = self._sequences(), self._come.sequences, config.data.global_batch_size
         rank = dist.get_rank() if dist.is_initialized() else 0
         writer = LogitsWriter(path, rank, work.meaning, number=len(self._come.parts))
@@ -125,3 +139,19 @@ class SavingLogits(Finetuning):
                 numbers = batch.numbers[i].gather(1, columns).flatten()[labels]
                 # What follows the rows is padding.
                 writer.add(numbers, top[: len(labels)][labels.to(states.device)])
+
+
+def _dtype(config: Config) -> str:
+    parallel = config.parallel
+    kinds = ["bf16" if parallel.bf16 else "fp32"]
+    kinds += [] if parallel.fp8_format is None else [f"fp8 {parallel.fp8_format}"]
+    kinds += ["weights in 4 bits"] if config.lora is not None and config.lora.load_in_4bit else []
+    return ", ".join(kinds)
+
+
+def _iteration(settings: CheckpointConfig) -> int | None:
+    """Of the checkpoint that --load and --ckpt-step mean; None: a Hugging Face folder, or a checkpoint of no run."""
+    if settings.ckpt_step is not None or settings.load is None or is_hf_folder(settings.load):
+        return settings.ckpt_step
+    name = find(settings.load).name
+    return iteration_of(name) if ITERATION.fullmatch(name) else None

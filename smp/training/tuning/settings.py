@@ -50,7 +50,7 @@ def read_finetune_settings(
     config, world_size = as_members(config, world_size)
     config = _sized(config, world_size)
     _check_fit(config.model, found, values["load"])
-    check_generation(config)
+    check_generation(config, world_size)
     if config.is_online and config.rollouts is not None and config.rollouts.reward_model is not None:
         reward_model_config(config, world_size)
     if config.distillation is not None and config.distillation.teacher is not None:
@@ -270,7 +270,9 @@ def _of_teacher(config: Config, experts: int | None) -> ParallelConfig:
         )
     if ranks is None and experts is not None and config.model.num_experts is not None:
         return parallel
-    return replace(parallel, expert_model_parallel_size=ranks or 1, expert_tensor_parallel_size=None)
+    # Of a teacher without experts nothing is cut so; a student without experts has no such setting.
+    etp = None if experts is None else parallel.expert_tensor_parallel_size
+    return replace(parallel, expert_model_parallel_size=ranks or 1, expert_tensor_parallel_size=etp)
 
 
 def _frozen(

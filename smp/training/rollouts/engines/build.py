@@ -47,8 +47,7 @@ def build_engine(
     )
     shared = rollouts.vllm_tensor_parallel_size if rollouts.rollout_engine == "vllm" else 1
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if world % shared:
-        raise ConfigError(f"--vllm-tensor-parallel-size {shared} does not divide the {world} processes of this run")
+    assert world % shared == 0, "checked with the settings"
     share = Share(rank // shared, world // shared, rank % shared == 0)
 
     def start() -> Sampler:

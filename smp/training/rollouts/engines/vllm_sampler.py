@@ -2,7 +2,9 @@
 
 Each process has an engine, or a part of one that --vllm-tensor-parallel-size processes share: vLLM's external launcher.
 It begins with weights that mean nothing and gets those of the model before each generation, tensor by tensor, through
-the ``load_weights`` of its model, which cuts and fuses them as it does those of files.
+the ``load_weights`` of its model, which cuts and fuses them as it does those of files. That does not repeat what vLLM
+made of the first weights when it started (``process_weights_after_loading``), which swaps halves of experts' matrices:
+models with experts are refused (``smp.config.rules.online``).
 
 Written for vLLM 0.33 (``vllm.LLM``, ``SamplingParams``, ``apply_model``, ``reset_prefix_cache``). It was not run with
 vLLM itself, which needs a GPU; ``tests/training/test_rollout_engines.py`` runs it with a stand-in of that interface.
@@ -11,7 +13,9 @@ vLLM itself, which needs a GPU; ``tests/training/test_rollout_engines.py`` runs 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -55,7 +59,7 @@ class VllmSampler:
         import vllm
 
         self._params = vllm.SamplingParams
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder, _launched():
             (Path(folder) / "config.json").write_text(json.dumps(dict(content)))
             self._llm: Any = vllm.LLM(
                 model=folder,
@@ -77,7 +81,8 @@ class VllmSampler:
         for name, tensor in weights:
             self._llm.apply_model(lambda model, name=name, tensor=tensor: model.load_weights([(name, tensor)]))
         # Keys and values of prompts are those of the weights before.
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM's reset_prefix_cache refused: texts would begin with keys of older weights")
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, stops: Stops) -> list[Completion]:
         prompts = [{"prompt_token_ids": [*request.prompt, *request.written]} for request in requests]
@@ -87,6 +92,19 @@ class VllmSampler:
 
     def close(self) -> None:
         self._llm = None
+
+
+@contextmanager
+def _launched() -> Iterator[None]:
+    """Context manager: the variables that vLLM's external launcher reads. Without torchrun the run is one process."""
+    added = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    added = {name: value for name, value in added.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _params(request: Request, sampling: Sampling, stops: Stops) -> dict[str, Any]:
