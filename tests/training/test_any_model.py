@@ -184,7 +184,12 @@ def test_reinforcement_learning_of_both_implementations(tmp_path: Path) -> None:
             rl_flags(llama, method, f"--model-implementation {which} {sp if 'tensor' in which else ''}")
             for which in words
         ]
-        lines += [rl_flags(hybrid, "--objective rloo", f"--model-implementation {w}") for w in words if w != "smp"]
+        more = ("transformers --expert-model-parallel-size 2",) if world == 2 else ()
+        lines += [
+            rl_flags(hybrid, "--objective rloo", f"--model-implementation {which}")
+            for which in (*words, *more)
+            if which != "smp"
+        ]
         ranks = run_distributed(tune_all, world, lines)
         results = [together([rank[i] for rank in ranks]) for i in range(len(lines))]
         found, mixed = found + results[: len(words)], mixed + results[len(words) :]

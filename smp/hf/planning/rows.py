@@ -54,6 +54,17 @@ def _attention(where: str, output: str, heads: str | None, names: str = "q_proj 
     return rows | ({f"{where}.{heads}": DIVIDE} if heads else {})
 
 
+def _vision(layers: str, output: str, heads: str) -> dict[str, str]:
+    """Of a tower's ``layers``, several patterns: MLPs are of one kind or the other, with a gate or without."""
+    rows: dict[str, str] = {}
+    for layer in layers.split():
+        for name in ("attention", "self_attn"):
+            rows |= _attention(f"{layer}.{name}", output, heads)
+        rows |= dict.fromkeys((f"{layer}.mlp.{name}" for name in ("fc1", "gate_proj", "up_proj")), "colwise")
+        rows |= dict.fromkeys((f"{layer}.mlp.{name}" for name in ("fc2", "down_proj")), "rowwise")
+    return rows
+
+
 def _t5(side: str) -> dict[str, str]:
     layer = f"{side}.block.*.layer.*"
     dense = dict.fromkeys((f"{layer}.DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1")), "colwise")
@@ -102,11 +113,19 @@ OWN: dict[str, dict[str, str]] = {
     "inkling_text": _WHOLE_SHARED_EXPERTS,
     "longcat_flash": {"model.layers.*.mlp.experts": REPLICATE},
     "bert": _bert("bert", "cls.predictions.decoder"),
-    "clip_vision_model": {
-        **_attention("encoder.layers.*.self_attn", "out_proj", None),
-        "encoder.layers.*.mlp.fc1": "colwise",
-        "encoder.layers.*.mlp.fc2": "rowwise",
-    },
+    **dict.fromkeys(
+        ("clip", "siglip", "siglip2"),
+        _vision("vision_model.encoder.layers.* text_model.encoder.layers.*", "out_proj", "num_heads"),
+    ),
+    **dict.fromkeys(
+        ("clip_vision_model", "siglip_vision_model", "siglip2_vision_model"),
+        _vision("encoder.layers.*", "out_proj", "num_heads"),
+    ),
+    "dinov2": _vision("dinov2.encoder.layer.* encoder.layer.*", "o_proj", "num_attention_heads"),
+    "dinov2_with_registers": _vision(
+        "dinov2_with_registers.encoder.layer.* encoder.layer.*", "o_proj", "num_attention_heads"
+    ),
+    "dinov3_vit": _vision("dinov3_vit.model.layer.* model.layer.*", "o_proj", "num_heads"),
     "gpt2": {
         "transformer.h.*.attn.c_attn": "colwise_gather_output",
         "transformer.h.*.attn.c_proj": "rowwise_split_input",
@@ -148,11 +167,8 @@ OWN: dict[str, dict[str, str]] = {
         ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
         _whisper("model.decoder.layers.*"),
     ),
-    "vit": {
-        **_attention("vit.layers.*.attention", "o_proj", "num_attention_heads"),
-        "vit.layers.*.mlp.fc1": "colwise",
-        "vit.layers.*.mlp.fc2": "rowwise",
-    },
+    "vit": _vision("vit.layers.* layers.*", "o_proj", "num_attention_heads"),
+    "vit_mae": _vision("vit.layers.* layers.* decoder.decoder_layers.*", "o_proj", "num_attention_heads"),
     "whisper": _whisper("model.encoder.layers.*") | _whisper("model.decoder.layers.*"),
 }
 """Rows by model_type, of families that transformers has no plan for, and where its plan is not enough: parameters of an
