@@ -163,7 +163,9 @@ def test_distillation_between_implementations(folders: dict[str, Path]) -> None:
         assert result["losses"] == pytest.approx(results[0]["losses"], rel=TOLERANCE)
         assert result["norms"] == pytest.approx(results[0]["norms"], rel=TOLERANCE)
     every = f"{common} transformers --train-iters 1 --global-batch-size 60 --split 100,0,0"
-    [of_all] = run_distributed(tune_types, 1, [every])[0]
+    written = [f"{common} {which} --lmbda 1 --max-completion-length 8" for which in ("smp", "transformers")]
+    of_all, ours, theirs = run_distributed(tune_types, 1, [every, *written])[0]
+    assert theirs["losses"] == pytest.approx(ours["losses"], rel=TOLERANCE), "on texts that the student wrote"
     assert of_all["losses"][0] == pytest.approx(divergence(student, teacher, 0.5, 0.05)[0], rel=TOLERANCE)
 
 
@@ -204,6 +206,11 @@ def test_reinforcement_learning_of_both_implementations(tmp_path: Path) -> None:
         assert max(tensor_errors(result["final"], first["final"], first["initial"]).values()) <= TOLERANCE
 
 
+PEFT = {
+    ".lora.a": ".lora_A.default.weight",
+    ".lora.b": ".lora_B.default.weight",
+    ".lora.magnitude": ".lora_magnitude_vector.default.weight",
+}
 LORA = {
     "alone": (1, ""),
     "shard 2, bf16": (2, "--bf16"),
@@ -215,11 +222,13 @@ LORA = {
 def test_adapters_equal_those_of_peft_in_every_layout(folders: dict[str, Path], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     # peft takes the dense layers of models with experts for experts
-    kinds, done = {"helium": "all-linear", "deepseek_v3": "*self_attn*"}, {}
+    kinds, done = {"helium": "all-linear", "deepseek_v3": "*self_attn*", "dora": "all-linear"}, {}
+    folders = folders | {"dora": folders["helium"]}
     for layout, (world, words) in LORA.items():
         save = {kind: f"--save {tmp_path}/{kind}" if layout == "alone" else "" for kind in kinds}
         more = f"--packing off --lora-rank 4 --lr 0.1 {words} --lora-target-modules"
         flags = [flags_of(folders[k], f"{more} {which} {save[k]}") for k, which in kinds.items()]
+        flags[-1] += " --use-dora"
         ranks = run_distributed(tune_types, world, flags)
         done |= {(layout, kind): together([r[i] for r in ranks]) for i, kind in enumerate(kinds)}
     for kind in kinds:
@@ -227,9 +236,7 @@ def test_adapters_equal_those_of_peft_in_every_layout(folders: dict[str, Path], 
         model = peft.PeftModel.from_pretrained(load(folders[kind]), tmp_path / kind / "adapter", is_trainable=True)
         factors = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters()}
         for name, tensor in alone["final"].items():
-            factor = factors[
-                name.replace(".lora.a", ".lora_A.default.weight").replace(".lora.b", ".lora_B.default.weight")
-            ]
+            factor = factors[re.sub(r"\.lora\.\w+$", lambda of: PEFT[of[0]], name)]
             assert torch.equal(factor, tensor), "the folder in peft's format"
             factor.data.copy_(alone["initial"][name])
         want = train_plainly(model.train(), alone["batches"], 0.1)
@@ -307,7 +314,7 @@ REFUSED = {
     "--context-parallel-size 2": "--context-parallel-size 2: only this project's decoder has it",
     "--fp8-format hybrid": "--fp8-format hybrid: only this project's decoder has it",
     "--lora-rank 2 --lora-dropout 0.5": "--lora-dropout 0.5: only this project's decoder has it",
-    "--lora-rank 2 --use-dora": "--use-dora: only this project's decoder has it",
+    "--lora-rank 2 --load-in-4bit": "--load-in-4bit: only this project's decoder has it",
     "--objective reward": "--objective reward: only this project's decoder has it",
     "--attention-backend math": "--attention-backend math: only this project's decoder has it",
     "--expert-tensor-parallel-size 1": "--expert-tensor-parallel-size 1: only this project's decoder has it",

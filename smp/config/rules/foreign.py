@@ -20,7 +20,7 @@ _ONLY_OURS = {
         "expert_tensor_parallel_size",
         *("fp8_format", "attention_backend"),
     ),
-    "lora": ("use_dora", "load_adapter", "load_in_4bit"),
+    "lora": ("load_adapter", "load_in_4bit"),
     "rollouts": ("rollout_engine",),
 }
 """Settings of a run, by group, that need layers of this project."""

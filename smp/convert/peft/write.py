@@ -65,9 +65,12 @@ def write_own_names(folder: Folder, adapters: Mapping[str, Adapter], *, base: st
     tensors: dict[str, torch.Tensor] = {}
     for name, adapter in adapters.items():
         tensors |= {f"{FRONT}{name}.lora_A.weight": adapter.a, f"{FRONT}{name}.lora_B.weight": adapter.b}
+        if adapter.magnitude is not None:
+            tensors[f"{FRONT}{name}.{MAGNITUDE}.weight"] = adapter.magnitude
     ranks = {name: adapter.rank for name, adapter in adapters.items()}
     alphas = {name: adapter.alpha for name, adapter in adapters.items()}
-    _write(folder, tensors, _config(ranks, alphas, sorted(ranks), [], 0.0, base, False) | {"use_dora": False})
+    use_dora = any(adapter.magnitude is not None for adapter in adapters.values())
+    _write(folder, tensors, _config(ranks, alphas, sorted(ranks), [], 0.0, base, False) | {"use_dora": use_dora})
 
 
 def _write(folder: Folder, tensors: Mapping[str, torch.Tensor], content: Mapping[str, Any]) -> None:

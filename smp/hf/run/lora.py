@@ -30,6 +30,7 @@ from smp.config import ConfigError
 from smp.hf.modules import Cut, summed_over
 from smp.hf.planning.rows import LATENT
 from smp.kernels.matmul import linear
+from smp.layers.adapters.dora import begin_magnitudes, row_norms
 from smp.layers.adapters.lora import Lora
 from smp.layers.parameter import REPLICATE, local, tp_parameter
 from smp.models.foreign import blocks_of
@@ -56,17 +57,18 @@ def offer(module: Any, tp: DeviceMesh) -> None:
                 layer.takes_adapter = partial(_attach, layer, tp)  # type: ignore[assignment]
 
 
-def _attach(layer: Any, tp: DeviceMesh, name: str, rank: int, alpha: float) -> None:
+def _attach(layer: Any, tp: DeviceMesh, name: str, rank: int, alpha: float, dora: bool) -> None:
     """Give ``layer`` an adapter, as ``smp.layers.adapters.lora.attach`` asks for it."""
     style = _style(layer)
-    if style not in KNOWN:
-        raise ConfigError(f"--lora-target-modules: {name} is cut as {style}, which takes no adapter; leave it out")
+    if style not in KNOWN or (dora and style == LATENT):
+        what = "no adapter with --use-dora" if style in KNOWN else "no adapter"
+        raise ConfigError(f"--lora-target-modules: {name} is cut as {style}, which takes {what}; leave it out")
     weight, placement = layer.weight, cast(Placement, REPLICATE)
     if isinstance(weight, DTensor):
         [placement] = weight.placements
     with torch.device("meta"):
         like = tp_parameter(tuple(weight.shape), placement, tp)
-    layer.lora = Lora(SimpleNamespace(weight=like), rank, alpha)  # type: ignore[arg-type]
+    layer.lora = Lora(SimpleNamespace(weight=like), rank, alpha, dora=dora)  # type: ignore[arg-type]
     layer.without_adapter = vars(layer).get("forward") or MethodType(type(layer).forward, layer)
     layer.forward = MethodType(_forward, layer)
 
@@ -83,10 +85,52 @@ def _forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
         return y
     style = _style(layer)
     if style.startswith("colwise"):
-        return y + _of_columns(layer, input, y.dtype)
-    if style.startswith("rowwise"):
-        return y + _of_rows(layer, input, y.dtype)
-    return y + _of_whole(layer, input, y.dtype)
+        added = _of_columns(layer, input, y.dtype)
+    elif style.startswith("rowwise"):
+        added = _of_rows(layer, input, y.dtype)
+    else:
+        added = _of_whole(layer, input, y.dtype)
+    return y + added if layer.lora.magnitude is None else _scaled(layer, y, added)
+
+
+def _scaled(layer: Any, y: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """What the layer and its adapter make together, ``y`` and ``added``, by the trained norms of rows; a bias is not of
+    the rows (:mod:`smp.layers.adapters.dora`)."""
+    cut: Cut | None = vars(layer).get("smp_cut")
+    adapter, style, dtype = layer.lora, _style(layer), y.dtype
+    heads = cut.step.heads if cut is not None and style.startswith("colwise") else None
+    by_rows = cut is not None and style.startswith("rowwise")
+    summed = None if cut is None else summed_over(layer)
+    if cut is not None and (heads or (by_rows and cut.tokens and layer.training)):
+        summed = cut.group
+    magnitude, b = (local(x, dtype, summed_over=summed) for x in (adapter.magnitude, adapter.b))
+    weight, bias = (x if x is None else (local(x, dtype) if isinstance(x, DTensor) else x) for x in _frozen(layer))
+    if heads:
+        magnitude, b, weight = (x.narrow(0, *heads) for x in (magnitude, b, weight))
+        bias = None if bias is None else bias.narrow(0, *heads)
+    over = (cut.group,) if cut is not None and by_rows else ()
+    norms = row_norms(weight.to(dtype), local(adapter.a, dtype), b, adapter.scale, over)
+    ratio = magnitude.to(norms.dtype) / torch.where(norms > 0, norms, 1.0)  # a row of zeros stays one
+    if style == "colwise_gather_output" and cut is not None:
+        ratio = gather_features(ratio, cut.group)
+        bias = None if bias is None else gather_features(bias, cut.group)
+    bias = y.new_zeros(()) if bias is None else bias
+    return ((y - bias + added).to(norms.dtype) * ratio).to(dtype) + bias
+
+
+def _frozen(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias, which adapters do not train."""
+    return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+
+
+def begin_norms(model: nn.Module) -> None:
+    """Give DoRA's magnitudes the norms of the rows, after weights are loaded; every rank calls it."""
+    layers = {id(m): m for m in model.modules() if "without_adapter" in vars(m)}.values()
+    groups = ((layer, vars(layer).get("smp_cut")) for layer in layers)
+    begin_magnitudes(
+        SimpleNamespace(lora=layer.lora, weight=layer.weight, product="dense", group=cut.group if cut else None)
+        for layer, cut in groups
+    )
 
 
 def _of_columns(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -36,5 +36,12 @@ def fill_foreign(model: Model, load: str, opened: Callable[[], Weights]) -> list
     return load_weights(model, opened, leave=_of_adapters(model))
 
 
+def begin_foreign_magnitudes(model: Model) -> None:
+    """Of adapters with DoRA, when there are weights."""
+    from smp.hf.run.lora import begin_norms
+
+    begin_norms(model)
+
+
 def _of_adapters(model: Model) -> set[str]:
     return {f"{layer}.lora.{name}" for layer, m in adapters_of(model).items() for name, _ in m.named_parameters()}

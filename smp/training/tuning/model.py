@@ -38,7 +38,7 @@ from smp.parallel.agree import gather
 from smp.parallel.boxes import local_box
 from smp.sharding.parallelize import parallelize
 from smp.training.build import RunSetup, assemble, compiles_experts
-from smp.training.checkpoints.foreign_weights import fill_foreign
+from smp.training.checkpoints.foreign_weights import begin_foreign_magnitudes, fill_foreign
 from smp.training.tuning.adapter_files import OF_HEADS, reference_config
 
 _OWN_TO_TUNING = ("mtp_num_layers", "mtp_loss_scaling_factor", *OF_HEADS)
@@ -125,7 +125,10 @@ def build_finetune_model(
         assert config.checkpoint.load is not None, "checked with the settings"
         if config.has_adapters:
             init_weights(model, config.training.seed, only="lora")
-        return model, fill_foreign(model, config.checkpoint.load, lambda: open_base(config))
+        foreign_notes = fill_foreign(model, config.checkpoint.load, lambda: open_base(config))
+        if config.has_adapters:
+            begin_foreign_magnitudes(model)
+        return model, foreign_notes
     if config.has_adapters:
         init_weights(model, config.training.seed, only="lora")
     adapters = adapters_of(model)
@@ -237,7 +240,7 @@ def _chosen_layers(model: Model, config: Config, lora: LoraConfig) -> list[str]:
         raise ConfigError(f"{refused}: adapters on experts do not have it; leave it out, or experts")
     if experts and config.checkpoint.save is not None:  # as the end of the run would, which writes them
         expert_tensors(config.model, family_for(config.model, reference_config(config)), lambda *_: True)
-    if lora.use_dora:
+    if lora.use_dora and not config.model.is_foreign:
         _check_whole_modules(names, config)
     return names
 
