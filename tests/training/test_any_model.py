@@ -166,6 +166,7 @@ def test_distillation_between_implementations(folders: dict[str, Path]) -> None:
     written = [f"{common} {which} --lmbda 1 --max-completion-length 8" for which in ("smp", "transformers")]
     of_all, ours, theirs = run_distributed(tune_types, 1, [every, *written])[0]
     assert theirs["losses"] == pytest.approx(ours["losses"], rel=TOLERANCE), "on texts that the student wrote"
+    assert ours["losses"] != pytest.approx(results[0]["losses"], rel=TOLERANCE)
     assert of_all["losses"][0] == pytest.approx(divergence(student, teacher, 0.5, 0.05)[0], rel=TOLERANCE)
 
 
@@ -219,17 +220,39 @@ LORA = {
 }
 
 
+def move_biases(folder: Path) -> None:
+    """Off 0, which they start as."""
+    model = load(folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
+    model.save_pretrained(folder)
+
+
 def test_adapters_equal_those_of_peft_in_every_layout(folders: dict[str, Path], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     # peft takes the dense layers of models with experts for experts
-    kinds, done = {"helium": "all-linear", "deepseek_v3": "*self_attn*", "dora": "all-linear"}, {}
-    folders = folders | {"dora": folders["helium"]}
+    kinds, done = {"helium": "all-linear", "deepseek_v3": "*self_attn*"}, {}
+    # with biases, and one head of keys for two ranks; with columns that all ranks get (q_a_proj)
+    kinds |= {"qwen2-dora": "all-linear", "deepseek_v3-dora": "q_a_proj,q_b_proj,kv_b_proj,o_proj"}
+    folders = folders | {
+        "qwen2-dora": write_type(tmp_path / "qwen2", "qwen2", num_key_value_heads=1, pad_token_id=None),
+        "deepseek_v3-dora": folders["deepseek_v3"],
+        "latent": write_type(tmp_path / "latent", "deepseek_v2"),
+    }
+    move_biases(folders["qwen2-dora"])
     for layout, (world, words) in LORA.items():
         save = {kind: f"--save {tmp_path}/{kind}" if layout == "alone" else "" for kind in kinds}
         more = f"--packing off --lora-rank 4 --lr 0.1 {words} --lora-target-modules"
-        flags = [flags_of(folders[k], f"{more} {which} {save[k]}") for k, which in kinds.items()]
-        flags[-1] += " --use-dora"
-        ranks = run_distributed(tune_types, world, flags)
+        flags = [
+            flags_of(folders[k], f"{more} {which} {save[k]} {'--use-dora' if 'dora' in k else ''}")
+            for k, which in kinds.items()
+        ]
+        latent = [flags_of(folders["latent"], f"{more} kv_a_proj_with_mqa --use-dora")] if layout == "tp 2" else []
+        ranks = run_distributed(tune_types, world, [*flags, *latent])
+        if latent:
+            assert "which takes no adapter with --use-dora; leave it out" in ranks[0][-1]["refused"]
         done |= {(layout, kind): together([r[i] for r in ranks]) for i, kind in enumerate(kinds)}
     for kind in kinds:
         alone = done["alone", kind]

@@ -45,6 +45,8 @@ _DROPOUTS = (
     "input_jitter_noise",
     "router_jitter_noise",
 )
+_POSITION_NOISE = ("pos_embed_jitter", "pos_embed_rescale", "pos_embed_shift")
+"""Of DINOv3, which moves positions by chance in training; None is none."""
 
 
 @dataclass(frozen=True)
@@ -359,15 +361,17 @@ def check_dropout(model: nn.Module) -> None:
         ConfigError: with the first module or number that drops anything.
     """
     for _, where, value in dropouts(model):
-        what = "noise" if where.endswith("jitter_noise") else "dropout"
+        of_positions = where.startswith("config.pos_embed_")
+        what = "noise" if of_positions or where.endswith("jitter_noise") else "dropout"
         raise ConfigError(
             f"{where} is {value}: {what} under tensor parallelism or context parallelism would not equal one "
-            f"process; set the {what}s of the model's config to 0"
+            f"process; set the {what}s of the model's config to {None if of_positions else 0}"
         )
 
 
 def dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
-    """Modules that drop anything in training, with the name of the number that says so, above 0."""
+    """Modules that drop anything in training, with the name of the number that says so, above 0, or
+    of DINOv3's noise."""
     for name, module in model.named_modules():
         numbers = {key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)}
         if isinstance(module, _DropoutNd):
@@ -377,6 +381,9 @@ def dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
     for key in _DROPOUTS:  # some read it in forward
         if (value := getattr(config, key, None) or 0.0) > 0:
             yield model, f"config.{key}", value
+    for key in _POSITION_NOISE:
+        if (noise := getattr(config, key, None)) is not None:
+            yield model, f"config.{key}", noise
 
 
 def check_untouched(model: nn.Module) -> None:

@@ -114,12 +114,8 @@ OWN: dict[str, dict[str, str]] = {
     "longcat_flash": {"model.layers.*.mlp.experts": REPLICATE},
     "bert": _bert("bert", "cls.predictions.decoder"),
     **dict.fromkeys(
-        ("clip", "siglip", "siglip2"),
-        _vision("vision_model.encoder.layers.* text_model.encoder.layers.*", "out_proj", "num_heads"),
-    ),
-    **dict.fromkeys(
-        ("clip_vision_model", "siglip_vision_model", "siglip2_vision_model"),
-        _vision("encoder.layers.*", "out_proj", "num_heads"),
+        (f"{kind}{tower}" for kind in ("clip", "siglip", "siglip2") for tower in ("", "_vision_model", "_text_model")),
+        _vision("encoder.layers.* vision_model.encoder.layers.* text_model.encoder.layers.*", "out_proj", "num_heads"),
     ),
     "dinov2": _vision("dinov2.encoder.layer.* encoder.layer.*", "o_proj", "num_attention_heads"),
     "dinov2_with_registers": _vision(
