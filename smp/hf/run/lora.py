@@ -104,7 +104,8 @@ def _scaled(layer: Any, y: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     if cut is not None and (heads or (by_rows and cut.tokens and layer.training)):
         summed = cut.group
     magnitude, b = (local(x, dtype, summed_over=summed) for x in (adapter.magnitude, adapter.b))
-    weight, bias = (x if x is None else (local(x, dtype) if isinstance(x, DTensor) else x) for x in _frozen(layer))
+    weight = _frozen(layer.weight, dtype)
+    bias = None if layer.bias is None else _frozen(layer.bias, dtype)
     if heads:
         magnitude, b, weight = (x.narrow(0, *heads) for x in (magnitude, b, weight))
         bias = None if bias is None else bias.narrow(0, *heads)
@@ -118,9 +119,10 @@ def _scaled(layer: Any, y: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     return ((y - bias + added).to(norms.dtype) * ratio).to(dtype) + bias
 
 
-def _frozen(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias, which adapters do not train."""
-    return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+def _frozen(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's part of what adapters do not train."""
+    found = parameter.detach()
+    return local(found, dtype) if isinstance(found, DTensor) else found
 
 
 def begin_norms(model: nn.Module) -> None:
