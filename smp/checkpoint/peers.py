@@ -43,10 +43,9 @@ from smp.checkpoint.peer_parts import manifest_of, read_parts, write_part
 from smp.checkpoint.spare_files import SpareNode
 from smp.checkpoint.storage import build_manifest, write_items
 from smp.checkpoint.together import together
+from smp.config.rules.elastic import LAUNCHER
 from smp.parallel.agree import any_rank, gather, on_rank_zero, rank
 
-LAUNCHER = "SMP_LAUNCHER"
-"""Environment variable: process number of the launcher, where another process stands between it and this one."""
 PIECE = 1 << 26
 """Bytes of a message between nodes."""
 _TAG = 711

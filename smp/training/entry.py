@@ -51,7 +51,8 @@ def run_command(
         parallel = (settings if isinstance(settings, Config) else settings[0]).parallel
         if link is None and parallel.inprocess_restart:
             del settings  # samples that were read: those who train read them themselves
-            return keep(parallel, process)
+            with lasting_output():  # recovery is worth more than its lines
+                return keep(parallel, process)
     except BrokenPipeError:  # of --help, --dry-run and --preview
         if (gone := output_gone()) is None:
             raise

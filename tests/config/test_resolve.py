@@ -189,6 +189,12 @@ def test_a_resolved_config_resolves_to_itself(flags, length, tmp_path_factory):
         ("--num-layers 99999999999999999999", "--num-layers 99999999999999999999 must be below 65536"),
         ("--seq-length 9223372036854775808", "--seq-length 9223372036854775808 must be below 9223372036854775808"),
         ("--distributed-timeout-minutes 1e300", "--distributed-timeout-minutes 1e+300 must be below 1000000"),
+        (
+            "--inprocess-restart --peer-snapshot-interval 1 --inprocess-heartbeat-timeout 2",
+            "--inprocess-heartbeat-timeout 2.0 must be above 2",
+        ),
+        ("--inprocess-barrier-timeout 0", "--inprocess-barrier-timeout 0.0 must be above 0"),
+        ("--inprocess-max-iterations -1", "--inprocess-max-iterations -1 must not be negative"),
         ("--clip-grad -1", "--clip-grad -1.0 must not be negative"),
         ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and below 1"),
         ("--attention-dropout -0.1", "--attention-dropout -0.1 must be at least 0 and below 1"),

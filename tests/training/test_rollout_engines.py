@@ -167,6 +167,7 @@ def test_vllm_needs_processes_that_it_divides_and_no_experts(
 
 
 REFUSED = {
+    "--rollout-engine vllm --inprocess-restart --peer-snapshot-interval 1": "vllm and --inprocess-restart exclude",
     "--rollout-engine vllm": "--rollout-engine vllm: vllm is not installed: pip install vllm",
     "--rollout-engine transformers --lora-rank 2 --load-in-4bit": "weights in 4 bits are not sent to another engine",
     "--rollout-engine transformers --model-implementation transformers": "--rollout-engine transformers: only this",

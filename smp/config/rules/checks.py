@@ -33,7 +33,7 @@ _FRACTIONS = {
 # ... and these: at least 0.
 _FROM_ZERO = {
     *("beta", "top_k", "eval_temperature", "overlong_buffer_len", "importance_sampling_clip_min", "log_completions"),
-    *("num_workers", "preview", "reward_center_coefficient", "hybrid_shard_degree"),
+    *("num_workers", "preview", "reward_center_coefficient", "hybrid_shard_degree", "inprocess_max_iterations"),
     *(
         "lr_warmup_iters",
         "lr_warmup_samples",
@@ -81,6 +81,7 @@ def check_ranges(config: Config) -> None:
 def check_combinations(config: Config, layout: Layout) -> None:
     """Check what a config with its defaults filled in says as a whole."""
     check_vision(config)
+    _check_inprocess(config.parallel)
     if config.model.is_foreign:
         check_foreign(config)
     else:
@@ -110,6 +111,11 @@ def check_combinations(config: Config, layout: Layout) -> None:
     if config.objective is None:
         _check_loading(config.checkpoint)
     _check_saving(config, config.checkpoint, config.training)
+
+
+def _check_inprocess(parallel: ParallelConfig) -> None:
+    silence = parallel.inprocess_heartbeat_timeout
+    require(silence > 2, f"--inprocess-heartbeat-timeout {silence} must be above 2: there is a sign of life a second")
 
 
 def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> None:

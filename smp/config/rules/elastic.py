@@ -14,6 +14,9 @@ from smp.config.schema import Config, ConfigError
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """With it torchrun makes a store for every start of the workers. Without it (torch 2.13) nodes look for the store of
 the first node that ever was rank 0, also when that is gone."""
+LAUNCHER = "SMP_LAUNCHER"
+"""Environment variable: process number of the launcher, whose copies in memory are, where another process
+(--inprocess-restart) stands between it and this one."""
 
 
 @dataclass(frozen=True)

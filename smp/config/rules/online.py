@@ -134,6 +134,11 @@ def _check_engine(config: Config, rollouts: RolloutConfig) -> None:
     if name == "smp":
         return
     require(
+        name != "vllm" or not config.parallel.inprocess_restart,
+        "--rollout-engine vllm and --inprocess-restart exclude each other: its groups of processes last as long as the "
+        "process; leave one out",
+    )
+    require(
         importlib.util.find_spec(name) is not None,
         f"--rollout-engine {name}: {name} is not installed: {pip_install(name)}",
     )

@@ -16,8 +16,20 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.parallel import ParallelConfig
-from smp.config.rules.elastic import OWN_STORES
-from smp.training.inprocess.link import ALIVE, BEAT, ENDS, FIRST, LAUNCHER, ORPHANED, PIPES, REPLACE, REPLACES, TRAINS
+from smp.config.rules.elastic import LAUNCHER, OWN_STORES
+from smp.training.inprocess.link import (
+    ALIVE,
+    BEAT,
+    ENDS,
+    FIRST,
+    FRUITLESS,
+    ORPHANED,
+    PIPES,
+    REPLACE,
+    REPLACES,
+    SUSPENDED,
+    TRAINS,
+)
 from smp.training.process import Process
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -44,8 +56,12 @@ class Worker:
 
     def begin(self, word: bytes) -> None:
         """Let it train."""
-        self._heard = time.monotonic() if self._heard else 0.0
+        self.count_anew()
         self._say(word)
+
+    def count_anew(self) -> None:
+        """Its silence begins now, if it is known to live."""
+        self._heard = time.monotonic() if self._heard else 0.0
 
     def _say(self, word: bytes) -> None:
         with suppress(OSError):  # it is gone, which is seen soon
@@ -100,6 +116,7 @@ class Keeper:
 
     def run(self) -> int:
         """Until a worker ends by itself, or the launcher has stopped it; returns its exit code."""
+        fruitless = 0  # workers in a row that did not come to train
         try:
             self._active.begin(FIRST)
             while True:
@@ -107,6 +124,12 @@ class Keeper:
                 lost = code < 0 or code == REPLACE
                 if not lost or self._stopped or self._active.ends:
                     return 128 - code if code < 0 else min(code, 1) if lost else code
+                fruitless = 0 if self._active.trains else fruitless + 1
+                if fruitless > FRUITLESS:
+                    print(
+                        f"{self._name}: {fruitless} processes in a row were lost before they trained", file=sys.stderr
+                    )
+                    return 1
                 self._replace("was lost" if code == REPLACE else f"was ended by {signal.Signals(-code).name}")
         finally:
             for worker in (self._active, self._ready):
@@ -117,7 +140,10 @@ class Keeper:
         """The exit code of the active worker, when it has one."""
         active = self._active
         while (code := active.process.poll()) is None:
+            asked = time.monotonic()
             select.select([active.life], [], [], BEAT / 10)
+            if time.monotonic() - asked > BEAT / 10 + SUSPENDED:
+                active.count_anew()
             active.listen()
             if self._ready is not None:
                 self._ready.listen()
@@ -141,6 +167,8 @@ class Keeper:
         self._active.end()
         self._active, self._ready = self._ready or Worker(self._launcher), None
         self._active.begin(REPLACES)
+        if self._stopped:  # meanwhile: the one that heard it is gone
+            self._active.process.send_signal(signal.SIGTERM)
 
 
 def keep(settings: ParallelConfig, process: Process) -> int:

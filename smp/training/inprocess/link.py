@@ -12,9 +12,10 @@ import signal
 import threading
 from contextlib import suppress
 
-PIPES, LAUNCHER = "SMP_KEEPER", "SMP_LAUNCHER"
-"""Environment variables: descriptors of the pipes; and who started the keeper, as in ``smp.checkpoint.peers``, which
-imports torch: copies in memory are his."""
+from smp.config.rules.elastic import LAUNCHER
+
+PIPES = "SMP_KEEPER"
+"""Environment variable: descriptors of the pipes."""
 REPLACE = 76
 """Exit code of a worker that the keeper replaces, as it replaces one that a signal has ended."""
 FIRST, REPLACES, ORPHANED = b"1", b"2", b"3"
@@ -24,6 +25,10 @@ ALIVE, TRAINS, ENDS = b".", b"t", b"e"
 """What the worker says: it lives, it trains, it ends by itself."""
 BEAT = 1.0
 """Seconds between two signs of life."""
+FRUITLESS = 5
+"""Tries in a row that came no further, after which a new start is tried: processes may be broken."""
+SUSPENDED = 2.0
+"""Seconds that a wait takes too long where this process was suspended itself: so long it has heard nobody."""
 
 
 def has_keeper() -> bool:

@@ -19,13 +19,11 @@ import torch.distributed as dist
 
 from smp.config.parallel import ParallelConfig
 from smp.training.inprocess.connections import cut_connections, open_connections
-from smp.training.inprocess.link import REPLACE
+from smp.training.inprocess.link import FRUITLESS, REPLACE, SUSPENDED
 from smp.training.process import Process
 
 LOOK = 0.25
 """Seconds between two looks at the number."""
-FRUITLESS = 5
-"""Generations in a row that came no further, after which a new start is tried: processes may be broken."""
 _GRACE = 30.0
 """Seconds that a store has at least to answer."""
 _CUTS = 2.0
@@ -67,6 +65,7 @@ class Meeting:
         self._store, self._rank, self._size = store, rank, size
         self._stopped, self._orphaned = stopped, orphaned
         self._most, self._patience = settings.inprocess_max_iterations, settings.inprocess_barrier_timeout
+        self._first = max(self._patience, 60 * settings.distributed_timeout_minutes)  # processes start, files are read
         self._hard = settings.inprocess_heartbeat_timeout
         self.number = -1
         """Of the generation that this process is in."""
@@ -84,7 +83,8 @@ class Meeting:
         Raises:
             RuntimeError: nobody answers there.
         """
-        timeout = timedelta(seconds=max(settings.inprocess_barrier_timeout, _GRACE))
+        first = 60 * settings.distributed_timeout_minutes  # the keeper of rank 0 may come late
+        timeout = timedelta(seconds=max(settings.inprocess_barrier_timeout, _GRACE, first))
         store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
         orphaned = (lambda: False) if (link := process.link) is None else (lambda: link.orphaned)
         store = dist.PrefixStore("smp/inprocess", store)
@@ -115,7 +115,8 @@ class Meeting:
             RunEndedError: others have ended the run.
         """
         # The store's client waits without a limit for one that is stopped.
-        limit = threading.Timer(2 * self._patience + _GRACE, os._exit, (1,))
+        seconds = 2 * (self._first if self.number < 0 else self._patience) + _GRACE
+        limit = threading.Timer(seconds, self._give_up, (seconds,))
         limit.daemon = True
         limit.start()
         try:
@@ -131,6 +132,10 @@ class Meeting:
             self.number, self._spared = number, set(open_connections())
         return number
 
+    def _give_up(self, seconds: float) -> None:
+        _say(f"rank {self._rank}: no in-process restart: no answer from the store of this start for {seconds:.0f} s")
+        os._exit(1)
+
     def _all_came(self, number: int) -> bool:
         """Whether all ranks come to this generation; else it is lost before it began."""
         if self._most is not None and number > self._most:
@@ -138,7 +143,8 @@ class Meeting:
         if number >= FRUITLESS and len(reached := self._reached(number)) <= 1:
             raise GaveUpError(f"{FRUITLESS} times in a row no further than iteration {max(reached, default=0)}")
         self._store.set(f"rank {self._rank}", str(number))  # first: who dies in between has come
-        came, deadline = self._store.add(f"{number} came", 1), time.monotonic() + self._patience
+        patience = self._patience if number else self._first
+        came, deadline = self._store.add(f"{number} came", 1), time.monotonic() + patience
         while came < self._size:
             time.sleep(max(0.02, self._size / 10000))
             if self._store.check(["ended"]):
@@ -146,7 +152,7 @@ class Meeting:
             if self._stopped():
                 raise GaveUpError("the launcher ends this process")
             if time.monotonic() > deadline:
-                raise GaveUpError(f"{came} of {self._size} processes came within {self._patience:.0f} s")
+                raise GaveUpError(f"{came} of {self._size} processes came within {patience:.0f} s")
             if self.current() != number:
                 return False
             came = self._store.add(f"{number} came", 0)
@@ -179,11 +185,15 @@ class Meeting:
             self._spared = None
 
     def _watch(self) -> None:
+        asked = time.monotonic()
         while not self._closed.wait(LOOK):
+            if self._seen and time.monotonic() - asked > LOOK + SUSPENDED:
+                self._seen = time.monotonic()
             try:
                 self._look()
             except dist.DistError:
                 return  # without the store there is no next generation; this one may go on to its end
+            asked = time.monotonic()
 
     def _look(self) -> None:
         if self._orphaned():
