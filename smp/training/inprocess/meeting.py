@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -218,4 +219,5 @@ class Meeting:
 
 def _say(line: str) -> None:
     """From any thread: a stream of Python's may be locked by one that is stuck."""
-    os.write(sys.stderr.fileno() if sys.stderr is not None else 2, f"{line}\n".encode())
+    with suppress(OSError):  # nobody reads it
+        os.write(sys.stderr.fileno() if sys.stderr is not None else 2, f"{line}\n".encode())
