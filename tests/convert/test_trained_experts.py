@@ -21,7 +21,7 @@ from tests.distributed import run_distributed
 pytest.importorskip("transformers")
 KINDS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "deepseek-v2", "deepseek-v3", "gpt-oss")
 KINDS += ("llama4-scout", "llama4-maverick", "qwen3-next-moe", "qwen3.5-moe", "granite-hybrid-moe", "nemotron-h-moe")
-KINDS += ("kimi-linear-moe",)
+KINDS += ("kimi-linear-moe", "deepseek-v3.2", "glm-5")
 FAST = ("mixtral", "deepseek-v3", "gpt-oss", "llama4-maverick")
 """Each way of routing, and of storing experts."""
 FLAGS = "--mock-data --seq-length 16 --global-batch-size 4 --micro-batch-size 1 --train-iters 2 --lr 0.01 "
