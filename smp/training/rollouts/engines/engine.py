@@ -33,7 +33,8 @@ class RolloutEngine(Protocol):
     """Writes completions with the weights that it was last given."""
 
     @property
-    def share(self) -> Share: ...
+    def share(self) -> Share:
+        """Which prompts this rank writes completions of."""
 
     def update(self) -> None:
         """Take the weights of the model that trains, as they are. All ranks call it together."""
