@@ -583,7 +583,8 @@ def train(case: Case, initial: Weights) -> Result:
         norms.append(torch.nn.utils.clip_grad_norm_(trained, limit).item())
         losses.append(loss.item())
         optimizer.step()
-        for name in seen.keys() & weights.keys():
+        # The indexer's warm-up trains nothing else, experts' biases included.
+        for name in () if config.model.dsa_indexer_warmup else seen.keys() & weights.keys():
             with torch.no_grad():
                 weights[name] += config.model.moe_router_bias_update_rate * (seen[name].mean() - seen[name]).sign()
     final = {name: w.detach() for name, w in weights.items()}
