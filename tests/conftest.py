@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -19,3 +21,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_state() -> Iterator[None]:
+    """What a file leaves in ``smp.state`` (a run of transformers' model in the test's own process does) ends with it:
+    which file comes next differs from machine to machine."""
+    yield
+    if "smp.hf.state" in sys.modules:  # not imported for this: tests of settings do without torch
+        sys.modules["smp.hf.state"].state.reset()

@@ -31,6 +31,7 @@ class State:
 
     def __init__(self) -> None:
         self._made: tuple[Settings, ParallelContext] | None = None
+        self._world: dist.ProcessGroup | None = None
         self._ranker: Ranker | None = None
         self._queue: AsyncCallsQueue | None = None
         self._set_before: dict[str, int] = {}
@@ -249,8 +250,8 @@ state = State()
 
 
 def is_initialized() -> bool:
-    """Whether ``smp.init`` was called."""
-    return state._made is not None
+    """Whether ``smp.init`` was called, or a run of transformers' model did so, and its process group is still there."""
+    return state._made is not None and state._world is dist.group.WORLD
 
 
 def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
@@ -278,7 +279,7 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     layout = layout_of(settings, dist.get_world_size())
     on_cpu = device_type == "cpu" and "gloo" in str(dist.get_backend_config()) and dist.get_world_size() > 1
     context, state._ranker = _groups(layout, device_type, tuple(gather(socket.gethostname())) if on_cpu else ())
-    state._made = settings, context
+    state._made, state._world = (settings, context), dist.group.WORLD
     exchange = _exchange(state.tp_process_group) if on_cpu and layout.tp > 1 else ""
     if dist.get_rank() == 0:
         print(
@@ -304,7 +305,7 @@ def adopt(context: ParallelContext) -> None:
         expert_parallel_degree=ep,
         sequence_parallel=context.sequence_parallel and tp > 1,
     )
-    state._made = settings, context
+    state._made, state._world = (settings, context), dist.group.WORLD
 
 
 def _groups(layout: Layout, device_type: str, hosts: tuple[str, ...]) -> tuple[ParallelContext, Ranker]:

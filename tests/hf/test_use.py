@@ -268,3 +268,13 @@ def test_mistakes_are_one_line_and_leave_the_model_alone() -> None:
         # Two layers: a sum per embedding, attention and MLP; backwards per attention, MLP and head, and four norms.
         assert result["collectives"] == [(5, 1), (9, 0)]
         assert result["vocabulary"]
+
+
+def test_a_process_group_that_ended_takes_smp_init_with_it() -> None:
+    smp.state.reset()
+    for _ in range(2):
+        smp.init({})
+        assert smp.is_initialized()
+        torch.distributed.destroy_process_group()
+        assert not smp.is_initialized()
+    smp.state.reset()
