@@ -7,7 +7,6 @@ prepares. This file names no kind of layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,6 @@ from smp.kernels import TORCH, Kernels
 from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.heads.head import ModelOutput, VocabParallelHead
-from smp.layers.indexer import LOSS_WEIGHTS
 from smp.layers.moe import Counted
 from smp.models.auxiliary import Found, auxiliary_outputs
 from smp.models.build_layers import Build, build_head, build_prediction
@@ -176,13 +174,11 @@ class GPT(StagedModel):
         if self.embeds_at_the_end and part.head and self.embedding is not None:
             tied_weight = self.embedding.table()  # one for both ends, so that its gradients add as FSDP adds them
         x = self.embed(batch.input_ids, tokens, tied_weight) if hidden is None else hidden
-        tokens = self.tokens.prepared(tokens, x)
         # Not in evaluation, nor for losses of answers, which say nothing of how experts are loaded.
-        measures = self.training and weights is not None and batch.answers is None
-        counted = self.expert_counts.of(tokens, weights) if measures and weights is not None else None
+        measured = weights if self.training and batch.answers is None else None
+        tokens = self.tokens.prepared(tokens, x, measured)
+        counted = None if measured is None else self.expert_counts.of(tokens, measured)
         found = Found()
-        if measures and weights is not None:
-            tokens = self.weighted(tokens, weights)
         for i in part.layers:
             x = self.run_layer(i, x, tokens, counted, found)
         if not part.head:
@@ -193,11 +189,10 @@ class GPT(StagedModel):
         if batch.cache is not None:
             return self._wanted(self.scaled(x), batch, matrix)
         if labels is None or weights is None:
-            output = self.head(self.scaled(x), tied_weight=matrix)
-            # Without the padding.
+            output = self.head(self.scaled(x), tied_weight=matrix)  # of the padding too
             return ModelOutput(logits=output.logits[: batch.input_ids.numel()].view(*batch.input_ids.shape, -1))
         mtp = None
-        if measures and batch.mtp:
+        if measured is not None and batch.mtp:
             if matrix is None:  # one for all uses, so that its gradients add as FSDP adds them
                 matrix = cast(VocabParallelHead, self.head).matrix(x.dtype)
             mtp = mtp_loss(self, x, batch, tokens, (tied_weight, matrix), found)
@@ -218,13 +213,6 @@ class GPT(StagedModel):
         if block.measures and measured[-1] is not None:
             found.indexers.append(measured[-1])
         return x
-
-    def weighted(self, tokens: Tokens, weights: torch.Tensor) -> Tokens:
-        """With what each token's loss counts, (batch, length), where mixers have losses of their own."""
-        if not any(cast(TransformerBlock, block).measures for block in self.layers.values()):
-            return tokens
-        prepared = {**tokens.layout.prepared, LOSS_WEIGHTS: tokens.flat(weights)}
-        return replace(tokens, layout=replace(tokens.layout, prepared=prepared))
 
     def _wanted(self, x: torch.Tensor, batch: MicroBatch, matrix: torch.Tensor | None) -> ModelOutput:
         """What generation asks for, of the head's input."""

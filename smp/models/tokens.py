@@ -15,6 +15,7 @@ from smp.kernels.attention_cores.fused_attention import DEFAULT_ATTENTION
 from smp.kernels.dropout import keyed_dropout
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.block import DROPOUT_SITES
+from smp.layers.indexer import LOSS_WEIGHTS
 from smp.layers.token_needs import TokenNeed, chunks_key, with_needs
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group
@@ -85,6 +86,7 @@ class TokenPreparation:
         drops: bool,
     ) -> None:
         mixers = list(mixers)
+        self.measures = any(getattr(mixer, "measures", False) for mixer in mixers)
         self.attention, self.group = attention, group if sequence_parallel else None
         self.seed, self.num_layers, self.drops = seed, num_layers, drops
         self.needs: tuple[TokenNeed, ...] = tuple(dict.fromkeys(n for mixer in mixers for n in mixer.needs))
@@ -126,9 +128,16 @@ class TokenPreparation:
         layout = with_needs(layout, self.needs, lambda: _flat(micro_batch.whole_lengths(), padding))
         return Tokens(layout, padding, self._dropout_keys(layout, training, device), self.group)
 
-    def prepared(self, tokens: Tokens, x: torch.Tensor) -> Tokens:
+    def prepared(self, tokens: Tokens, x: torch.Tensor, loss_weights: torch.Tensor | None = None) -> Tokens:
         """``tokens`` with what attention to ``x`` derives from them, once for all layers: masks, where documents begin,
-        plans of exchanges. Layers with chunks have a layout of their own in it."""
+        plans of exchanges. Layers with chunks have a layout of their own in it.
+
+        Args:
+            tokens: from :meth:`of`.
+            x: the residual stream, (tokens [/p], hidden).
+            loss_weights: what each token's loss counts, (batch, length), for mixers with losses of their own; None:
+                they have none in this pass.
+        """
         # Kept keys are seen by masks of positions, whatever core the run has.
         core = self.attention if tokens.layout.key_positions is None else DEFAULT_ATTENTION
         layout = core.prepare(tokens.layout, self.specs[None], x.dtype, x.device)
@@ -138,6 +147,8 @@ class TokenPreparation:
             if size is not None
         }
         layout = replace(layout, prepared={**layout.prepared, **chunked}) if chunked else layout
+        if self.measures and loss_weights is not None:
+            layout = replace(layout, prepared={**layout.prepared, LOSS_WEIGHTS: tokens.flat(loss_weights)})
         return replace(tokens, layout=layout)
 
     def _dropout_keys(self, layout: TokenLayout, training: bool, device: torch.device) -> torch.Tensor | None:
