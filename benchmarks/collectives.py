@@ -36,11 +36,11 @@ from smp.models.micro_batch import MicroBatch
 from smp.parallel import backend
 from smp.parallel.agree import gather
 from smp.parallel.context import build_context
-from smp.parallel.network.choose import choose_collectives, topology_of, with_secondary_shards
+from smp.parallel.network.collective_schedule import Kind
 from smp.parallel.network.cost import Policy, Way, least_chunks, simulated
 from smp.parallel.network.group import CollectiveWork, NetworkGroup
 from smp.parallel.network.measure import measure_links
-from smp.parallel.network.schedule import Kind
+from smp.parallel.network.select_collectives import choose_collectives, topology_of, with_secondary_shards
 from smp.parallel.network.topology import Topology
 from smp.sharding.parallelize import parallelize
 

@@ -29,7 +29,7 @@ from smp.kernels.attention_cores.fused_attention import FusedAttention
 from smp.kernels.token_layout import TokenLayout
 from smp.layers import context_parallel_attention, cut_sequences
 from smp.layers.context_parallel import ring
-from smp.layers.context_parallel.choose import CommType
+from smp.layers.context_parallel.make_core import CommType
 from smp.parallel.collectives import Group, start_shift, wait
 
 METHODS: tuple[CommType, ...] = ("p2p", "all_gather", "a2a")

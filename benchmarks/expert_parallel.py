@@ -28,7 +28,7 @@ from smp.models.micro_batch import MicroBatch
 from smp.parallel import collectives
 from smp.parallel.agree import gather
 from smp.parallel.context import build_context
-from smp.parallel.network.choose import choose_collectives
+from smp.parallel.network.select_collectives import choose_collectives
 from smp.sharding.parallelize import parallelize
 
 LAYERS, HIDDEN, EXPERTS, K, VOCABULARY = 2, 256, 8, 2, 256

@@ -20,8 +20,8 @@ from smp.config import Layout, ModelConfig, OptimizerConfig, ParallelConfig, res
 from smp.layers import init_weights
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
+from smp.optim.lr_scheduler import learning_rate
 from smp.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from smp.optim.schedule import learning_rate
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import parallelize
 

@@ -31,7 +31,7 @@ from smp.pipeline.actions import Schedule
 from smp.pipeline.recorder import Recorder
 from smp.pipeline.run import Runner
 from smp.pipeline.schedules import SCHEDULES, build_schedule
-from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.simulate_schedule import StageCosts, simulate
 from smp.pipeline.timeline import to_trace
 from tests.distributed import run_distributed
 

@@ -22,8 +22,8 @@ from smp.config import ConfigError, Layout
 from smp.data.build import build_datasets
 from smp.data.loader import BatchLoader
 from smp.models.build import new_model
+from smp.optim.lr_scheduler import learning_rate
 from smp.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from smp.optim.schedule import learning_rate
 from smp.parallel.agree import sum_over_ranks
 from smp.parallel.context import build_context
 from smp.sharding.parallelize import last_micro_batch, parallelize

@@ -28,7 +28,6 @@ import torch
 from tqdm import tqdm
 
 from smp.checkpoint import CheckpointError, DamagedError, Manifest, find, read_manifest, verify
-from smp.checkpoint.box import read_blocks, read_box
 from smp.checkpoint.commit import OUR_FILES
 from smp.checkpoint.diff import CACHED, diff_tensor
 from smp.checkpoint.folders.folder import Folder, open_folder
@@ -38,6 +37,7 @@ from smp.checkpoint.folders.retention import VALIDATION_LOSS, Retention, doomed,
 from smp.checkpoint.format.entries import ELEMENT_SIZES, TensorEntry
 from smp.checkpoint.format.manifest import MANIFEST
 from smp.checkpoint.rewrite import rewrite
+from smp.checkpoint.tensor_slices import read_blocks, read_box
 from smp.config.command_line.command import CommandParser, run_tool
 
 _SHOWN_WHOLE = 1000  # elements: of more, torch prints only the first and last ones in each dimension

@@ -35,8 +35,8 @@ from smp.config.resolve import resolve_model
 from smp.models.arithmetic import count_parameters
 from smp.models.inventory import block_parameters
 from smp.models.presets import PRESETS
+from smp.parallel.network.collective_schedule import Kind
 from smp.parallel.network.cost import FLAT, Way, flat_ring, least_chunks, two_levels, ways, weight
-from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Link, Links, Topology
 
 NODES = tuple(2**i for i in range(1, 13))

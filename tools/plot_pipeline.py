@@ -26,7 +26,7 @@ from smp.config.command_line.command import CommandParser, run_tool
 from smp.config.command_line.commands import pip_install
 from smp.pipeline.actions import COMPUTE, Action, Op
 from smp.pipeline.schedules import SCHEDULES, build_schedule
-from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.simulate_schedule import StageCosts, simulate
 from smp.pipeline.timeline import MICROSECONDS, Span, Timeline, label, to_trace
 
 Panel = tuple[str, Timeline]

@@ -18,10 +18,10 @@ from smp.config.command_line.entry_points import FINETUNE, PRETRAIN, EntryPoint
 from smp.config.command_line.fields import Setting, as_text, settings, title_of
 from smp.config.megatron.rows import Row
 from smp.config.megatron.table import ROWS, TABLE, fate_of
-from smp.layers.context_parallel import picture as context_picture
+from smp.layers.context_parallel import mask_picture
 from smp.models.arithmetic import count_parameters
 from smp.models.presets import PRESETS
-from smp.parallel.network import picture as network_picture
+from smp.parallel.network import collective_picture
 
 BEGIN = "<!-- table: written by python tools/write_docs.py -->"
 END = "<!-- end of table -->"
@@ -108,8 +108,8 @@ def tables() -> dict[Path, str]:
         Path("docs/finetuning.md"): settings_tables(FINETUNE),
         Path("docs/models.md"): presets_table(),
         Path("docs/differences-from-megatron.md"): megatron_table(),
-        Path("docs/collectives.md"): network_picture.pictures(),
-        Path("docs/context-parallelism.md"): context_picture.pictures(),
+        Path("docs/collectives.md"): collective_picture.pictures(),
+        Path("docs/context-parallelism.md"): mask_picture.pictures(),
     }
 
 

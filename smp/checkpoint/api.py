@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp.checkpoint.box import files_of, read_boxes
 from smp.checkpoint.commit import commit, discard_unfinished
 from smp.checkpoint.dcp_planner import Item, LocalShard, assign, items_of, local_shards, misfits, require_fit
 from smp.checkpoint.folders.folder import Folder, open_folder
@@ -20,6 +19,7 @@ from smp.checkpoint.format.entries import CheckpointError, Manifest
 from smp.checkpoint.format.manifest import check_extra, read_manifest
 from smp.checkpoint.peers import PeerFolder
 from smp.checkpoint.storage import Write, build_manifest, unused_suffix, write_items, write_tensors
+from smp.checkpoint.tensor_slices import files_of, read_boxes
 from smp.checkpoint.together import together
 from smp.parallel.agree import on_rank_zero, rank
 

@@ -1,8 +1,8 @@
 """Which shard of which tensor every rank writes or reads.
 
 Two things need care. Where FSDP2 cuts what TP has cut unevenly, torch's own offsets are wrong (2.13: 33 rows over tp 2,
-then shard 4; :func:`smp.parallel.boxes.local_box` has the right ones). And vocabulary padding, which depends on the
-layout, is cut off.
+then shard 4; :func:`smp.parallel.dtensor_box.local_box` has the right ones). And vocabulary padding, which depends on
+the layout, is cut off.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smp.checkpoint.format.tensor_bytes import DTYPE_NAMES, DTYPES
 from smp.checkpoint.format.tensor_file import rows_of_a_shard
 from smp.checkpoint.overlap import shared_memory
 from smp.parallel.box import Box
-from smp.parallel.boxes import local_box, local_part
+from smp.parallel.dtensor_box import local_box, local_part
 
 _NAMED_AT_MOST = 8
 

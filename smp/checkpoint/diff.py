@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from smp.checkpoint.box import read_blocks, read_box
 from smp.checkpoint.folders.folder import Folder
 from smp.checkpoint.format.entries import Manifest, Shard
 from smp.checkpoint.format.tensor_bytes import DTYPES, as_bits
 from smp.checkpoint.reader import narrow
+from smp.checkpoint.tensor_slices import read_blocks, read_box
 
 CACHED = 1 << 16
 """Elements that are summed at a time: 0.5 MB of them in double precision, which stay in the cache."""

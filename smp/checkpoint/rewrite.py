@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from smp.checkpoint.box import read_box_into
 from smp.checkpoint.commit import commit, discard_unfinished
 from smp.checkpoint.dcp_planner import Item
 from smp.checkpoint.folders.folder import Folder
@@ -16,6 +15,7 @@ from smp.checkpoint.format.manifest import check_files, read_manifest
 from smp.checkpoint.format.tensor_bytes import DTYPES, lay_out, raw_bytes
 from smp.checkpoint.format.tensor_file import rows_of_a_shard, write_file
 from smp.checkpoint.storage import build_manifest, write_items
+from smp.checkpoint.tensor_slices import read_box_into
 
 
 def rewrite(

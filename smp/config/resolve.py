@@ -12,11 +12,11 @@ from smp.config.batch import BatchSizes, scheduled
 from smp.config.blend import BlendPart, data_parts, is_remote, is_text
 from smp.config.command_line.commands import tool
 from smp.config.layout import Layout
+from smp.config.lr_schedule import resolve_schedule
 from smp.config.model import ModelConfig
 from smp.config.parallel import ParallelConfig
 from smp.config.rules.checks import check_combinations, check_effects, check_model, check_ranges
 from smp.config.rules.latent import head_width
-from smp.config.schedule import resolve_schedule
 from smp.config.schema import Config, ConfigError, DataConfig, TrainingConfig
 
 

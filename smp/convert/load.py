@@ -14,7 +14,7 @@ from smp.checkpoint.dcp_planner import local_shards
 from smp.checkpoint.together import together
 from smp.convert.huggingface.folder import open_hf
 from smp.convert.weights import Weights
-from smp.parallel.boxes import local_part
+from smp.parallel.dtensor_box import local_part
 
 
 def load_hf(model: nn.Module, folder: str | Path) -> list[str]:

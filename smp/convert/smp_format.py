@@ -13,7 +13,6 @@ import torch
 
 from smp import __version__
 from smp.checkpoint import CheckpointError, Manifest, read_manifest
-from smp.checkpoint.box import read_box_into
 from smp.checkpoint.commit import commit
 from smp.checkpoint.dcp_planner import Item
 from smp.checkpoint.folders.folder import Folder, open_folder
@@ -21,6 +20,7 @@ from smp.checkpoint.folders.local import LocalFolder
 from smp.checkpoint.format.manifest import MANIFEST, parse_tensor
 from smp.checkpoint.format.tensor_bytes import DTYPE_NAMES, DTYPES
 from smp.checkpoint.rewrite import write_shards
+from smp.checkpoint.tensor_slices import read_box_into
 from smp.config import ModelConfig
 from smp.config.command_line.commands import tool
 from smp.convert.huggingface.folder import carry

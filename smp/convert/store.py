@@ -15,7 +15,7 @@ from smp.checkpoint import CheckpointError, DamagedError
 from smp.checkpoint.folders.local import LocalFolder, Source
 from smp.checkpoint.format.tensor_bytes import DTYPES, raw_bytes
 from smp.checkpoint.format.tensor_file import Slot
-from smp.checkpoint.format.validate import covered_once, inside
+from smp.checkpoint.format.validate_manifest import covered_once, inside
 from smp.parallel.box import Box
 
 _SHORT_RUN = 1024  # bytes: shorter stretches of a row are read with what is between them

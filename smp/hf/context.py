@@ -20,13 +20,13 @@ from torch import nn
 from smp.config.schema import ConfigError
 from smp.data.sample import IGNORE_INDEX
 from smp.hf.adapters import base_of, faces_of
-from smp.hf.planning.plan import check_dropout
+from smp.hf.planning.module_plan import check_dropout
 from smp.hf.state import state
 from smp.kernels.attention_cores.attention_core import AttentionCore, AttentionSpec
 from smp.kernels.attention_cores.fused_attention import DEFAULT_ATTENTION
 from smp.kernels.sequence_cut import cut_sequences
 from smp.kernels.token_layout import TokenLayout
-from smp.layers.context_parallel.choose import CommType, context_parallel_attention
+from smp.layers.context_parallel.make_core import CommType, context_parallel_attention
 from smp.parallel.collectives import Group, start_all_gather, start_all_reduce, wait
 
 NAME = "smp_context_parallel"

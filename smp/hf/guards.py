@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from smp.config.schema import ConfigError
 from smp.hf import optimizers
 from smp.hf.adapters import base_of, faces_of
-from smp.hf.planning.plan import check_dropout, dropouts, heads_of
+from smp.hf.planning.module_plan import check_dropout, dropouts, heads_of
 from smp.hf.sagemaker.fsdp1 import FSDP2
 from smp.parallel.agree import gather
 from smp.parallel.collectives import Group, gather_features

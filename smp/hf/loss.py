@@ -38,7 +38,7 @@ from smp.data.sample import IGNORE_INDEX
 from smp.hf import products
 from smp.hf.adapters import base_of
 from smp.hf.modules import home_of, local_weight_and_bias
-from smp.hf.planning.plan import Plan
+from smp.hf.planning.module_plan import Plan
 from smp.hf.planning.rows import REPLICATE
 from smp.hf.state import state
 from smp.kernels.dispatch import choose_kernels

@@ -22,7 +22,7 @@ from smp.config.schema import ConfigError
 from smp.hf import experts
 from smp.hf.adapters import target_of
 from smp.hf.planning.borrowed import Borrowed
-from smp.hf.planning.plan import Plan, Step
+from smp.hf.planning.module_plan import Plan, Step
 from smp.hf.planning.rows import COLUMN, EMBEDDING, EXPERTS, LATENT, ROW, SUMMED
 from smp.hf.sagemaker.fsdp1 import FSDP2
 from smp.kernels.matmul import linear

@@ -23,7 +23,7 @@ from torch import nn
 from smp.config.schema import ConfigError
 from smp.hf.adapters import base_of
 from smp.hf.modules import Region
-from smp.hf.planning.plan import Plan
+from smp.hf.planning.module_plan import Plan
 from smp.hf.planning.rows import REPLICATE, ROW, SUMMED, pattern_of
 from smp.parallel.collectives import Group, gather_sequence, split_tokens
 

@@ -2,8 +2,8 @@
 
 The object stays: its class, the names of its parameters, ``forward``, ``generate``, ``save_pretrained``. Parameters
 become DTensors on the tensor-parallel mesh, so ``fully_shard`` adds the data dimensions and ``state_dict()`` has
-Hugging Face's names and global shapes. All is decided (:mod:`smp.hf.planning.plan`) before the first parameter is
-touched.
+Hugging Face's names and global shapes. All is decided (:mod:`smp.hf.planning.module_plan`) before the first parameter
+is touched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smp.hf.loss import GATHERED
 from smp.hf.loss import check as check_loss
 from smp.hf.loss import install as install_loss
 from smp.hf.modules import install
-from smp.hf.planning.plan import Plan, Step, check_untouched, make_expert_plan, make_plan
+from smp.hf.planning.module_plan import Plan, Step, check_untouched, make_expert_plan, make_plan
 from smp.hf.planning.rows import EXPERTS, REPLICATE, check_given, pattern_of
 from smp.hf.planning.share import Share
 from smp.hf.state import state

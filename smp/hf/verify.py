@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.config.schema import ConfigError
 from smp.parallel.agree import gather
-from smp.parallel.boxes import local_box, local_part
+from smp.parallel.dtensor_box import local_box, local_part
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE = 3e-2

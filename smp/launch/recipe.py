@@ -360,7 +360,7 @@ def _dry(values: Mapping[str, Any], incomplete: bool) -> dict[str, Any]:
 def _planned(config: Config, world: int) -> Config:
     layout = Layout.from_config(config.parallel, world)
     if layout.pp > 1:
-        from smp.pipeline.plan import plan_pipeline  # imports what a recipe without a pipeline does not need
+        from smp.pipeline.stage_plan import plan_pipeline  # imports what a recipe without a pipeline does not need
 
         plan_pipeline(config, layout)
     return config

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from smp.parallel.boxes import local_box
 from smp.parallel.collectives import Group, sum_gradient
+from smp.parallel.dtensor_box import local_box
 from smp.parallel.rng import keyed_normal
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from smp.config import ConfigError, OptimizerConfig
 from smp.kernels.dropout import keyed_bits
 from smp.kernels.precision.low_precision import BLOCK, expand, round_to_bf16, round_to_e4m3, smallest_e4m3
-from smp.parallel.boxes import cuts_of, local_box, local_part
+from smp.parallel.dtensor_box import cuts_of, local_box, local_part
 from smp.parallel.rng import dropout_key
 
 Kind = Literal["fp32", "bf16", "fp8"]

@@ -42,10 +42,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from smp.config import ConfigError
-from smp.parallel.network.choose import SMALLEST
 from smp.parallel.network.cost import Policy
 from smp.parallel.network.group import CollectiveWork, NetworkGroup
 from smp.parallel.network.same_call import Call
+from smp.parallel.network.select_collectives import SMALLEST
 from smp.parallel.network.topology import Topology, read_topology
 
 NAME = "smp"

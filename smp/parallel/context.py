@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import Layout
 from smp.parallel.collectives import Group
-from smp.parallel.network.choose import NetworkCollectives
 from smp.parallel.network.secondary import Parts
+from smp.parallel.network.select_collectives import NetworkCollectives
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Dimensions of the ranks, slowest first."""

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp.parallel.box import Box, Cut, box_at
-from smp.parallel.boxes import cuts_of
 from smp.parallel.collectives import all_gather_flat
+from smp.parallel.dtensor_box import cuts_of
 
 Parts = Mapping[int, torch.Tensor]
 """What a rank has of some of a round's tensors, by their number in it."""

@@ -3,9 +3,9 @@
     rank 0   forward(stage 0, micro-batch 0)  send_activation(stage 0, micro-batch 0)  forward(stage 0, ...)  ...
     rank 1   receive_activation(stage 1, micro-batch 0)  forward(stage 1, micro-batch 0)  backward(stage 1, ...)  ...
 
-Everything else reads this one value: ``validate`` proves it, ``simulate`` times it, a runner executes it. The model is
-cut into ranks x chunks *stages*, numbered along the way of a token; every rank owns ``chunks`` of them. Which ones is
-the placement:
+Everything else reads this one value: ``validate_schedule`` proves it, ``simulate_schedule`` times it, a runner executes
+it. The model is cut into ranks x chunks *stages*, numbered along the way of a token; every rank owns ``chunks`` of
+them. Which ones is the placement:
 
                                    rank      0     1     2     3
     loop   round and round         stages   0 4   1 5   2 6   3 7

@@ -1,4 +1,4 @@
-"""When every action of a step ran: predicted by ``simulate`` or measured by a runner, in one form and one file format.
+"""When every action of a step ran: predicted by ``simulate_schedule`` or measured by a runner, in one form and file.
 
 The file is Chrome's trace event format (chrome://tracing, ui.perfetto.dev), one complete event per action:
 

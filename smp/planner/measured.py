@@ -16,8 +16,8 @@ import torch
 
 from smp.config import Config, Layout
 from smp.pipeline.actions import COMPUTE, Op
-from smp.pipeline.plan import Plan, plan_pipeline
-from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.simulate_schedule import StageCosts, simulate
+from smp.pipeline.stage_plan import Plan, plan_pipeline
 from smp.planner.devices import Device
 from smp.planner.machine import MachineTimes, Timed, calibrate, kind_of
 from smp.planner.record import Calls, Collective, Place, recorded_step

@@ -17,7 +17,7 @@ import torch
 
 from smp.config import Config, Layout
 from smp.pipeline.actions import Action, Op
-from smp.pipeline.plan import Plan
+from smp.pipeline.stage_plan import Plan
 from smp.training.build import choose_backends
 from smp.training.cost.fake_step import fake_step
 from smp.training.cost.meter import Key, Meter

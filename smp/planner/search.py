@@ -10,7 +10,7 @@ from typing import Any
 from smp.config import Config, ConfigError, Layout, ParallelConfig, resolve
 from smp.config.command_line.fields import flag_of
 from smp.layers.heads.head import CHUNK_BYTES
-from smp.pipeline.plan import Plan, plan_pipeline
+from smp.pipeline.stage_plan import Plan, plan_pipeline
 from smp.planner.devices import Device
 from smp.planner.seconds import StepTime
 from smp.planner.step_time import StepModel

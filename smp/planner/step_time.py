@@ -27,8 +27,8 @@ from smp.models.inventory import (
     vocabulary_matrix,
 )
 from smp.models.part import ModelPart, whole
-from smp.pipeline.plan import Plan
-from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.simulate_schedule import StageCosts, simulate
+from smp.pipeline.stage_plan import Plan
 from smp.planner.devices import Device
 from smp.planner.fp8 import Fp8Costs, in_fp8
 from smp.planner.seconds import Pass, StepTime

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from smp.parallel.collectives import all_gather_flat
-from smp.parallel.network.choose import NetworkCollectives
 from smp.parallel.network.cost import FLAT
 from smp.parallel.network.group import NetworkGroup
 from smp.parallel.network.quantize import Quantization
 from smp.parallel.network.secondary import SecondaryShard
+from smp.parallel.network.select_collectives import NetworkCollectives
 
 # The name in torch 2.11 is deprecated in 2.13.
 _flat_reduce: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

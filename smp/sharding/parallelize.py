@@ -27,7 +27,7 @@ from smp.layers.moe import Experts
 from smp.layers.moe.experts import ExpertLinear
 from smp.models.protocol import Model
 from smp.parallel.context import ParallelContext
-from smp.parallel.network.choose import NetworkCollectives
+from smp.parallel.network.select_collectives import NetworkCollectives
 from smp.sharding.fp8_gather import gather_in_fp8
 from smp.sharding.network import communicate_by
 from smp.sharding.offload import Offload

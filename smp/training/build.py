@@ -15,7 +15,7 @@ from smp.config.layers import hides_tokens, scores_flag
 from smp.data.loader import BatchLoader, ReadBatch
 from smp.generation import Generator
 from smp.kernels.attention_cores.attention_core import AttentionCore, BlockCore
-from smp.kernels.attention_cores.choose import AttentionShape, choose_attention
+from smp.kernels.attention_cores.select_attention import AttentionShape, choose_attention
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.kernels.experts.grouped import describe_products
 from smp.layers.context_parallel import context_parallel_attention
@@ -23,7 +23,7 @@ from smp.layers.fp8.apply import use_fp8
 from smp.models.build import new_model
 from smp.models.protocol import Model, require_capability, require_stages
 from smp.parallel.context import ParallelContext
-from smp.pipeline.plan import Plan, plan_pipeline, plans_by_size
+from smp.pipeline.stage_plan import Plan, plan_pipeline, plans_by_size
 from smp.sharding.offload import Offload
 from smp.sharding.parallelize import parallelize
 from smp.training.eight_bit import choose_fp8, fp8_of, layers_without_fp8

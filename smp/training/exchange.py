@@ -11,8 +11,8 @@ from smp.config.layer_specs import KimiDeltaMixer, MambaMixer, Recurrence
 from smp.config.layers import layer_specs
 from smp.config.rules.context_parallel import exchange_sizes
 from smp.layers.context_parallel.auto import CPU, H100, Seen, choose_comm_type
-from smp.layers.context_parallel.choose import CommType
 from smp.layers.context_parallel.cost import Exchanged
+from smp.layers.context_parallel.make_core import CommType
 
 DOCUMENT = 1024
 """Tokens of a document, for the cost model, which has to choose before data are read."""

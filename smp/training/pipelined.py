@@ -18,9 +18,9 @@ from smp.models.protocol import StagedModel
 from smp.parallel.context import ParallelContext
 from smp.parallel.links import Channel, Links
 from smp.pipeline.actions import SEND, Op
-from smp.pipeline.plan import Plan
 from smp.pipeline.recorder import Recorder, Watcher
 from smp.pipeline.run import Runner
+from smp.pipeline.stage_plan import Plan
 from smp.pipeline.timeline import Timeline
 from smp.sharding.offload import Offload
 from smp.sharding.stages import ShardedStages

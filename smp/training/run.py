@@ -28,11 +28,11 @@ from smp.optim.optimizer import build_optimizer
 from smp.parallel import backend
 from smp.parallel.agree import on_all_or_none, on_rank_zero
 from smp.parallel.context import ParallelContext, build_context
-from smp.parallel.network.choose import choose_collectives, topology_of, with_secondary_shards
 from smp.parallel.network.quantize import Quantization
+from smp.parallel.network.select_collectives import choose_collectives, topology_of, with_secondary_shards
 from smp.parallel.node_group import describe_exchange, within_nodes
 from smp.pipeline.failure import naming
-from smp.pipeline.plan import describe_plan, plan_pipeline
+from smp.pipeline.stage_plan import describe_plan, plan_pipeline
 from smp.sharding.offload import offload_of
 from smp.training.build import RunSetup, batch_loader
 from smp.training.checkpoints.saving import RunCheckpoints

@@ -22,7 +22,7 @@ from smp.convert.changes import misfit
 from smp.convert.describe import described_model, of_model_config, read_architecture
 from smp.convert.huggingface.config import is_hf_folder
 from smp.data.tokenizers.files import load_tokenizer
-from smp.pipeline.plan import plans_by_size
+from smp.pipeline.stage_plan import plans_by_size
 from smp.training.checkpoints.origin import Origin, has_begun
 from smp.training.inprocess.link import has_keeper
 

@@ -20,8 +20,8 @@ from smp.layers.fp8.apply import fp8_history
 from smp.models.arithmetic import visible_pairs_of_layers
 from smp.models.auxiliary import auxiliary_names
 from smp.models.protocol import Model
+from smp.optim.lr_scheduler import decoupled_learning_rate, learning_rate
 from smp.optim.optimizer import clip_gradients, scaling_of, set_learning_rate, step_if
-from smp.optim.schedule import decoupled_learning_rate, learning_rate
 from smp.parallel.agree import any_rank, gather, sum_over_ranks
 from smp.parallel.context import ParallelContext
 from smp.training.errors import TrainingError

@@ -34,7 +34,7 @@ from smp.checkpoint.folders.latest import misnamed
 from smp.checkpoint.format.entries import ELEMENT_SIZES, Manifest
 from smp.checkpoint.format.manifest import write_manifest
 from smp.checkpoint.format.tensor_bytes import DTYPES
-from smp.checkpoint.format.validate import check_manifest
+from smp.checkpoint.format.validate_manifest import check_manifest
 from tests.checkpoint.plain_reader import read_checkpoint
 
 FILE = "shard_00000.safetensors"

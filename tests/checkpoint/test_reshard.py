@@ -18,7 +18,7 @@ from smp.checkpoint import (
     save,
     training_state,
 )
-from smp.parallel.boxes import local_box
+from smp.parallel.dtensor_box import local_box
 from tests.checkpoint.layouts import (
     PADDING,
     SHAPES,

@@ -16,7 +16,6 @@ import torch
 import xxhash
 
 from smp.checkpoint import AsyncSaver, CheckpointError, DamagedError, async_save, load, read_manifest, save, verify
-from smp.checkpoint.box import read_box
 from smp.checkpoint.folders.folder import open_folder
 from smp.checkpoint.folders.local import _LocalSink, _LocalSource
 from smp.checkpoint.format import tensor_file
@@ -24,6 +23,7 @@ from smp.checkpoint.format.tensor_bytes import lay_out, raw_bytes
 from smp.checkpoint.format.tensor_file import read_header, write_file
 from smp.checkpoint.read_ahead import Wanted, read_ahead
 from smp.checkpoint.rewrite import rewrite
+from smp.checkpoint.tensor_slices import read_box
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.checkpoint.test_folder import zeros
 

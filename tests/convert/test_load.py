@@ -64,9 +64,9 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     from smp.convert.describe import read_architecture
     from smp.convert.load import load_hf
     from smp.kernels import TORCH
-    from smp.parallel.boxes import local_box
     from smp.parallel.context import build_context
-    from smp.pipeline.plan import plan_pipeline
+    from smp.parallel.dtensor_box import local_box
+    from smp.pipeline.stage_plan import plan_pipeline
     from smp.training.build import RunSetup, build_model
 
     count, read = 0, local._LocalSource.read_into

@@ -21,7 +21,7 @@ from smp.optim.optimizer import build_optimizer
 from smp.parallel.box import Box
 from smp.parallel.context import build_context
 from smp.parallel.rng import keyed_normal
-from smp.pipeline.plan import plan_pipeline
+from smp.pipeline.stage_plan import plan_pipeline
 from smp.sharding.parallelize import parallelize
 from smp.training.build import RunSetup, assemble, build_forward_backward, build_generator, choose_backends
 from smp.training.objectives.next_token import NextToken

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smp
 from smp.config import ConfigError
 from smp.hf.loss import check
-from smp.hf.planning.plan import Plan, make_plan
+from smp.hf.planning.module_plan import Plan, make_plan
 from tests.distributed import run_distributed
 from tests.hf.families import VOCAB, batch, build, whole, worst
 

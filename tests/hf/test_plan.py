@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smp.config import ConfigError
-from smp.hf.planning.plan import check_untouched, make_plan
+from smp.hf.planning.module_plan import check_untouched, make_plan
 from smp.hf.planning.rows import SUMMED
 from smp.hf.planning.share import Share
 from tests.hf import architectures

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import smp
 import smp.checkpoint
 from smp.config import ConfigError
-from smp.hf.planning.plan import make_plan
+from smp.hf.planning.module_plan import make_plan
 from smp.hf.planning.share import Share
 from tests.hf.architectures import architectures, build, tiny
 from tests.hf.families import whole

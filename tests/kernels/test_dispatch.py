@@ -12,10 +12,10 @@ import torch
 
 from smp.config import ConfigError
 from smp.kernels import TORCH, Kernels, cross_entropy, dispatch, norm
-from smp.kernels.attention_cores import choose as attention
-from smp.kernels.attention_cores.choose import AttentionShape, choose_attention
+from smp.kernels.attention_cores import select_attention as attention
 from smp.kernels.attention_cores.fused_attention import FusedAttention
 from smp.kernels.attention_cores.math_attention import MathAttention
+from smp.kernels.attention_cores.select_attention import AttentionShape, choose_attention
 from smp.kernels.attention_cores.varlen import VarlenAttention
 from smp.kernels.dispatch import choose_kernels, describe_kernels
 from tests.plain_varlen import plain_varlen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from smp.kernels.sequence_cut import cut_sequences
-from smp.layers.context_parallel.picture import heads, held, pictures, steps
+from smp.layers.context_parallel.mask_picture import heads, held, pictures, steps
 
 PAGE = Path(__file__).parents[2] / "docs" / "context-parallelism.md"
 

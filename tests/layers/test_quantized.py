@@ -18,8 +18,8 @@ from smp.layers.adapters.quantized import (
     read_blocks,
     whole_shape,
 )
-from smp.parallel.boxes import local_part
 from smp.parallel.context import build_context
+from smp.parallel.dtensor_box import local_part
 from smp.sharding.parallelize import shard
 from tests.distributed import run_distributed
 

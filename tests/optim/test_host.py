@@ -15,7 +15,7 @@ from smp.kernels.copier import Copier, CudaCopier, HostCopier
 from smp.models.micro_batch import MicroBatch
 from smp.optim.host import HostAdamW
 from smp.optim.optimizer import build_optimizer, scaling_of
-from smp.parallel.boxes import local_box
+from smp.parallel.dtensor_box import local_box
 from smp.training.forward_backward import Accumulation, stream_gradients
 from smp.training.micro_batches import MicroBatches
 from tests.fake_group import fake_context

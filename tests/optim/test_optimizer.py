@@ -22,8 +22,8 @@ from smp.optim import optimizer as optimizer_module
 from smp.optim.low_precision import MOMENTS, LowPrecisionAdamW, _rows
 from smp.optim.muon import matrices_of
 from smp.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from smp.parallel.boxes import local_box, local_part
 from smp.parallel.context import build_context
+from smp.parallel.dtensor_box import local_box, local_part
 from smp.sharding.parallelize import parallelize
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context

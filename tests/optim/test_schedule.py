@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp.config import OptimizerConfig
-from smp.optim.schedule import learning_rate
+from smp.optim.lr_scheduler import learning_rate
 
 STYLES = ("cosine", "linear", "WSD", "constant")
 

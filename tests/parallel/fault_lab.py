@@ -22,7 +22,7 @@ import os, signal, subprocess, sys, time
 import pretrain_gpt
 from torch.distributed import distributed_c10d
 from smp.checkpoint import storage
-from smp.parallel.network import choose, measure
+from smp.parallel.network import select_collectives as choose, measure
 from smp.parallel.network.group import NetworkGroup
 from smp.training import launch, run, trainer
 

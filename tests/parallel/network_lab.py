@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from smp.parallel.network.collective_schedule import Message, Schedule
 from smp.parallel.network.run import Execution, pieces_of
-from smp.parallel.network.schedule import Message, Schedule
 
 
 @dataclass

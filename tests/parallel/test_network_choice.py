@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from smp.parallel.network.collective_schedule import Kind
 from smp.parallel.network.cost import FLAT, LEAST_CHUNK, MESSAGES, Policy, Way, least_chunks, messages, simulated, ways
-from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Link, Links, Topology
 
 KINDS: tuple[Kind, ...] = ("all-gather", "reduce-scatter", "all-reduce")

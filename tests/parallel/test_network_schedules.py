@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smp.parallel.network.collective_schedule import Action, Op, Route, Schedule, even_sizes
 from smp.parallel.network.run import add_up
-from smp.parallel.network.schedule import Action, Op, Route, Schedule, even_sizes
 from smp.parallel.network.schedules import actions_of, all_gather, all_reduce, reduce_scatter
-from smp.parallel.network.simulate import simulate
+from smp.parallel.network.simulate_collective import simulate
 from smp.parallel.network.topology import Link, Links, Topology
-from smp.parallel.network.validate import ScheduleError, validate
+from smp.parallel.network.validate_collective import ScheduleError, validate
 from tests.parallel.network_lab import run_together
 
 ROUTES: tuple[Route, ...] = ("mesh", "ring")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from smp.config import ConfigError
+from smp.parallel.network.collective_picture import pictures
 from smp.parallel.network.cost import FLAT, Policy
-from smp.parallel.network.picture import pictures
 from smp.parallel.network.topology import Link, Links, Topology, read_topology
 
 LINK = {"gbit_per_s": 8, "latency_us": 50}

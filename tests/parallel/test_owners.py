@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp.config import Layout
 from smp.layers.parameter import placed_parameter, tp_parameter
-from smp.parallel.boxes import local_box, local_part
 from smp.parallel.context import build_context
+from smp.parallel.dtensor_box import local_box, local_part
 from smp.parallel.owners import gathered, on_owners
 from smp.sharding.parallelize import shard
 from tests.distributed import run_distributed

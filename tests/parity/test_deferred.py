@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp.config import Layout
 from smp.kernels import TORCH
 from smp.pipeline.actions import Action, Op
-from smp.pipeline.plan import plan_pipeline
+from smp.pipeline.stage_plan import plan_pipeline
 from smp.training.build import RunSetup, build_forward_backward, build_model
 from smp.training.objectives.next_token import NextToken
 from smp.training.pipelined import Pipelined

@@ -26,11 +26,11 @@ from smp.models.gpt import GPT
 from smp.optim import optimizer as optimizer_module
 from smp.optim.optimizer import build_optimizer
 from smp.parallel import collectives
-from smp.parallel.boxes import local_box
 from smp.parallel.context import ParallelContext, build_context
+from smp.parallel.dtensor_box import local_box
 from smp.pipeline.actions import Action, Op, Schedule
-from smp.pipeline.plan import plan_pipeline
 from smp.pipeline.run import Runner
+from smp.pipeline.stage_plan import plan_pipeline
 from smp.sharding import parallelize
 from smp.sharding.stages import ShardedStages
 from smp.sharding.tied import TiedMatrix

@@ -8,9 +8,9 @@ import pytest
 
 from smp.pipeline.actions import SEND
 from smp.pipeline.schedules import SCHEDULES, build_schedule
-from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.simulate_schedule import StageCosts, simulate
 from smp.pipeline.timeline import Timeline
-from smp.pipeline.validate import peak_activations
+from smp.pipeline.validate_schedule import peak_activations
 from tools.plot_pipeline import to_text
 
 DOC = Path(__file__).parents[2] / "docs" / "pipeline.md"

@@ -8,12 +8,12 @@ import pytest
 
 from smp.config import Config, ConfigError, DataConfig, Layout, ModelConfig, ParallelConfig, TrainingConfig, resolve
 from smp.models.arithmetic import forward_flops
-from smp.pipeline import plan as planning
+from smp.pipeline import stage_plan as planning
 from smp.pipeline.actions import Schedule
-from smp.pipeline.plan import describe_plan, plan_pipeline
 from smp.pipeline.schedules import build_schedule
-from smp.pipeline.simulate import StageCosts
-from smp.pipeline.validate import ScheduleError, validate
+from smp.pipeline.simulate_schedule import StageCosts
+from smp.pipeline.stage_plan import describe_plan, plan_pipeline
+from smp.pipeline.validate_schedule import ScheduleError, validate
 
 CONFIG = Config(
     model=ModelConfig(num_layers=9, vocab_size=1000),
@@ -101,8 +101,8 @@ def test_a_schedule_that_is_wrong_is_not_planned(monkeypatch: pytest.MonkeyPatch
         schedule = build_schedule(*sizes, **options)  # type: ignore[arg-type]
         return replace(schedule, actions=(schedule.actions[0][:-1], *schedule.actions[1:]))
 
-    monkeypatch.setattr("smp.pipeline.plan.build_schedule", without_its_last_action)
-    monkeypatch.setattr("smp.pipeline.plan._schedule", planning._schedule.__wrapped__)  # without what it remembers
+    monkeypatch.setattr("smp.pipeline.stage_plan.build_schedule", without_its_last_action)
+    monkeypatch.setattr("smp.pipeline.stage_plan._schedule", planning._schedule.__wrapped__)  # no cache
     with pytest.raises(ScheduleError, match="stage 0 is still unsharded"):
         plan_pipeline(resolved(), Layout(pp=2, dp_shard=2))
 

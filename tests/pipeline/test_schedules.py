@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from smp.config import ConfigError
 from smp.pipeline.actions import COMPUTE, Op, Schedule
 from smp.pipeline.schedules import SCHEDULES, build_schedule
-from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.simulate_schedule import StageCosts, simulate
 from smp.pipeline.timeline import Timeline
-from smp.pipeline.validate import peak_activations, validate
+from smp.pipeline.validate_schedule import peak_activations, validate
 from tests.pipeline import formulas
 from tests.pipeline.strategies import Sizes, sizes, times
 from tools.plot_pipeline import to_text

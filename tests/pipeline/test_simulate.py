@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Action, Op, Schedule, counterpart
 from smp.pipeline.schedules import build_schedule
-from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.simulate_schedule import StageCosts, simulate
 from smp.pipeline.timeline import Timeline
-from smp.pipeline.validate import ScheduleError
+from smp.pipeline.validate_schedule import ScheduleError
 from tests.pipeline.strategies import Sizes, sizes, times
 
 F, B = Op.FORWARD, Op.BACKWARD

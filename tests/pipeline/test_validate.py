@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from smp.pipeline.actions import COMPUTE, SEND, Action, Op, Schedule, completed, needs
 from smp.pipeline.communication import add_communication
 from smp.pipeline.schedules import SCHEDULES, build_schedule
-from smp.pipeline.validate import (
+from smp.pipeline.validate_schedule import (
     PassState,
     ScheduleError,
     pass_states,

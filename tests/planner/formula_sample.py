@@ -19,7 +19,7 @@ from pathlib import Path
 from smp.config import Config, ConfigError, Layout
 from smp.layers.heads.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
-from smp.pipeline.plan import Plan, plan_pipeline
+from smp.pipeline.stage_plan import Plan, plan_pipeline
 from smp.training.cost.fake_step import fake_gpu_step
 from smp.training.cost.memory import largest_memory
 from smp.training.settings import read_settings

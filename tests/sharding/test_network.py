@@ -20,9 +20,9 @@ def train(rank: int, world: int) -> dict[str, Any]:
 
     from torch.distributed.device_mesh import init_device_mesh
 
-    from smp.parallel.network.choose import NetworkCollectives
     from smp.parallel.network.cost import Policy
     from smp.parallel.network.group import NetworkGroup
+    from smp.parallel.network.select_collectives import NetworkCollectives
     from smp.parallel.network.topology import Topology
     from smp.sharding.network import GatherWeights
     from smp.sharding.parallelize import shard
@@ -79,8 +79,8 @@ def tune_a_strangers_module(rank: int, world: int, file: str) -> dict[str, Any]:
     """Losses of a module of torch's own, sharded as docs/collectives.md says; calls and bytes of one step, by kind."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from smp.parallel.network.choose import choose_collectives
     from smp.parallel.network.group import Running
+    from smp.parallel.network.select_collectives import choose_collectives
     from smp.sharding.parallelize import shard
 
     mesh, counted, losses = init_device_mesh("cpu", (world,)), Counter[str](), {}

@@ -35,11 +35,11 @@ def train(rank: int, world: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from smp.parallel.network import group as group_module
-    from smp.parallel.network.choose import SMALLEST, NetworkCollectives
     from smp.parallel.network.cost import Policy
     from smp.parallel.network.group import NetworkGroup
     from smp.parallel.network.quantize import Quantization
     from smp.parallel.network.secondary import secondary_shards
+    from smp.parallel.network.select_collectives import SMALLEST, NetworkCollectives
     from smp.parallel.network.topology import Topology
     from smp.sharding.parallelize import shard
 

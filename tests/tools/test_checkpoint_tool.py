@@ -20,11 +20,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from smp.checkpoint import commit_latest, load, read_manifest, save
 from smp.checkpoint import rewrite as rewrite_module
-from smp.checkpoint.box import read_box_into
 from smp.checkpoint.folders.folder import open_folder
 from smp.checkpoint.folders.lock import RunLock
 from smp.checkpoint.format.entries import Manifest, TensorEntry
 from smp.checkpoint.rewrite import cut
+from smp.checkpoint.tensor_slices import read_box_into
 from tests.checkpoint.test_folder import rewrite as rewrite_manifest
 from tests.distributed import run_distributed
 from tests.training.flag_runs import run_here

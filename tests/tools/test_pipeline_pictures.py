@@ -5,7 +5,7 @@ import pytest
 
 from smp.pipeline.actions import COMPUTE, Action, Op
 from smp.pipeline.schedules import build_schedule
-from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.simulate_schedule import StageCosts, simulate
 from smp.pipeline.timeline import Span, Timeline, to_trace
 from tools.plot_pipeline import color, computations, draw, from_trace, to_text
 

@@ -14,7 +14,7 @@ from smp.layers.heads.head import CHUNK_BYTES
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.inventory import inventory
 from smp.models.presets import PRESETS
-from smp.pipeline.plan import plan_pipeline
+from smp.pipeline.stage_plan import plan_pipeline
 from smp.planner import measured
 from smp.planner.devices import DEVICES, Device
 from smp.planner.machine import MachineTimes, timed_calls

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from smp.models.presets import PRESETS
+from smp.parallel.network.collective_schedule import Kind
 from smp.parallel.network.cost import Policy, Way, flat_ring, simulated, two_levels
-from smp.parallel.network.schedule import Kind
 from smp.parallel.network.topology import Link, Links, Topology
 from tools.plan_collectives import main, units_of
 

@@ -23,7 +23,7 @@ from smp.kernels.copier import HostCopier
 from smp.models.presets import PRESETS
 from smp.optim import optimizer as optimizer_module
 from smp.parallel import collectives
-from smp.pipeline.plan import plan_pipeline
+from smp.pipeline.stage_plan import plan_pipeline
 from smp.training import run as run_module
 from smp.training.build import choose_backends
 from smp.training.cost.fake_step import StepMeasures, fake_step

@@ -15,7 +15,7 @@ from smp.layers import ModelOutput, init_weights
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.context import build_context
-from smp.pipeline.plan import plan_pipeline
+from smp.pipeline.stage_plan import plan_pipeline
 from smp.sharding.parallelize import parallelize
 from smp.training.build import RunSetup, build_forward_backward
 from smp.training.micro_batches import MicroBatches

@@ -15,8 +15,8 @@ from smp.kernels.experts import grouped
 from smp.layers.context_parallel.cost import bytes_sent
 from smp.layers.heads.head import CHUNK_BYTES
 from smp.models.presets import PRESETS
-from smp.pipeline.plan import plan_pipeline
-from smp.pipeline.validate import peak_activations, peak_losses
+from smp.pipeline.stage_plan import plan_pipeline
+from smp.pipeline.validate_schedule import peak_activations, peak_losses
 from smp.training.cost.fake_step import fake_gpu_step, fake_step
 from smp.training.cost.memory import estimate_memory, largest_memory
 from smp.training.exchange import exchange_of, exchanged

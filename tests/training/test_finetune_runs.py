@@ -21,7 +21,7 @@ import pretrain_gpt
 from smp.checkpoint.folders.folder import open_folder
 from smp.checkpoint.folders.lock import Holder
 from smp.data.sample import IGNORE_INDEX
-from smp.kernels.attention_cores.choose import AttentionChoice, AttentionShape, choose_attention
+from smp.kernels.attention_cores.select_attention import AttentionChoice, AttentionShape, choose_attention
 from smp.training import build
 from smp.training.forward_backward import Accumulation
 from smp.training.micro_batches import MicroBatches

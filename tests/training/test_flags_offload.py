@@ -13,7 +13,7 @@ import torch
 from smp.config import Config, Layout
 from smp.kernels.copier import copier_of
 from smp.models.presets import PRESETS
-from smp.pipeline.plan import Plan, plan_pipeline
+from smp.pipeline.stage_plan import Plan, plan_pipeline
 from smp.sharding.offload import Offload
 from smp.training.cost import describe as describe_module
 from smp.training.cost import predict

@@ -24,10 +24,10 @@ from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.models.part import ModelPart
 from smp.optim.optimizer import build_optimizer
-from smp.parallel.boxes import local_part
 from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
-from smp.pipeline.validate import PassState
+from smp.parallel.dtensor_box import local_part
+from smp.pipeline.validate_schedule import PassState
 from smp.sharding.parallelize import _wrapped
 from smp.training.cost.exchanged_keys import others_keys
 from smp.training.cost.kept_memory import kept_per_token, masking_per_token

@@ -14,7 +14,7 @@ from smp.config import Config, load_config, resolve
 from smp.config.batch import BatchSizes
 from smp.config.resolve import with_rest
 from smp.models.presets import PRESETS
-from smp.optim.schedule import learning_rate
+from smp.optim.lr_scheduler import learning_rate
 from smp.training.tuning.settings import read_finetune_settings
 from tests.programs import run_program
 from tests.training.flag_runs import TINY

@@ -16,7 +16,7 @@ import xxhash
 
 from smp.checkpoint.folders.folder import Folder, open_folder
 from smp.checkpoint.format.entries import CheckpointError, DamagedError, Manifest, Shard, TensorEntry
-from smp.checkpoint.format.validate import check_manifest, require
+from smp.checkpoint.format.validate_manifest import check_manifest, require
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "smp-checkpoint", 1

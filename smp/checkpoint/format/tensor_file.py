@@ -20,7 +20,7 @@ from smp.checkpoint.folders.folder import Folder
 from smp.checkpoint.folders.local import PIECE, Source
 from smp.checkpoint.format.entries import ELEMENT_SIZES, CheckpointError, DamagedError
 from smp.checkpoint.format.manifest import parse_unique
-from smp.checkpoint.format.validate import require
+from smp.checkpoint.format.validate_manifest import require
 
 METADATA = "__metadata__"  # texts about the file under this key of a header; no tensor may be called so
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors package

@@ -7,6 +7,7 @@ from smp.config.blend import parse_split
 from smp.config.command_line.fields import entry_point_of, given, require, said_without_effect, settings, without_effect
 from smp.config.layer_pattern import attends, has_mlp
 from smp.config.layout import Layout
+from smp.config.lr_schedule import lengths
 from smp.config.model import ModelConfig
 from smp.config.parallel import ParallelConfig
 from smp.config.rules.context_parallel import check_context_parallel
@@ -21,7 +22,6 @@ from smp.config.rules.offload import check_offload
 from smp.config.rules.positions import check_positions
 from smp.config.rules.qlora import check_qlora
 from smp.config.rules.vision import check_vision
-from smp.config.schedule import lengths
 from smp.config.schema import CheckpointConfig, Config, ConfigError, DataConfig, OptimizerConfig, TrainingConfig
 
 # Every number is above zero, except these: at least 0 and below 1 ...

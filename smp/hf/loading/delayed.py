@@ -32,7 +32,7 @@ from smp.hf.loading.twins import twin_of
 from smp.hf.sagemaker.fsdp1 import root_of
 from smp.hf.state import state
 from smp.parallel.agree import gather
-from smp.parallel.boxes import local_box, local_part
+from smp.parallel.dtensor_box import local_box, local_part
 
 
 def load_weights(model: nn.Module, folder: str | Path, leave: Collection[str] = ()) -> None:

@@ -22,7 +22,7 @@ from smp.hf.adapters import faces_of, in_adapter_file
 from smp.hf.loading.stored_names import written_by
 from smp.hf.sagemaker.fsdp1 import root_of
 from smp.parallel.agree import gather, on_all_or_none, on_rank_zero
-from smp.parallel.boxes import local_box, placed_like
+from smp.parallel.dtensor_box import local_box, placed_like
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

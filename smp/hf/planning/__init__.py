@@ -1,6 +1,6 @@
 """Which module of a Hugging Face model is cut how, decided before anything is touched.
 
-Read :mod:`smp.hf.planning.plan` first: it matches modules with ``rows`` (transformers' plans, this project's, the
-caller's) and ``unnamed`` (linear layers that no plan names), refuses what would be wrong, and ``share`` says how much
-of the model is cut.
+Read :mod:`smp.hf.planning.module_plan` first: it matches modules with ``rows`` (transformers' plans, this project's,
+the caller's) and ``unnamed`` (linear layers that no plan names), refuses what would be wrong, and ``share`` says how
+much of the model is cut.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from smp.config.schema import ConfigError
-from smp.hf.planning.plan import Plan
+from smp.hf.planning.module_plan import Plan
 from smp.hf.planning.rows import pattern_of
 
 

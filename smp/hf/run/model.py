@@ -19,7 +19,7 @@ from torch import nn
 
 from smp.config import ConfigError, ModelConfig
 from smp.hf.loading.delayed import DelayedParamIniter, allocate
-from smp.hf.planning.plan import dropouts
+from smp.hf.planning.module_plan import dropouts
 from smp.hf.run.cross_attention import attends_across, hide_filler, keep_apart
 from smp.hf.run.documents import refusal_of_documents
 from smp.hf.run.head import OutputMatrix

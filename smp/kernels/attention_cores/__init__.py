@@ -2,5 +2,5 @@
 
 Read :mod:`smp.kernels.attention_cores.attention_core` first: the interface. ``math_attention`` is the reference that
 all others are compared with, ``fused_attention`` and ``sdpa`` are PyTorch's operators, ``varlen`` is FlashAttention;
-``choose`` picks one for a run and says why.
+``select_attention`` picks one for a run and says why.
 """

@@ -35,13 +35,13 @@ from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, linear_la
 from smp.layers.moe.experts import ExpertLinear, expert_layers
 from smp.layers.moe.lora import ExpertLora, LoraExpertLinear
 from smp.layers.parameter import REPLICATE, SHARD_COLUMNS, Constant, Initializer, Normal, local, tp_parameter
-from smp.parallel.boxes import local_box
 from smp.parallel.collectives import (
     copy_to_group,
     gather_tokens,
     reduce_from_group,
     reduce_scatter_tokens,
 )
+from smp.parallel.dtensor_box import local_box
 from smp.parallel.rng import dropout_key
 
 

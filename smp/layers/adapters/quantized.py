@@ -19,7 +19,7 @@ from smp.kernels.precision import nf4
 from smp.layers.linear import linear_layers
 from smp.layers.parameter import SHARD_COLUMNS, tp_parameter
 from smp.parallel.box import Box
-from smp.parallel.boxes import local_box, local_part
+from smp.parallel.dtensor_box import local_box, local_part
 from smp.parallel.owners import gathered
 
 PRODUCTS = {False: "nf4", True: "nf4-double"}

@@ -28,6 +28,6 @@ cost, auto     bytes by formula; which exchange to use                    no
 =============  =========================================================  ====================================
 """
 
-from smp.layers.context_parallel.choose import context_parallel_attention
+from smp.layers.context_parallel.make_core import context_parallel_attention
 
 __all__ = ["context_parallel_attention"]

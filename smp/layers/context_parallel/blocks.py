@@ -20,7 +20,7 @@ from smp.kernels.attention_cores.varlen import VarlenAttention
 from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import Pattern, TokenLayout
 from smp.kernels.transfer import to_device
-from smp.layers.context_parallel.plan import Kind
+from smp.layers.context_parallel.split_plan import Kind
 
 SMALLEST_TILE = 128
 """Queries of a tile under a window: smaller ones leave a kernel too little to do."""

@@ -28,7 +28,7 @@ from smp.layers.context_parallel.auto import heads_at_once
 from smp.layers.context_parallel.blocks import Call, Planner, runs_of
 from smp.layers.context_parallel.core import CutAttention
 from smp.layers.context_parallel.partial import Layer, finished
-from smp.layers.context_parallel.plan import Kind, kind_of
+from smp.layers.context_parallel.split_plan import Kind, kind_of
 from smp.parallel.collectives import Group, first_derivative_only, start_all_gather, start_reduce_scatter, wait
 
 

@@ -29,7 +29,7 @@ from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.blocks import Call, Planner, halves_of, last_step, runs_of
 from smp.layers.context_parallel.core import CutAttention
 from smp.layers.context_parallel.partial import Layer, finished
-from smp.layers.context_parallel.plan import Kind, kind_of
+from smp.layers.context_parallel.split_plan import Kind, kind_of
 from smp.parallel.collectives import Group, first_derivative_only, start_shift, wait
 
 Steps = tuple[tuple[Call, ...], ...]

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from smp.parallel.network.collective_schedule import Kind, Route, even_sizes
 from smp.parallel.network.fabric import ring
-from smp.parallel.network.schedule import Kind, Route, even_sizes
 from smp.parallel.network.schedules import schedule_of
-from smp.parallel.network.simulate import simulate
+from smp.parallel.network.simulate_collective import simulate
 from smp.parallel.network.topology import Links, Topology
 
 CHUNKS = (1, 2, 3, 4, 8, 16)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smp.parallel.network.collective_schedule import Kind, Message, even_sizes
 from smp.parallel.network.cost import Policy, Way
 from smp.parallel.network.quantize import CodedBetweenNodes, Quantization, coded_bytes, decode
 from smp.parallel.network.run import Execution, Posted, Transport, pieces_of
 from smp.parallel.network.same_call import Call, first_and_last
-from smp.parallel.network.schedule import Kind, Message, even_sizes
 from smp.parallel.network.schedules import actions_of
 
 _TAGS = 1 << 14

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from smp.parallel.network.schedule import Action, Kind, Message, Op, span, waits
+from smp.parallel.network.collective_schedule import Action, Kind, Message, Op, span, waits
 
 
 class Posted(Protocol):

@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from smp.parallel.network.schedule import Action, Kind, Op, Route, Schedule
+from smp.parallel.network.collective_schedule import Action, Kind, Op, Route, Schedule
 from smp.parallel.network.topology import Topology
 
 WINDOW = 8

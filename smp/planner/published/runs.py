@@ -19,7 +19,7 @@ import yaml
 from smp.config import Config, DataConfig, Layout, ModelConfig, ParallelConfig, TrainingConfig, resolve
 from smp.models.arithmetic import training_flops_per_token
 from smp.models.presets import PRESETS
-from smp.pipeline.plan import Plan, plan_pipeline
+from smp.pipeline.stage_plan import Plan, plan_pipeline
 from smp.planner.devices import DEVICES, Device
 from smp.planner.search import shortened
 from smp.planner.seconds import StepTime

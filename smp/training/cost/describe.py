@@ -18,8 +18,8 @@ from smp.models.arithmetic import count_parameters, training_flops_per_token
 from smp.models.description import describe_model
 from smp.parallel.context import MESH_DIMS
 from smp.parallel.network.topology import read_topology
-from smp.pipeline.plan import Plan, describe_plan, plan_pipeline
-from smp.pipeline.validate import peak_activations
+from smp.pipeline.stage_plan import Plan, describe_plan, plan_pipeline
+from smp.pipeline.validate_schedule import peak_activations
 from smp.training.cost.memory import MemoryEstimate, largest_memory
 from smp.training.cost.model_share import Tuned
 from smp.training.cost.offload import describe_savings, trained_parameters

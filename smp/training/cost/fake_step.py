@@ -30,7 +30,7 @@ from smp.kernels.copier import Copier, HostCopier
 from smp.kernels.dispatch import LONGEST_ROW
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.token_layout import TokenLayout
-from smp.layers.context_parallel.choose import context_parallel_attention
+from smp.layers.context_parallel.make_core import context_parallel_attention
 from smp.layers.fp8.apply import fp8_history
 from smp.layers.heads.head import CHUNK_BYTES, VocabParallelHead
 from smp.layers.moe.layer import MoE
@@ -40,10 +40,10 @@ from smp.models.micro_batch import MicroBatch, MTPBatch
 from smp.models.protocol import Model
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
-from smp.parallel.network.choose import NetworkCollectives
 from smp.parallel.network.secondary import secondary_shards
-from smp.pipeline.plan import Plan
+from smp.parallel.network.select_collectives import NetworkCollectives
 from smp.pipeline.recorder import Watcher
+from smp.pipeline.stage_plan import Plan
 from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
 from smp.training.build import RunSetup, assemble, build_forward_backward

@@ -56,8 +56,8 @@ from smp.config.layer_specs import LayerSpec, Recurrence
 from smp.config.layers import layer_specs
 from smp.models.inventory import of_each_block
 from smp.models.part import ModelPart, whole
-from smp.pipeline.plan import Plan
-from smp.pipeline.validate import PassState, pass_states, peak_activations, peak_losses, split_activations
+from smp.pipeline.stage_plan import Plan
+from smp.pipeline.validate_schedule import PassState, pass_states, peak_activations, peak_losses, split_activations
 from smp.training.cost.kept_memory import (
     in_flight_per_token,
     is_fused,

@@ -15,7 +15,7 @@ from smp.convert.peft.adapters import TENSORS
 from smp.layers.adapters.lora import matching
 from smp.layers.heads.head import CHUNK_BYTES
 from smp.models.inventory import inventory
-from smp.pipeline.plan import Plan, plan_pipeline
+from smp.pipeline.stage_plan import Plan, plan_pipeline
 from smp.training.cost.memory import MemoryEstimate, largest_memory
 from smp.training.cost.model_share import Tuned
 

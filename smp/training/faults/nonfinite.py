@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from smp.data.loader import RankBatch
 from smp.optim.host import HostAdamW
 from smp.parallel.agree import any_rank, gather
-from smp.parallel.boxes import local_part
+from smp.parallel.dtensor_box import local_part
 from smp.training.micro_batches import MicroBatches
 from smp.training.trainer import Trainer
 

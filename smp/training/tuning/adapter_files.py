@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from smp.checkpoint import CheckpointError, Manifest, find, read_manifest
-from smp.checkpoint.box import read_box_into
 from smp.checkpoint.folders.folder import Folder, open_folder
 from smp.checkpoint.folders.latest import iteration_name
+from smp.checkpoint.tensor_slices import read_box_into
 from smp.config import Config, ConfigError, ModelConfig
 from smp.config.command_line.commands import tool
 from smp.config.command_line.fields import flag_of

@@ -28,8 +28,8 @@ from smp.layers.fp8.apply import read_scales_of
 from smp.models.arithmetic import count_parameters
 from smp.models.protocol import Model
 from smp.parallel.agree import gather, on_rank_zero
-from smp.parallel.boxes import local_part
 from smp.parallel.context import ParallelContext, with_experts_of
+from smp.parallel.dtensor_box import local_part
 from smp.sharding.parallelize import free_gathered
 from smp.training.build import RunSetup, batch_loader, build_forward_backward, choose_backends, setup_beside
 from smp.training.distillation.stored import read_stored

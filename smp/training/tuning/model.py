@@ -35,7 +35,7 @@ from smp.layers.linear import linear_layers
 from smp.models.foreign import freeze_parts
 from smp.models.protocol import Model
 from smp.parallel.agree import gather
-from smp.parallel.boxes import local_box
+from smp.parallel.dtensor_box import local_box
 from smp.sharding.parallelize import parallelize
 from smp.training.build import RunSetup, assemble, compiles_experts
 from smp.training.checkpoints.foreign_weights import begin_foreign_magnitudes, fill_foreign

@@ -30,7 +30,7 @@ from smp.convert.huggingface.config import family_of, is_hf_folder, read_hf_conf
 from smp.data.tokenizers.files import no_tokenizer
 from smp.data.tuning.build import PromptData, TuningData, read_data
 from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
-from smp.pipeline.plan import plan_pipeline
+from smp.pipeline.stage_plan import plan_pipeline
 from smp.training.distillation.meaning import check_stored
 
 CARRIED, BESIDE = "hf", "model_files"

@@ -27,7 +27,7 @@ from smp.convert.weights import Weights
 from smp.models.inventory import EXPERT_BIAS, weights_of
 from smp.parallel.agree import gather, rank
 from smp.parallel.box import Box
-from smp.parallel.boxes import local_box, local_part
+from smp.parallel.dtensor_box import local_box, local_part
 
 _HELD = 3
 """Whole tensors that are kept: query, key and value that lie in one matrix."""

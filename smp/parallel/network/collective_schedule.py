@@ -8,8 +8,8 @@ The buffer of a collective is cut into pieces, one for each rank, and a piece in
 
 A piece travels along a tree over the ranks whose root is its owner: down in a gather, up in a reduction, where each
 rank of the tree adds up, in a fixed order, what comes from below. ``schedules`` makes the trees; everything else reads
-this one value: ``validate`` proves it, ``simulate`` times it, ``run`` executes it. Sizes are not in it: chunk c of k is
-the c-th k-th of its piece, whatever that is.
+this one value: ``validate_collective`` proves it, ``simulate_collective`` times it, ``run`` executes it. Sizes are not
+in it: chunk c of k is the c-th k-th of its piece, whatever that is.
 
 Nothing here imports torch.
 """

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from smp.parallel.network.schedule import Action, Message, Op, Schedule, waits
+from smp.parallel.network.collective_schedule import Action, Message, Op, Schedule, waits
 
 
 class ScheduleError(ValueError):

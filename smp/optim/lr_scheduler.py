@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from smp.config import OptimizerConfig
-from smp.config.schedule import Lengths, lengths
+from smp.config.lr_schedule import Lengths, lengths
 
 
 def learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> float:

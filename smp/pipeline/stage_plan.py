@@ -15,9 +15,9 @@ from smp.models.part import ModelPart
 from smp.pipeline.actions import Op, Schedule
 from smp.pipeline.placement import FLAG, balance, parse_layout
 from smp.pipeline.schedules import build_schedule
-from smp.pipeline.simulate import StageCosts, simulate
+from smp.pipeline.simulate_schedule import StageCosts, simulate
 from smp.pipeline.timeline import Timeline
-from smp.pipeline.validate import validate
+from smp.pipeline.validate_schedule import validate
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from smp.config import Layout
 from smp.layers.parameter import tp_parameter
 from smp.parallel.box import Box, chunk
-from smp.parallel.boxes import local_box
+from smp.parallel.dtensor_box import local_box
 from smp.sharding.parallelize import shard
 from tests.fake_group import fake_context
 from tests.layers.whole import load

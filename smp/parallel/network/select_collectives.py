@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp.config import ConfigError
 from smp.parallel.agree import gather, on_rank_zero
+from smp.parallel.network.collective_schedule import Kind
 from smp.parallel.network.cost import FLAT, Policy
 from smp.parallel.network.group import NetworkGroup
 from smp.parallel.network.measure import measure_links
 from smp.parallel.network.quantize import BLOCK, Quantization
-from smp.parallel.network.schedule import Kind
 from smp.parallel.network.secondary import Parts, SecondaryShards, neighbours_of, secondary_shards
 from smp.parallel.network.topology import Links, Topology, read_topology
 

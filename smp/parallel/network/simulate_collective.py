@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from smp.parallel.network.schedule import Action, Message, Op, Schedule, span, waits
+from smp.parallel.network.collective_schedule import Action, Message, Op, Schedule, span, waits
 from smp.parallel.network.topology import Links, Topology
-from smp.parallel.network.validate import ScheduleError, message_of
+from smp.parallel.network.validate_collective import ScheduleError, message_of
 
 
 @dataclass(frozen=True, slots=True)

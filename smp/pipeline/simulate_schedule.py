@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 
 from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Action, Op, Schedule, counterpart, needs
 from smp.pipeline.timeline import Span, Timeline
-from smp.pipeline.validate import execution_order
+from smp.pipeline.validate_schedule import execution_order
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from smp.parallel.network.schedule import Schedule
+from smp.parallel.network.collective_schedule import Schedule
 from smp.parallel.network.schedules import all_gather, reduce_scatter
-from smp.parallel.network.simulate import simulate
+from smp.parallel.network.simulate_collective import simulate
 from smp.parallel.network.topology import Link, Links, Topology
 
 EXAMPLE = Links(between=Link(0.0, 1.0), inside=Link(0.0, 4.0), call=0.0, add=1e30)
