@@ -43,7 +43,7 @@ def mtp_loss(
         prediction = cast(Prediction, module)
         x = prediction(hidden, model.embed(target.input_ids, without_dropout, table))
         counted = model.expert_counts.of(tokens, target.loss_weights)
-        weighted = model.weighted(without_dropout, target.loss_weights)
+        weighted = model.tokens.weighted(without_dropout, target.loss_weights)
         x = model.run_layer(layer, x, weighted, counted, found)
         hidden = prediction.norm(x)
         labels, weights = tokens.flat(target.labels), tokens.flat(target.loss_weights)

@@ -147,9 +147,15 @@ class TokenPreparation:
             if size is not None
         }
         layout = replace(layout, prepared={**layout.prepared, **chunked}) if chunked else layout
-        if self.measures and loss_weights is not None:
-            layout = replace(layout, prepared={**layout.prepared, LOSS_WEIGHTS: tokens.flat(loss_weights)})
-        return replace(tokens, layout=layout)
+        tokens = replace(tokens, layout=layout)
+        return tokens if loss_weights is None else self.weighted(tokens, loss_weights)
+
+    def weighted(self, tokens: Tokens, loss_weights: torch.Tensor) -> Tokens:
+        """``tokens`` with what each one's loss counts, (batch, length), where mixers have losses of their own."""
+        if not self.measures:
+            return tokens
+        prepared = {**tokens.layout.prepared, LOSS_WEIGHTS: tokens.flat(loss_weights)}
+        return replace(tokens, layout=replace(tokens.layout, prepared=prepared))
 
     def _dropout_keys(self, layout: TokenLayout, training: bool, device: torch.device) -> torch.Tensor | None:
         """Keys of all sites; the last is the embedding's."""

@@ -326,7 +326,7 @@ def _measure(config: Config, tp: int, formula: float, grouped: bool = False, len
     micro_batch = MicroBatch(tokens, token_index=torch.arange(2 * length).view(2, length))
     made = model.tokens.of(micro_batch, training=True)
     x = model.embed(tokens, made)
-    made = model.weighted(model.tokens.prepared(made, x), torch.ones(2, length))
+    made = model.tokens.prepared(made, x, torch.ones(2, length))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(learns(config.model, name))
     layout, keys = made.layout, made.keys
