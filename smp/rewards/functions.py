@@ -76,7 +76,8 @@ class RewardFunction:
     def start(self, call: Call) -> Any:
         """The rewards, or of an async function what is to be awaited."""
         if _VERL in self._names:
-            return [self._of_verl(call, i) for i in range(len(call.completions))]
+            made = [self._of_verl(call, i) for i in range(len(call.completions))]
+            return _together(made) if any(map(inspect.isawaitable, made)) else made
         given = {"prompts": call.prompts, "completions": call.completions, "completion_ids": call.completion_ids}
         given = call.columns | given
         return self._function(**{name: x for name, x in given.items() if self._takes_all or name in self._names})
@@ -91,8 +92,7 @@ class RewardFunction:
             "ground_truth": truth,
             "extra_info": row.get("extra_info"),
         }
-        found = self._function(**{name: x for name, x in given.items() if self._takes_all or name in self._names})
-        return found.get("score") if isinstance(found, dict) else found
+        return self._function(**{name: x for name, x in given.items() if self._takes_all or name in self._names})
 
     def checked(self, found: Any, count: int) -> list[float | None]:
         """What it returned, as numbers; None where it does not apply.
@@ -110,7 +110,15 @@ class RewardFunction:
             raise RewardError(f"reward function {self.spec} returned {type(found).__name__}, not a list") from None
         if len(values) != count:
             raise RewardError(f"reward function {self.spec} returned {len(values)} rewards for {count} completions")
-        return [self._number(value) for value in values]
+        return [self._number(self._score_of(value)) for value in values]
+
+    def _score_of(self, value: Any) -> Any:
+        """What a function of verl's signature says may be a dictionary with more to log."""
+        if not (isinstance(value, dict) and _VERL in self._names):
+            return value
+        if "score" not in value:
+            raise RewardError(f"reward function {self.spec} returned a dictionary without score: {value!r:.100}")
+        return value["score"]
 
     def _number(self, value: Any) -> float | None:
         if value is None:
@@ -122,6 +130,11 @@ class RewardFunction:
         if not math.isfinite(number):
             raise RewardError(f"reward function {self.spec} returned {number}")
         return number
+
+
+async def _together(made: list[Any]) -> list[Any]:
+    """The results of calls for one completion each, which wait together."""
+    return list(await asyncio.gather(*made))
 
 
 def load(spec: str, flag: str, kind: str = "function") -> Callable[..., Any]:

@@ -234,31 +234,3 @@ def trained(rank: int, world: int, spreads: list[str]) -> list[tuple[bool, int]]
 def test_training_goes_on_as_if_nothing_was_written() -> None:
     for rank in run_distributed(trained, 4, ["tp2 sp, shard2", "pp2, shard2"]):
         assert rank == [(True, 10), (True, 10)]
-
-
-NARROW = ["rope", "gemma", "gpt-oss", "latent"]
-
-
-def in_bf16(rank: int, world: int, given: dict[str, Texts] | None) -> dict[str, tuple[Texts, Texts]]:
-    """Texts, or those that are given, and the same with the log-probabilities of the training forward pass."""
-    out = {}
-    for name in NARROW:
-        config, layout = settings(name, Spread(tp=world, sp=world > 1, bf16=True))
-        model, setup = build(config, layout, name)
-        generator = build_generator(config, setup, model, batch_size=4)
-        texts = written(generator, requests()) if given is None else given[name]
-        model.eval()
-        out[name] = texts, {key: (ids, log_probs(model, PROMPTS[key[0]], ids)) for key, (ids, _) in texts.items()}
-    return out
-
-
-def test_bf16_differs_from_training_less_than_layouts_do() -> None:
-    """The mean over tokens. Latents are multiplied in another order where they are kept: about as much as a layout."""
-    (one,) = run_distributed(in_bf16, 1, None)
-    two = run_distributed(in_bf16, 2, {name: texts for name, (texts, _) in one.items()})[0]
-    for name, (texts, by_training) in one.items():
-        sampled, trained, elsewhere = (
-            torch.tensor([p for key in texts for p in some[key][1]]) for some in (texts, by_training, two[name][1])
-        )
-        allowed = (elsewhere - trained).abs().mean() * (1.5 if name == "latent" else 1.0)
-        assert 0 < allowed < 0.03 and (sampled - trained).abs().mean() <= allowed, name

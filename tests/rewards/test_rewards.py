@@ -27,6 +27,13 @@ async def later(completions, **kwargs):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth and data_source == "sums")}
 
+async def score_later(solution_str, ground_truth):
+    await asyncio.sleep(0.05)
+    return {"score": float(solution_str == ground_truth), "acc": 1}
+
+def without_score(solution_str, **kwargs):
+    return {"acc": 1.0}
+
 def raises(completions, **kwargs):
     raise KeyError("no such\\nkey")
 
@@ -82,7 +89,7 @@ def found(file: Path, *names: str, call: Call = CALL) -> list[Any]:
 def test_functions_get_what_they_name(file: Path) -> None:
     verl = CALL._replace(columns={"data_source": ["sums"] * 2, "ground_truth": ["a", "b"]})
     assert found(file, "length", "named", "later") == [([1.0, 4.0], ""), ([1.0, 0.0], ""), ([0.5, None], "")]
-    assert found(file, "compute_score", call=verl) == [([1.0, 0.0], "")]
+    assert found(file, "compute_score", "score_later", call=verl) == [([1.0, 0.0], "")] * 2
 
 
 BROKEN = {
@@ -93,6 +100,7 @@ BROKEN = {
     "number": "reward function F:number returned int, not a list",
     "raw": "reward function F:raw returned str, not a list",
     "lazy": "reward function F:lazy raised ValueError: later",
+    "without_score": "reward function F:without_score returned a dictionary without score: {'acc': 1.0}",
 }
 
 
