@@ -33,6 +33,7 @@ _ALTERNATIVES = (
     ("eval_interval", "eval_epochs"),
     ("eval_iters", "full_validation"),
     ("split", "valid_data_path"),
+    ("data_path", "train_data_path", "data_args_path", "mock_data"),
     ("save_interval", "save_epochs", "save_mtbf_hours"),
     ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
     ("lora_rank", "load_adapter"),
@@ -130,6 +131,25 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
         devices=_count(where["trainer"], "devices"),
         time_limit=_time(where["run"].get("time_limit")),
     )
+    try:
+        recipe = _with_settings(recipe, own, leaves, form, translated, base)
+    except ConfigError as error:
+        if keys := _keys_of(str(error), translated.said):
+            raise ConfigError(f"{error} ({', '.join(keys)})") from None
+        raise
+    machines = tree.get("instance_types")
+    return replace(recipe, instance_types=tuple(map(str, machines)) if isinstance(machines, list) else ())
+
+
+def _with_settings(
+    recipe: Recipe,
+    own: Mapping[str, Any],
+    leaves: Mapping[str, Any],
+    form: Form | None,
+    translated: Translated,
+    base: Any,
+) -> Recipe:
+    """``recipe`` with its settings, from this project's names of them and from keys of HyperPod's."""
     values = _parsed(own, recipe)
     if form is not None and "model" in own:  # its name says the architecture
         without = {name: value for name, value in translated.values.items() if name not in translated.shape}
@@ -145,7 +165,6 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
     missing = _missing(recipe, values)
     saved = {"save": "the job's folder", **values}
     config = _checked(recipe, saved, shape or _preset("run.base_model", base), bool(missing))
-    machines = tree.get("instance_types")
     return replace(
         recipe,
         settings=values,
@@ -154,8 +173,13 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
         notes=tuple(translated.notes),
         form=None if form is None else form.name,
         unread=unread(values) if recipe.task == "finetune" else None,
-        instance_types=tuple(map(str, machines)) if isinstance(machines, list) else (),
     )
+
+
+def _keys_of(message: str, said: Mapping[str, str]) -> list[str]:
+    """Which keys of HyperPod's say the settings that a message names: --lr, or lr: in front of it."""
+    named = {flag.replace("-", "_") or name for flag, name in re.findall(r"--([a-z][\w-]*)|^(\w+):", message)}
+    return [key for setting, key in said.items() if setting in named and key not in message]
 
 
 def _split(

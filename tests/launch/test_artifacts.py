@@ -192,6 +192,14 @@ def test_a_field_that_an_operator_would_drop_is_an_error(kind: str) -> None:
             jsonschema.validate(manifest | {"spec": spec}, OPERATORS[kind])
 
 
+@pytest.mark.parametrize("kind", ["Job", "PyTorchJob"])
+def test_each_pod_has_all_tries(kind: str) -> None:
+    """One lost process ends the pods of all nodes, and both count restarts of all pods together."""
+    text = artifacts("lora", "k8s", f"cluster.kind={kind}", "max_tries=5", "recipes.trainer.num_nodes=4")
+    spec = load_text(text["manifest.yaml"].split("---\n")[-1])["spec"]
+    assert (spec if kind == "Job" else spec["runPolicy"])["backoffLimit"] == 20
+
+
 def test_pods_ask_for_the_network_of_their_machine_and_for_no_privilege() -> None:
     text = artifacts("lora", "k8s")["manifest.yaml"]
     assert "vpc.amazonaws.com/efa: '32'" in text and "privileged" not in text and "IPC_LOCK" in text

@@ -404,6 +404,22 @@ def test_checkpointless_becomes_settings(files: Path) -> None:
         ("nemo", ["recipes.log.name=gpt_oss_120b_finetune", "+recipes.load=/m", "recipes.trainer.num_nodes=32"],
          {"lora_rank": 32, "lora_alpha": 32.0}),
         ("nemo", ["recipes.log_dir=/fsx/007"], {"save": "/fsx/007"}),
+        ("verl", [TRAINER + "max_ckpt_to_keep=0"], {"keep_last_k": None}),
+        ("verl", [TRAINER + "max_ckpt_to_keep=-1"], {"keep_last_k": None}),
+        ("verl", [TRAINER + "max_ckpt_to_keep=1"], {"keep_last_k": 2}),
+        ("grpo", ["+" + TRAINER + "max_actor_ckpt_to_keep=0"], {"keep_last_k": None}),
+        ("llmft", [ARGS + "max_ckpt_num=-1"], {"keep_last_k": None}),
+        ("nemo", ["recipes.log.ckpt.save_top_k=-1"], {"keep_last_k": None}),
+        ("verl", [TRAINER + "logger=tensorboard"], {"tensorboard": True}),
+        ("verl", [TRAINER + "logger=console"], {"tensorboard": False}),
+        ("llmft", [ARGS + "lr_scheduler=constant"], {"lr_decay_style": "constant", "lr_warmup_fraction": None}),
+        ("llmft", [ARGS + "lr_scheduler=constant_with_warmup"], {"lr_warmup_fraction": 0.1}),
+        ("verl", ["recipes.training_config.optim.lr_scheduler_type=constant"], {"lr_warmup_fraction": 0.1}),
+        ("verl", ["~recipes.training_config.model.lora_rank",
+                  "+recipes.training_config.model.lora={rank: 8, target_modules: [linear_qkv]}"], {"lora_rank": 8}),
+        ("grpo", [A + "actor.clip_ratio=0.3"], {"epsilon": 0.2}),
+        ("grpo", ["~" + A + "actor.clip_ratio_low", A + "actor.clip_ratio=0.25"], {"epsilon": 0.25}),
+        ("grpo", ["+" + A + "rollout.repetition_penalty=1.0"], {"temperature": 1.0}),
     ],
 )  # fmt: skip
 def test_other_values_of_keys(files: Path, name: str, words: list[str], expected: dict[str, Any]) -> None:
@@ -443,6 +459,20 @@ def test_other_values_of_keys(files: Path, name: str, words: list[str], expected
         ("grpo", ALG + "use_kl_in_reward=true", "use_kl_loss and use_kl_in_reward cannot be had together: take one"),
         ("grpo", A + "actor.policy_loss.loss_mode=clip_cov", "clip_cov cannot be had: take vanilla, gspo"),
         ("grpo", A + "actor.policy_loss.loss_mode=gspo", "token-mean of the KL term alone cannot be had"),
+        ("grpo", "+" + A + "rollout.repetition_penalty=1.1", "repetition_penalty: 1.1 cannot be had: completions are"),
+        ("grpo", "+" + A + "rollout.stop=[x]", "rollout.stop: ['x'] cannot be had: completions are sampled by"),
+        ("grpo", "+" + A + "rollout.temprature=0.7", "there is no such key: did you mean"),
+        ("grpo", "+" + A + "actor.rollout_n=4", "rollout_n: 4 cannot be had: rollout.n is 8"),
+        ("llmft", ARGS + "gradient_clipping=0.5", "gradient_clipping: 0.5 cannot be had: take true or false; max_norm"),
+        (
+            "llmft",
+            "+" + ARGS + "strategy.fsdp_config.activation_checkpointing=false",
+            "contradicts training_config.training_args.gradient_checkpointing, which says full; say both alike",
+        ),
+        ("llmft", ARGS + "learning_rate=-1", "--lr -1.0 must be above 0 (training_config.training_args.learning_rate)"),
+        ("verl", DATA + "truncation=error", "data.truncation: error cannot be had: samples that are too long are cut"),
+        ("verl", "+recipes.training_config.optim.warmup_style=constant", "optim.lr_scheduler_type, which says cosine"),
+        ("nemo", "+recipes.plugins.precision=32", "bf16 false contradicts optim.config.bf16, which says true"),
         ("nemo", "recipes.callbacks.1.test_fault_config.fault_prob_random=0.5", "faults are not injected"),
         ("nemo", "recipes.log.name=bert_340m", "log.name: bert_340m begins with none of"),
         ("nemo", "recipes.strategy.num_distributed_optimizer_instances=3", "3 does not divide the 4 data-parallel"),
@@ -497,6 +527,32 @@ def test_what_changes_nothing_is_in_the_notes(files: Path) -> None:
         "training_config.training_args.trainer_callbacks: it counts for AWS's bill",
     ):
         assert f"\n{line}" in artifacts["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "note"),
+    [
+        ("llmft", "+" + ARGS + "beta=0.01", "training_args.beta: it is of dpo, which trainer_type does not say"),
+        ("llmft", MODEL + "peft_config.peft_type=null", "peft_config.r: it goes with peft_type, which is unset or 0"),
+        ("llmft", ARGS + "lr_scheduler=constant", "lr_warmup_ratio: lr_scheduler constant has no warmup"),
+        (
+            "verl",
+            "recipes.training_config.model.lora_rank=0",
+            "model.lora_alpha: it goes with lora_rank, which is unset",
+        ),
+        (
+            "verl",
+            "++recipes.training_config.actor_rollout_ref.model.path=/m",
+            "config.model.path: actor_rollout_ref.model.path says it",
+        ),
+        ("grpo", DATA + "max_response_length=9", "data.max_response_length: rollout.response_length says it"),
+        ("grpo", A + "rollout.prompt_length=9", "rollout.prompt_length: data.max_prompt_length says it"),
+        ("grpo", A + "actor.use_kl_loss=false", "actor.kl_loss_coef: it goes with use_kl_loss, which is unset or 0"),
+        ("nemo", "recipes.trainer.limit_val_batches=0", "val_check_interval: it goes with limit_val_batches"),
+    ],
+)
+def test_a_key_that_no_other_reads_is_in_the_notes(files: Path, name: str, word: str, note: str) -> None:
+    assert any(note in line for line in recipe(files, name, word).notes)
 
 
 @pytest.mark.parametrize(

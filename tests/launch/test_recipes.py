@@ -112,6 +112,7 @@ def test_a_recipe_of_hyperpod_becomes_settings(v1: str) -> None:
         (["recipes.trainer.limit_val_batches=4", "recipes.model.data.val_dir=/v"],
          {"eval_interval": 10, "eval_iters": 4, "valid_data_path": "/v"}),
         (["recipes.exp_manager.checkpoint_callback_params.save_top_k=3"], {"save_interval": 10, "keep_last_k": 3}),
+        (["recipes.mock_data=true"], {"mock_data": True, "train_data_path": None}),
         (["recipes.exp_manager.exp_dir=/fsx/exp"], {"save": "/fsx/exp/checkpoints/"}),
         (["+recipes.exp_manager.auto_checkpoint.enabled=true"], {"save_mtbf_hours": 24.0, "async_save": True}),
         (["recipes.model.sharding_strategy=full_shard"], {"hybrid_shard_degree": 0}),
@@ -145,6 +146,43 @@ def test_fine_tuning_takes_the_model_from_its_folder(v1: str) -> None:
     assert expected.items() <= found.settings.items()
     assert found.settings["objective"] == "dpo" and found.settings["dpo_beta"] == 0.2
     assert found.config is not None and found.config.model.rotary_base == 500000.0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["recipes.model.precision=32"], "bf16 true contradicts model.precision, which says false; say both alike"),
+        (
+            ["recipes.model.do_finetune=true", "recipes.exp_manager.resume_from_checkpoint=/c"],
+            "exp_manager.resume_from_checkpoint: /c cannot be had: fine-tuning goes on from its own folder",
+        ),
+        (["recipes.trainer.max_steps=-1"], "--lr-decay-iters -1 must be above 0 (model.lr_decay_iters)"),
+    ],
+)
+def test_what_contradicts_names_the_keys(v1: str, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        recipe(v1, *words)
+    assert message in str(raised.value)
+
+
+def test_keys_that_no_other_reads_are_in_the_notes(v1: str) -> None:
+    synthetic = recipe(v1, "recipes.model.data.use_synthetic_data=true", "+recipes.model.dpo.beta=0.2")
+    assert synthetic.settings["mock_data"] and "train_data_path" not in synthetic.settings
+    for line in (
+        "model.data.train_dir: use_synthetic_data makes samples",
+        "model.dpo.beta: it goes with dpo.enabled, which is unset or 0",
+        "trainer.val_check_interval: it goes with limit_val_batches, which is unset or 0",
+    ):
+        assert line in synthetic.notes
+    resumed = recipe(v1, "+recipes.exp_manager.resume_from_checkpoint=/c/epoch=9", "recipes.train_data_path=/d")
+    assert (resumed.settings["load"], resumed.settings["train_data_path"]) == ("/c/epoch=9", "/d")
+
+
+def test_a_familys_own_settings_give_way_to_keys_in_any_order() -> None:
+    said = {"model.rope_scaling.factor": 16.0}
+    for leaves in ({"model.model_type": "gpt_oss", **said}, {**said, "model.model_type": "gpt_oss"}):
+        shape = translate(leaves).shape
+        assert (shape["rope_scaling_factor"], shape["rope_original_max_position"]) == (16.0, 4096)
 
 
 def test_a_known_size_is_pretrained_by_its_name() -> None:

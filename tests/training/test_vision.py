@@ -69,6 +69,17 @@ def runs(folder: Path) -> Runs:
     return out
 
 
+@pytest.mark.parametrize("more", ["", "--freeze-vision-model --freeze-projector"])
+def test_llama_4_equals_a_plain_loop(more: str, tmp_path: Path) -> None:
+    """Its processor gives pixels in 16 bits, its language model has layers of experts and attention in chunks."""
+    pytest.importorskip("torchvision")
+    folder = write_vision_type(tmp_path / "llama4", "llama4")
+    ((run,),) = run_distributed(tune_types, 1, [flags_of(folder, more)])
+    frozen = ("vision_model", "multi_modal_projector") if more else ()
+    errors = largest_error(run, vision_loop(folder, run["batches"], frozen))
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
 def test_a_run_equals_a_plain_loop_of_transformers(runs: Runs, folder: Path) -> None:
     want = vision_loop(folder, runs["alone"]["batches"])
     assert len(set(want["losses"])) == 5

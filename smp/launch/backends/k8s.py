@@ -169,7 +169,8 @@ def _workload(job: Job, kind: str, private: bool) -> list[Object]:
         roles = {"Master": 1, **({"Worker": nodes - 1} if nodes > 1 else {})}
         # the operator injects its own rendezvous for every container named pytorch; torchrun's flags win over it
         specs = {role: {"replicas": n, "restartPolicy": restart, "template": pod} for role, n in roles.items()}
-        spec: Object = {"runPolicy": {"backoffLimit": tries, **policy}, "pytorchReplicaSpecs": specs}
+        # the operator adds up the restarts of all pods, and one lost process ends all of them
+        spec: Object = {"runPolicy": {"backoffLimit": tries * nodes, **policy}, "pytorchReplicaSpecs": specs}
         return [{"apiVersion": "kubeflow.org/v1", "kind": kind, "metadata": metadata, "spec": spec}]
     spec = {
         "nprocPerNode": str(job.recipe.devices),

@@ -2,7 +2,8 @@
 
 They come in forms, one for each trainer of HyperPod's (``run.model_type``). A form has one table, which says for each
 key: a setting, a refusal with its reason and the nearest thing, or that it changes nothing here. docs/launching.md is
-generated from them. A key that is not in it is an error, so nothing is dropped in silence.
+generated from them. A key that is not in it is an error, and so are two keys that say different things of one setting,
+so nothing is dropped in silence.
 
 ``key.py`` has the kinds of keys, ``form.py`` what a form is, ``forms.py`` the list of them; ``keys.py`` (release 1,
 with ``values.py`` for what is not copied), ``llmft.py``, ``verl.py`` and ``checkpointless.py`` are the tables,

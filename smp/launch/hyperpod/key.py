@@ -26,6 +26,7 @@ class Key:
         text: for the table in the docs.
         convert: does it.
         shape: describes the model; fine-tuning takes that from the model's folder.
+        default: what other keys say of the same settings goes before it.
         is_text: its value is a text, also where it looks like a number.
         is_list: or a list of them.
     """
@@ -33,6 +34,7 @@ class Key:
     text: str
     convert: Convert
     shape: bool = False
+    default: bool = False
     is_text: bool = False
     is_list: bool = False
 
@@ -59,9 +61,15 @@ def nothing(why: str) -> Key:
     return Key(f"changes nothing: {why}", lambda value, get: why)
 
 
-def read_with(name: str) -> Key:
-    """A key that another one reads."""
-    return Key(f"with {name}", lambda value, get: {})
+def read_with(name: str, *readers: str) -> Key:
+    """A key that another one reads: one of ``readers``, whole names; by default one that every recipe has."""
+
+    def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
+        if not readers or any(get(reader) for reader in readers):
+            return {}
+        return f"it goes with {name}, which is unset or 0"
+
+    return Key(f"with {name}", convert)
 
 
 def _shown(value: Any) -> str:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from smp.launch.hyperpod import values
 from smp.launch.hyperpod.form import Form
-from smp.launch.hyperpod.key import Key, nothing, only, to
+from smp.launch.hyperpod.key import Key, nothing, only, read_with, to
 
 
 def _dpo(name: str) -> Key:
-    return Key(f"`{name}`, with dpo.enabled", lambda value, get: {name: value} if get("model.dpo.enabled") else {})
+    of = read_with("dpo.enabled", "model.dpo.enabled")
+    return Key(f"`{name}`, with dpo.enabled", lambda value, get: of.convert(value, get) or {name: value})
 
 
 _RUN = {
@@ -21,7 +22,9 @@ _RUN = {
     "trainer.max_steps": to("train_iters"),
     "trainer.log_every_n_steps": to("log_interval"),
     "trainer.limit_val_batches": Key("`eval_iters`, `eval_interval`; 0: no validation", values.validation),
-    "trainer.val_check_interval": Key("`eval_interval`, with limit_val_batches", lambda value, get: {}),
+    "trainer.val_check_interval": replace(
+        read_with("limit_val_batches", "trainer.limit_val_batches"), text="`eval_interval`, with limit_val_batches"
+    ),
     "trainer.accumulate_grad_batches": Key("refused unless 1: give `global_batch_size`", values.accumulation),
     "trainer.gradient_clip_val": nothing("model.grad_clip clips"),
     "use_smp_model": nothing("all models are parallel models"),
@@ -49,7 +52,7 @@ _EXP = {
     "checkpoint_callback_params.mode": Key("with monitor", lambda value, get: {}),
     "checkpoint_callback_params.save_last": nothing("the end of a run is saved in any case"),
     "checkpoint_dir": Key("`save`, with exp_dir", values.checkpoint_folder),
-    "resume_from_checkpoint": to("load"),
+    "resume_from_checkpoint": Key("`load`; refused with do_finetune", values.resumed),
     "auto_checkpoint.enabled": Key(
         "`save_mtbf_hours: 24`, `async_save`",
         lambda value, get: {"save_mtbf_hours": 24, "async_save": True} if value else {},
@@ -61,7 +64,7 @@ _EXP = {
 }
 _SHAPE = {
     "model_type": Key(
-        "the family: " + ", ".join(f"`{name}`" for name in values.FAMILIES), values.model_type, shape=True
+        "the family: " + ", ".join(f"`{name}`" for name in values.FAMILIES), values.model_type, shape=True, default=True
     ),
     "max_position_embeddings": to("max_position_embeddings", shape=True),
     "num_hidden_layers": to("num_layers", shape=True),
@@ -132,7 +135,11 @@ _MODEL = {
     ),
     "activation_loading_horizon": Key(
         "`activation_loading_horizon`, with offload_activations",
-        lambda value, get: {"activation_loading_horizon": value} if get("model.offload_activations") else {},
+        lambda value, get: (
+            {"activation_loading_horizon": value}
+            if get("model.offload_activations")
+            else "it goes with offload_activations, which is unset or 0"
+        ),
     ),
     "offload_activations": Key(
         "`offload_activations`", lambda value, get: {"offload_activations": True} if value else {}
@@ -168,8 +175,10 @@ _MODEL = {
     "peft.peft_type": Key(
         "lora: `lora_rank`, `lora_alpha`, `lora_dropout`; qlora_4bit: `load_in_4bit`, too", values.peft
     ),
-    "peft.rank": Key("`lora_rank`, with peft_type", lambda value, get: {}),
-    "peft.alpha": Key("`lora_alpha`, with peft_type", lambda value, get: {}),
+    **{
+        f"peft.{name}": replace(read_with("peft_type", "model.peft.peft_type"), text=f"`lora_{name}`, with peft_type")
+        for name in ("rank", "alpha")
+    },
     "peft.dropout": Key("`lora_dropout`, with peft_type; 0 with multi_modal", values.peft_dropout),
     "peft.target_modules": Key("`lora_target_modules`", values.targets),
     "dpo.enabled": Key("`objective: dpo`", lambda value, get: {"objective": "dpo"} if value else {}),
@@ -186,7 +195,9 @@ _MODEL = {
     "optim.sched.warmup_steps": to("lr_warmup_iters"),
     "optim.sched.constant_steps": only((0,), "take +recipes.lr_decay_style=WSD"),
     "optim.sched.min_lr": to("min_lr"),
-    "data.train_dir": Key("`train_data_path`; `data_path` of finetune.py", values.train_data),
+    "data.train_dir": Key(
+        "`train_data_path`; `data_path` of finetune.py; changes nothing with use_synthetic_data", values.train_data
+    ),
     "data.val_dir": Key("`valid_data_path`, with limit_val_batches", values.validation_data),
     "data.dataset_type": only(("hf", "synthetic"), "take hf, with .bin/.idx, .jsonl or .parquet files"),
     "data.use_synthetic_data": Key("`mock_data`", lambda value, get: {"mock_data": True} if value else {}),

@@ -22,19 +22,24 @@ _SCHEDULES = {
 }
 
 
+_NOT_DPO = "it is of dpo, which trainer_type does not say"
+
+
 def _is_dpo(get: Get) -> bool:
     return bool(get(_ARGS + "trainer_type") == "dpo")
 
 
 def _dpo(name: str) -> Key:
-    return Key(f"`{name}`, of dpo", lambda value, get: {name: value} if _is_dpo(get) else {})
+    return Key(f"`{name}`, of dpo", lambda value, get: {name: value} if _is_dpo(get) else _NOT_DPO)
 
 
 def _dpo_only(default: Any, why: str) -> Key:
     """A key of DPO that has one value here."""
 
-    def convert(value: Any, get: Get) -> Mapping[str, Any]:
-        if _is_dpo(get) and value != default:
+    def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
+        if not _is_dpo(get):
+            return _NOT_DPO
+        if value != default:
             raise ConfigError(f"{as_text(value)} cannot be had: {why}")
         return {}
 
@@ -54,6 +59,13 @@ def _schedule(value: Any, get: Get) -> Mapping[str, Any]:
     return {**style, "min_lr": 0.1 * get(_ARGS + "learning_rate")}  # the library's: a tenth
 
 
+def _warmup(value: Any, get: Get) -> Mapping[str, Any] | str:
+    """The library's schedule of the name constant has no warmup."""
+    if value and get(_ARGS + "lr_scheduler") == "constant":
+        return "lr_scheduler constant has no warmup; constant_with_warmup has one"
+    return tuning.zero_or("lr_warmup_fraction")(value, get)
+
+
 def _clip(value: Any, get: Get) -> Mapping[str, Any]:
     """max_norm, gradient_clipping and gradient_clipping_threshold say one thing."""
     if get(_ARGS + "gradient_clipping") is False:
@@ -62,6 +74,12 @@ def _clip(value: Any, get: Get) -> Mapping[str, Any]:
     if len(limits) > 1:
         raise ConfigError(f"max_norm and gradient_clipping_threshold are {' and '.join(map(str, sorted(limits)))}")
     return {"clip_grad": value}
+
+
+def _clips(value: Any, get: Get) -> Mapping[str, Any]:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{value} cannot be had: take true or false; max_norm says the norm")
+    return {} if value else {"clip_grad": 0.0}
 
 
 def _decay(value: Any, get: Get) -> Mapping[str, Any]:
@@ -194,7 +212,7 @@ _MODEL_KEYS = {
     "multimodal": only((False,), "smp trains language models only"),
     "peft_config.peft_type": Key("`lora_rank`, `lora_alpha`, `lora_dropout`, `lora_target_modules`", _peft),
     **{
-        f"peft_config.{name}": read_with("peft_type")
+        f"peft_config.{name}": read_with("peft_type", _MODEL + "peft_config.peft_type")
         for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_dora")
     },
     "peft_config.bias": only(("none",), "biases are not trained with adapters"),
@@ -227,7 +245,7 @@ _ARGS_KEYS = {
     "pretrain_mode": only((False,), "plain text is a sample with the key text"),
     "learning_rate": to("lr"),
     "lr_scheduler": Key("`lr_decay_style`", _schedule),
-    "lr_warmup_ratio": Key("`lr_warmup_fraction`", tuning.zero_or("lr_warmup_fraction")),
+    "lr_warmup_ratio": Key("`lr_warmup_fraction`; changes nothing with lr_scheduler constant", _warmup),
     "adam_betas": Key(
         "`adam_beta1`, `adam_beta2`", lambda value, get: dict(zip(("adam_beta1", "adam_beta2"), value, strict=True))
     ),
@@ -235,9 +253,7 @@ _ARGS_KEYS = {
     "l2": Key("`weight_decay`", _decay),
     "max_norm": Key("`clip_grad`", _clip),
     "gradient_clipping_threshold": Key("`clip_grad`", _clip),
-    "gradient_clipping": Key(
-        "with max_norm; false is `clip_grad: 0`", lambda value, get: _clip(0.0, get) if value is False else {}
-    ),
+    "gradient_clipping": Key("with max_norm; false is `clip_grad: 0`", _clips),
     "aux_loss_coef": Key("`moe_aux_loss_coeff`", tuning.zero_or("moe_aux_loss_coeff")),
     "seed": to("seed"),
     "gradient_checkpointing": tuning.RECOMPUTE,
@@ -290,7 +306,7 @@ _ARGS_KEYS = {
     "save_steps": Key(
         "`save_interval`; 0 and -1: the end is saved", lambda value, get: {"save_interval": value} if value > 0 else {}
     ),
-    "max_ckpt_num": Key("`keep_last_k`", lambda value, get: {"keep_last_k": max(2, value)} if value > 0 else {}),
+    "max_ckpt_num": tuning.KEPT,
     "max_ckpt_mem": nothing("max_ckpt_num bounds checkpoints"),
     "disable_ds_ckpt": nothing("checkpoints are this project's"),
     "save_hf_ckpt": Key("`save_hf`: the job's folder/hf_model", lambda value, get: {"save_hf": True} if value else {}),

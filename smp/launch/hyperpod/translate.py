@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.command_line.fields import did_you_mean
+from smp.config.command_line.fields import as_text, did_you_mean
 from smp.launch.hyperpod.form import Form
 from smp.launch.hyperpod.key import FeatureError
 from smp.launch.hyperpod.keys import V1
@@ -23,6 +23,7 @@ class Translated:
         shape: values of the settings of the model, which a fine-tuning run takes from its folder.
         notes: what has no effect here.
         gone: settings that are unset, where keys change those of another recipe.
+        said: name of a setting -> the key that says it.
     """
 
     finetune: bool
@@ -30,6 +31,7 @@ class Translated:
     shape: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     gone: tuple[str, ...] = ()
+    said: dict[str, str] = field(default_factory=dict)
 
 
 _CHECKED_SHAPE = frozenset(("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"))
@@ -46,11 +48,12 @@ def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, A
 
     Raises:
         FeatureError: values that cannot be had; one line that names each key.
-        ConfigError: a key that is not known, or a value of another type; one line that begins with the key.
+        ConfigError: a key that is not known, a value of another type, or one that another key contradicts; one line
+            that begins with the key.
     """
     known = {**(beside or {}), **leaves}
     result = Translated(finetune=form.finetune(known.get), values=dict(form.always))
-    refused = []
+    refused, defaults = [], dict[str, Any]()
     for name, value in leaves.items():
         key = form.find(name)
         if key is None and (value is not None or not form.is_section(name)):
@@ -66,15 +69,29 @@ def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, A
             raise ConfigError(f"{name}: {value!r} is not a value of this key ({key.text})") from None
         if isinstance(became, str):
             result.notes.append(f"{name}: {became}")
-        elif key.shape:
-            result.shape.update(became)
+        elif key.default:
+            defaults.update(became)
         else:
-            result.values.update(became)
+            _say(result, result.shape if key.shape else result.values, name, became)
     if refused:
         raise FeatureError("; ".join(refused))
+    result.shape.update({setting: value for setting, value in defaults.items() if setting not in result.shape})
     given = result.shape if not result.finetune else {k: v for k, v in result.shape.items() if k in _CHECKED_SHAPE}
     result.values.update(given)
     return result
+
+
+def _say(result: Translated, place: dict[str, Any], name: str, became: Mapping[str, Any]) -> None:
+    """Add to ``place`` what the key ``name`` became, unless another key says another thing of the same setting: which
+    of them counts would follow from their order."""
+    for setting, value in became.items():
+        other = result.said.setdefault(setting, name)
+        if other != name and place.get(setting) != value:
+            raise ConfigError(
+                f"{name}: {setting} {as_text(value)} contradicts {other}, which says {as_text(place.get(setting))}; "
+                "say both alike"
+            )
+    place.update(became)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from smp.config import ConfigError
 from smp.config.command_line.hub import PREFIX
 from smp.config.rules.finetune import ALL
-from smp.launch.hyperpod.key import Convert, Get, Key, nothing, only
+from smp.launch.hyperpod.key import Convert, Get, Key, nothing
 from smp.launch.hyperpod.values import module_names
 
 _UNREAD = {
@@ -207,4 +207,8 @@ RECOMPUTE = Key(
     "`recompute_granularity` full or none",
     lambda value, get: {"recompute_granularity": "full" if value else "none"},
 )
-ONLY_TRUE = only((True,), "there is no other way here")
+KEPT = Key(
+    "`keep_last_k`, at least 2; below 1: all are kept",
+    lambda value, get: {"keep_last_k": max(2, value)} if value > 0 else {},
+)
+"""How many checkpoints are kept. Two at least: one may be damaged."""

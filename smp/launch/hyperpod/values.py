@@ -249,7 +249,17 @@ def load(value: Any, get: Get) -> Mapping[str, Any]:
     return {"model": SIZES[value]}
 
 
-def train_data(value: Any, get: Get) -> Mapping[str, Any]:
+def resumed(value: Any, get: Get) -> Mapping[str, Any]:
+    if finetunes(get):
+        raise ConfigError(
+            f"{value} cannot be had: fine-tuning goes on from its own folder; recipes.save=FOLDER says another"
+        )
+    return {"load": value}
+
+
+def train_data(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if get("model.data.use_synthetic_data"):
+        return "use_synthetic_data makes samples"
     words = value if isinstance(value, str) else " ".join(value)
     return {"data_path": words} if finetunes(get) else {"train_data_path": words}
 

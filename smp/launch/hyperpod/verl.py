@@ -203,6 +203,7 @@ def _recompute(engine: str) -> Convert:
 def model_keys(section: str, engine: str) -> dict[str, Key]:
     """Keys of the section of the model that is trained, by what ``engine`` says."""
     adapters = lambda value, get: lora(value, get, section)  # noqa: E731
+    with_rank = read_with("lora_rank", section + "lora_rank", section + "lora.rank")
     return {
         "path": Key("`load`; a name of the hub is `hub:NAME`", values.model_folder, is_text=True),
         "tokenizer_path": Key("`tokenizer_model`", lambda value, get: {"tokenizer_model": value}, is_text=True),
@@ -216,10 +217,11 @@ def model_keys(section: str, engine: str) -> dict[str, Key]:
         ),
         "lora_adapter_path": Key("`load_adapter`", lambda value, get: {"load_adapter": value}, is_text=True),
         "lora_rank": Key("`lora_rank`, `lora_alpha`, `lora_dropout`, `lora_target_modules`; 0: all weights", adapters),
-        **{f"lora_{name}": read_with("lora_rank") for name in ("alpha", "dropout")},
-        **{f"target_{name}": read_with("lora_rank") for name in ("modules", "parameters")},
+        **{f"lora_{name}": with_rank for name in ("alpha", "dropout")},
+        **{f"target_{name}": with_rank for name in ("modules", "parameters")},
         "exclude_modules": Key("refused unless they have no adapters here either", tuning.without_routers),
-        **{f"lora.{name}": read_with("lora_rank") for name in ("rank", "alpha", "dropout", "target_modules")},
+        "lora.rank": Key("`lora_rank`, in place of the key lora_rank", adapters),
+        **{f"lora.{name}": with_rank for name in ("alpha", "dropout", "target_modules")},
         "override_config.attn_implementation": nothing(_KERNELS),
         "override_config.*": only((), _OF_FOLDER),
         "fused_kernel_options.impl_backend": nothing(_KERNELS),
@@ -236,7 +238,8 @@ def _dpo(name: str) -> Key:
 
 
 def loggers(value: Any, get: Get) -> Mapping[str, Any]:
-    names, project, run = list(value), get(_T + "trainer.project_name"), get(_T + "trainer.experiment_name")
+    names = [value] if isinstance(value, str) else list(value)
+    project, run = get(_T + "trainer.project_name"), get(_T + "trainer.experiment_name")
     if unknown := [name for name in names if name not in ("console", "tensorboard", "mlflow", "wandb")]:
         raise ConfigError(f"{unknown[0]} is none of console, tensorboard, mlflow, wandb")
     found: dict[str, Any] = {"tensorboard": "tensorboard" in names}
@@ -246,6 +249,12 @@ def loggers(value: Any, get: Get) -> Mapping[str, Any]:
     if "mlflow" in names and uri:
         found |= {"mlflow_tracking_uri": uri, "mlflow_experiment": project or "smp", "mlflow_run_name": run}
     return {name: given for name, given in found.items() if given is not None}
+
+
+TRACKED = Key(
+    "with trainer.logger",
+    lambda value, get: {} if "mlflow" in (get(_T + "trainer.logger") or ()) else "trainer.logger does not name mlflow",
+)
 
 
 def _save_freq(value: Any, get: Get) -> Mapping[str, Any]:
@@ -272,6 +281,12 @@ def _test_freq(value: Any, get: Get) -> Mapping[str, Any] | str:
     return tuning.evaluation(value, get(_FILES), 1 if ratio is None else ratio)
 
 
+def _truncation(value: Any, get: Get) -> Mapping[str, Any]:
+    if value not in ("left", "right"):
+        raise ConfigError(f"{value} cannot be had: samples that are too long are cut; take left or right")
+    return {} if value == "right" else {"truncation_side": value}
+
+
 TRAINER = {
     "project_name": read_with("logger"),
     "experiment_name": read_with("logger"),
@@ -286,7 +301,7 @@ TRAINER = {
         "`eval_interval`, or for after_each_epoch `eval_epochs: 1`; `full_validation`; where samples are kept for it",
         _test_freq,
     ),
-    "max_ckpt_to_keep": Key("`keep_last_k`", lambda value, get: {"keep_last_k": max(2, value)}),
+    "max_ckpt_to_keep": tuning.KEPT,
     "merge_lora_on_final_save": Key(
         "`save_hf`, whose adapters are merged", lambda value, get: {"save_hf": True} if value else {}
     ),
@@ -328,7 +343,7 @@ DATA = {
     "shuffle": nothing("the order of samples is drawn by seed"),
     "seed": nothing("the order of samples is drawn by engine.seed"),
     "dataloader_num_workers": nothing("samples are encoded before the first step"),
-    "truncation": Key("`truncation_side`", lambda value, get: {} if value == "right" else {"truncation_side": value}),
+    "truncation": Key("`truncation_side`; refused unless left or right", _truncation),
 }
 _OF_SAMPLES = {
     "max_length": to("seq_length"),
@@ -358,19 +373,25 @@ def _words(value: Any) -> str:
     return value if isinstance(value, str) else " ".join(map(str, value))
 
 
+def _own_path(value: Any, get: Get) -> Mapping[str, Any] | str:
+    of_rl = get(_T + "actor_rollout_ref.model.path")
+    return "actor_rollout_ref.model.path says it" if of_rl else values.model_folder(value, get)
+
+
 _OF_RL = "it is of reinforcement learning, and AWS's scripts say it for every recipe"
 KEYS: dict[str, Key] = {
     **tuning.COMMON,
     "run.model_type": only(("verl",), "it is the form of the recipe"),
     "*._target_": nothing("a class of verl's"),
     **{f"training_config.{name}": key for name, key in tuning.MLFLOW.items() if name != "mlflow.tracking_uri"},
-    "training_config.mlflow.tracking_uri": read_with("trainer.logger"),
+    "training_config.mlflow.tracking_uri": TRACKED,
     "training_config.checkpoint.save_contents": Key("`save_hf`, with hf_model; checkpoints are whole", _contents),
     "training_config.checkpoint.load_contents": nothing("checkpoints are whole"),
     "training_config.checkpoint.save_only_adapter_if_lora": nothing("checkpoints with adapters have adapters only"),
     **{f"training_config.data.{name}": key for name, key in (DATA | _OF_SAMPLES).items()},
     **{f"training_config.engine.{name}": key for name, key in engine_keys(_T + "engine.").items()},
     **{f"training_config.model.{name}": key for name, key in model_keys(_T + "model.", _T + "engine.").items()},
+    "training_config.model.path": Key("`load`; a name of the hub is `hub:NAME`", _own_path, is_text=True),
     "training_config.actor_rollout_ref.model.path": Key(
         "`load`, before `training_config.model.path`: AWS's scripts of DPO say it so", values.model_folder, is_text=True
     ),

@@ -49,6 +49,12 @@ def _generations(get: Get) -> int:
     return int(get(_A + "rollout.n") or 1)
 
 
+def _same_generations(value: Any, get: Get) -> Mapping[str, Any]:
+    if value != _generations(get):
+        raise ConfigError(f"{value} cannot be had: rollout.n is {_generations(get)}")
+    return {}
+
+
 def _batches(value: Any, get: Get) -> Mapping[str, Any]:
     """verl counts prompts; here a step is a number of completions."""
     prompts, step = get(_T + "data.train_batch_size"), get(_A + "actor.ppo_mini_batch_size")
@@ -189,14 +195,17 @@ _ACTOR = {
     "ppo_max_token_len_per_gpu": Key("`micro_batch_size`, with use_dynamic_bsz", _micro_batch),
     "use_dynamic_bsz": read_with("ppo_max_token_len_per_gpu"),
     "ppo_epochs": to("num_iterations"),
-    "clip_ratio": Key("`epsilon`, without clip_ratio_low", lambda value, get: {"epsilon": value}),
+    "clip_ratio": Key(
+        "`epsilon`, without clip_ratio_low",
+        lambda value, get: {"epsilon": value} if get(_A + "actor.clip_ratio_low") is None else "clip_ratio_low says it",
+    ),
     "clip_ratio_low": to("epsilon"),
     "clip_ratio_high": to("epsilon_high"),
     "clip_ratio_c": Key("`delta`", _delta),
     "loss_agg_mode": Key("`loss_type`; changes nothing with gspo", _aggregation),
     "loss_scale_factor": only((), "dr_grpo divides by max_completion_length"),
     "use_kl_loss": Key("`beta`: kl_loss_coef, or 0; with use_kl_in_reward as that says", _kl),
-    "kl_loss_coef": read_with("use_kl_loss"),
+    "kl_loss_coef": read_with("use_kl_loss", _A + "actor.use_kl_loss"),
     "kl_loss_type": Key("`kl_estimator`, of a KL in the loss", _kl_of_loss),
     "entropy_coeff": only((0, 0.0), "entropy is logged and not rewarded"),
     "entropy_advantage": only((False,), "advantages are those of rewards"),
@@ -218,7 +227,7 @@ _ACTOR = {
     "use_torch_compile": nothing("recipes.compile=true compiles blocks"),
     "freeze_vision_tower": nothing("models are read without their towers"),
     "load_weight": only((True,), "the model is read from its folder"),
-    "rollout_n": read_with("rollout.n"),
+    "rollout_n": Key("refused unless rollout.n", _same_generations),
     "checkpoint.save_contents": Key(
         "`save_hf`, with hf_model; checkpoints are whole",
         lambda value, get: {"save_hf": True} if "hf_model" in value else {},
@@ -237,7 +246,10 @@ _ROLLOUT = {
     "do_sample": only((True,), "completions are sampled"),
     "ignore_eos": only((False,), "a completion ends where the model ends it"),
     "response_length": Key("`max_completion_length`, `seq_length` with the prompt's", _lengths),
-    "prompt_length": read_with("data.max_prompt_length"),
+    "prompt_length": Key(
+        "with response_length, without data.max_prompt_length",
+        lambda value, get: {} if get(_T + "data.max_prompt_length") is None else "data.max_prompt_length says it",
+    ),
     "val_kwargs.n": to("num_generations_eval"),
     "val_kwargs.temperature": Key("`eval_temperature`; 0 without do_sample", _evaluation),
     "val_kwargs.do_sample": read_with("val_kwargs.temperature"),
@@ -246,10 +258,35 @@ _ROLLOUT = {
     "multi_turn.enable": only((False,), "a completion is one turn"),
     "multi_turn.*": nothing("it goes with multi_turn.enable"),
     "agent.*": nothing("a completion is one turn"),
-    "quantization": only((), "the policy samples in the precision that it is trained in"),
+    **{
+        name: only((), "the policy samples in the precision that it is trained in")
+        for name in ("quantization", "quantization_config_file")
+    },
     "skip_rollout": only((False,), "completions are sampled"),
     "over_sample_rate": only((0,), "take recipes.max_sampling_rounds"),
-    "*": nothing(_SAMPLING),
+    # vLLM's, which verl passes on
+    **{
+        name: only(neutral, "completions are sampled by temperature, top_p and top_k")
+        for name, neutral in (
+            *((name, (1, 1.0)) for name in ("repetition_penalty", "length_penalty")),
+            *((name, (0, 0.0)) for name in ("presence_penalty", "frequency_penalty", "min_p", "min_tokens")),
+            *((name, ()) for name in ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")),
+        )
+    },
+    **{
+        name: nothing(_SAMPLING)
+        for name in (
+            *("name", "mode", "dtype", "load_format", "engine_kwargs.*", "max_model_len", "max_num_seqs"),
+            *("max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
+            *("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes", "disable_log_stats"),
+            *("tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size"),
+            *("pipeline_model_parallel_size", "calculate_log_probs", "logprobs_mode", "log_prob_micro_batch_size"),
+            *("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+            *("update_weights_bucket_megabytes", "multi_stage_wake_up", "layered_summon", "layer_name_map.*"),
+            *("merge_lora_for_inference", "skip_tokenizer_init", "skip_dump_dir", "enable_rollout_routing_replay"),
+            *("profiler.*", "prometheus.*", "trace.*", "limit_images", "checkpoint_engine.*"),
+        )
+    },
 }
 _MODEL = {
     **verl.model_keys(_A + "model.", _ENGINES[1]),
@@ -284,14 +321,13 @@ _ALGORITHM = {
     "gamma": only((1.0, 1), "a completion has one reward"),
     "lam": only((1.0, 1), "a completion has one reward"),
     "use_kl_in_reward": Key("`kl_placement: reward`, `beta`: kl_ctrl.kl_coef, `kl_estimator`: kl_penalty", _kl),
-    "kl_penalty": read_with("use_kl_in_reward"),
-    "kl_ctrl.kl_coef": read_with("use_kl_in_reward"),
+    **{name: read_with("use_kl_in_reward", _ALG + "use_kl_in_reward") for name in ("kl_penalty", "kl_ctrl.kl_coef")},
     "kl_ctrl.type": Key("refused unless `fixed`, with use_kl_in_reward", _kl_controller),
     "kl_ctrl.*": nothing("it goes with kl_ctrl.type adaptive"),
     "use_pf_ppo": only((False,), "completions are not sampled again by their rewards"),
     "pf_ppo.*": nothing("it goes with use_pf_ppo"),
     "rollout_correction.rollout_is": Key("`importance_sampling_mode`, `importance_sampling_clip_max`", _correction),
-    "rollout_correction.rollout_is_threshold": read_with("rollout_is"),
+    "rollout_correction.rollout_is_threshold": read_with("rollout_is", _ALG + "rollout_correction.rollout_is"),
     "rollout_correction.rollout_is_batch_normalize": only((False,), "weights are not normalised"),
     "rollout_correction.rollout_rs": only((), "take recipes.importance_sampling_mode=sequence_mask"),
     "rollout_correction.rollout_rs_threshold": only((), "it goes with rollout_rs"),
@@ -305,7 +341,10 @@ _DATA = {
     "train_batch_size": Key("`global_batch_size`, `steps_per_generation`, with actor.ppo_mini_batch_size", _batches),
     "val_batch_size": nothing("all validation prompts are answered, however many at once"),
     "max_prompt_length": Key("`seq_length`, with rollout.response_length", _lengths),
-    "max_response_length": read_with("rollout.response_length, where that is not given"),
+    "max_response_length": Key(
+        "with max_prompt_length, without rollout.response_length",
+        lambda value, get: {} if get(_A + "rollout.response_length") is None else "rollout.response_length says it",
+    ),
     "filter_overlong_prompts": only((True,), "prompts that are too long are left out and counted"),
     "truncation": nothing("prompts that are too long are left out and counted, never cut"),
     "split_seed": nothing("seed draws the split as well"),
@@ -343,7 +382,7 @@ _TRAINER = {
     "custom_rollout.*": _unset_or((), "completions are sampled by the layers that train"),
     "early_stopping.enable": only((False,), "a run ends where train_epochs or train_iters says"),
     "early_stopping.*": nothing("it goes with early_stopping.enable"),
-    "max_actor_ckpt_to_keep": Key("`keep_last_k`", lambda value, get: {"keep_last_k": max(2, value)}),
+    "max_actor_ckpt_to_keep": tuning.KEPT,
     "rollout_data_dir": only((), "recipes.log_completions writes completions"),
     "validation_data_dir": only((), "recipes.log_completions writes completions"),
     "critic_warmup": only((0,), "there is no critic"),
@@ -369,7 +408,7 @@ KEYS: dict[str, Key] = {
     "*._target_": nothing("a class of verl's"),
     "ray_cluster.*": nothing("there is no Ray: torchrun starts all processes"),
     f"{_T}mlflow.run_id": tuning.MLFLOW["mlflow.run_id"],
-    f"{_T}mlflow.tracking_uri": read_with("trainer.logger"),
+    f"{_T}mlflow.tracking_uri": verl.TRACKED,
     **_under(f"{_A}actor", _ACTOR),
     **{f"{section}{name}": key for section in _ENGINES for name, key in _offloaded(verl.engine_keys(section)).items()},
     **_under(f"{_A}actor.optim", verl.optimizer_keys(_A + "actor.optim.")),
@@ -384,7 +423,7 @@ KEYS: dict[str, Key] = {
     f"{_T}critic.enable": only((False,), "there is no critic"),
     f"{_T}critic.*": nothing("there is no critic"),
     f"{_T}custom_reward_function.path": Key("`reward_funcs`, with name", _reward, is_text=True),
-    f"{_T}custom_reward_function.name": read_with("path"),
+    f"{_T}custom_reward_function.name": read_with("path", _T + "custom_reward_function.path"),
     f"{_T}custom_reward_function.lambda_arn": only((), "recipes.reward_funcs=FILE.py:NAME says a function"),
     f"{_T}reward_manager.*": nothing("recipes.reward_funcs says the functions"),
     f"{_T}reward_model.enable": only((False,), "recipes.reward_funcs says what rewards completions"),
