@@ -210,6 +210,8 @@ def _apply(tree: dict[str, Any], override: Override, file: Path, notes: list[str
         return
     for name in (key, path[0]):
         if name in _INSTEAD:
+            if isinstance(tree["recipes"], Mapping):
+                form_of(tree["recipes"])  # why the whole recipe cannot be had says more
             raise ConfigError(f"{key}: {_INSTEAD[name]}")
     if path[0] == "run" and "run" not in tree:  # HyperPod's scripts name the run of its newer recipes so
         path = ("recipes", *path)

@@ -417,6 +417,8 @@ def test_checkpointless_becomes_settings(files: Path) -> None:
         ("verl", ["recipes.training_config.optim.lr_scheduler_type=constant"], {"lr_warmup_fraction": 0.1}),
         ("verl", ["~recipes.training_config.model.lora_rank",
                   "+recipes.training_config.model.lora={rank: 8, target_modules: [linear_qkv]}"], {"lora_rank": 8}),
+        ("grpo", ["recipes.run.name=gemma-4", A + "model.path=/m",
+                  "+" + DATA + "apply_chat_template_kwargs.enable_thinking=false"], {"load": "/m"}),
         ("grpo", [A + "actor.clip_ratio=0.3"], {"epsilon": 0.2}),
         ("grpo", ["~" + A + "actor.clip_ratio_low", A + "actor.clip_ratio=0.25"], {"epsilon": 0.25}),
         ("grpo", ["+" + A + "rollout.repetition_penalty=1.0"], {"temperature": 1.0}),
@@ -574,6 +576,13 @@ def test_other_trainers_are_refused_by_name(text: str, message: str, tmp_path: P
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         recipe(tmp_path, "x")
     assert isinstance(raised.value, FeatureError) == (": other" not in text and "{a: 1}" not in text)
+
+
+def test_a_word_that_is_not_taken_gives_way_to_why_the_recipe_is_refused(tmp_path: Path) -> None:
+    """AWS's scripts of evaluations type launch_json."""
+    (tmp_path / "x.yaml").write_text("run: {name: x}\nevaluation: {task: mmlu}\n")
+    with pytest.raises(FeatureError, match="evaluation: it is no job here"):
+        recipe(tmp_path, "x", "launch_json=true")
 
 
 def test_a_model_that_cannot_be_read_yet_is_not_submitted(

@@ -171,8 +171,10 @@ def _reward(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _thinking(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """Templates think unless they are told not to, Gemma's the other way round."""
-    if bool(value) == ("gemma" not in str(get(_A + "model.path")).lower()):
+    """Templates think unless they are told not to, Gemma's the other way round. A folder's name may not say which it
+    is; the recipe's does."""
+    names = " ".join(str(get(name)) for name in (_A + "model.path", "run.name", "display_name")).lower()
+    if bool(value) == ("gemma" not in names):
         return "it is what the model's template does by itself"
     raise ConfigError(f"{str(value).lower()} cannot be had: recipes.chat_template=FILE says another template")
 
