@@ -32,6 +32,7 @@ from training_step import MODEL, Work, smp_step
 from training_table import llama
 
 from smp.config import Layout
+from smp.models.arithmetic import count_parameters
 from smp.parallel.context import build_context
 from smp.training.cost.meter import FREE
 
@@ -45,12 +46,13 @@ TYPES = {
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
 GROUPED = ("aten::_grouped_mm", "smp::grouped_product", "smp::grouped_input_gradient", "smp::grouped_weight_gradient")
 ATTENTION, HEAD, IDLE = "attention", "head and loss", "nothing (gaps)"
+OPTIMIZER, CLIPPING = "optimizer", "gradient norm, clipping"
 KINDS: list[tuple[str, tuple[str, ...]]] = [
-    ("optimizer", ("Optimizer.step", "aten::_fused_adam")),
-    ("gradient norm, clipping", ("aten::_foreach_norm", "aten::linalg_vector_norm", "aten::_foreach_mul_")),
+    (OPTIMIZER, ("Optimizer.step", "aten::_fused_adam")),
+    (CLIPPING, ("aten::_foreach_norm", "aten::linalg_vector_norm", "aten::_foreach_mul_")),
     ("collectives", ("c10d::", "nccl", "ncclDev", "gloo:")),
     (
-        "attention",
+        ATTENTION,
         ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "torch_attn::"),
     ),
     (HEAD, ("smp::softmax_stats", "smp::logits_to_gradient_", "aten::_log_softmax", "aten::nll_loss")),
@@ -65,11 +67,13 @@ KINDS: list[tuple[str, tuple[str, ...]]] = [
 ]
 """What an operator, or one that it is called by, makes of its time; the first that fits."""
 OUTPUTS = {
-    **dict.fromkeys(("aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_norm", "aten::sum"), 0),
-    **{"aten::linalg_vector_norm": 0, "smp::softmax_stats": 0, "smp::swiglu_backward": 2, "aten::_fused_adamw_": 0.75},
+    **dict.fromkeys(("aten::copy_", "aten::fill_", "aten::zero_", "aten::sum"), 0),
+    **{"smp::softmax_stats": 0, "smp::swiglu_backward": 2},
 }
-"""Written by an operator, in tensors as large as its largest input (of a list, all of it); 1 if it is not here.
-AdamW reads four lists of tensors and writes three."""
+"""Written by an operator, in tensors as large as its largest input; 1 if it is not here."""
+OF_A_PARAMETER = {OPTIMIZER: 28, CLIPPING: 12}
+"""Bytes in fp32: AdamW reads four numbers and writes three, a norm reads one, clipping reads and writes it. (A trace
+says nothing of the tensors in lists of more than 30.)"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,6 @@ class Call:
         name: of the operator, or of a kernel that none launched.
         around: those that called it, from the outermost.
         inputs: tensors, without lists.
-        lists: bytes of the lists of tensors among its inputs.
         seconds: of the device.
         moves: whether the time is of its own bytes, and not of what it calls.
     """
@@ -102,7 +105,6 @@ class Call:
     name: str
     around: tuple[str, ...] = ()
     inputs: tuple[Tensor, ...] = ()
-    lists: int = 0
     seconds: float = 0.0
     moves: bool = True
 
@@ -116,16 +118,14 @@ class Profile:
     idle: float
 
 
-def tensors_of(arguments: dict[str, Any]) -> tuple[tuple[Tensor, ...], int]:
-    """(Inputs that are tensors, bytes of lists of tensors) of an operator in a trace. What lists hold is of fp32."""
-    shapes, strides = arguments.get("Input Dims", []), arguments.get("Input Strides", [])
-    found, lists = [], 0
-    for name, shape, stride in zip(arguments.get("Input type", []), shapes, strides, strict=False):
-        if name == "TensorList":
-            lists += sum(4 * math.prod(own) for own in shape)
-        elif name in TYPES and shape and all(isinstance(n, int) for n in shape):
-            found.append(Tensor(tuple(shape), tuple(stride), TYPES[name]))
-    return tuple(found), lists
+def tensors_of(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Inputs that are tensors, of an operator in a trace."""
+    given = (arguments.get(name, []) for name in ("Input type", "Input Dims", "Input Strides"))
+    return tuple(
+        Tensor(tuple(shape), tuple(stride), TYPES[name])
+        for name, shape, stride in zip(*given, strict=False)
+        if name in TYPES and shape and all(isinstance(n, int) for n in shape)
+    )
 
 
 @dataclass
@@ -188,7 +188,7 @@ def read(trace: dict[str, Any], device: str) -> Profile:
         return Profile(calls, span / 1e6, max(span / 1e6 - busy, 0.0))
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     by_operator, others = defaultdict[Any, float](float), list[Call]()
-    operators = {own.event["args"]["External id"]: own for own in host if "args" in own.event}
+    operators = {own.event["args"]["External id"]: own for own in host if "External id" in own.event.get("args", {})}
     for kernel in kernels:
         if (number := kernel["args"].get("External id")) in operators:
             by_operator[number] += kernel["dur"]
@@ -200,10 +200,9 @@ def read(trace: dict[str, Any], device: str) -> Profile:
 
 
 def _call(own: Nested, microseconds: float) -> Call:
-    inputs, lists = tensors_of(own.event.get("args", {}))
-    name = own.event["name"]
+    inputs, name = tensors_of(own.event.get("args", {})), own.event["name"]
     moves = name in OUTPUTS or (not own.calls and name.removeprefix("aten::") not in FREE)
-    return Call(name, own.around, inputs, lists, microseconds / 1e6, moves)
+    return Call(name, own.around, inputs, microseconds / 1e6, moves)
 
 
 def kind_of(call: Call, vocabulary: int) -> str:
@@ -244,11 +243,11 @@ def _operands(call: Call) -> tuple[Tensor, Tensor]:
 def bytes_of(call: Call) -> float:
     """That the call must move: its inputs once, and its outputs."""
     own = [each.nbytes for each in call.inputs]
-    largest = max([*own, call.lists], default=0)
+    largest = max(own, default=0)
     written = OUTPUTS.get(call.name, 1)
     if call.name == "smp::norm" and len(call.inputs) > 2 and call.inputs[0].shape == call.inputs[1].shape:
         written = 2  # the sum and its norm
-    return sum(own) + call.lists + written * largest
+    return sum(own) + written * largest
 
 
 @dataclass
@@ -268,12 +267,16 @@ def by_kind(profile: Profile, work: Work, rate: float, bandwidth: float) -> dict
     """The first table's rows, the longest first, and the gaps. What is in a cache can be faster than memory: a call's
     limit is at most the time that it took."""
     rows: dict[str, Row] = defaultdict(Row)
+    vocabulary = work.model.vocab_size or 0
+    parameters = count_parameters(work.model, vocabulary).total
+    known = {kind: nbytes * parameters / bandwidth for kind, nbytes in OF_A_PARAMETER.items()}
+    known[ATTENTION] = attention_flops(work) / rate
     for call in profile.calls:
-        kind, flops = kind_of(call, work.model.vocab_size or 0), flops_of(call)
-        limit = flops / rate if flops else bytes_of(call) / bandwidth if call.moves and kind != ATTENTION else 0.0
+        kind, flops = kind_of(call, vocabulary), flops_of(call)
+        limit = flops / rate if flops else bytes_of(call) / bandwidth if call.moves and kind not in known else 0.0
         rows[kind].add(call.seconds, min(limit, call.seconds))
-    if ATTENTION in rows:
-        rows[ATTENTION].limit = attention_flops(work) / rate
+    for kind in known.keys() & rows.keys():
+        rows[kind].limit = min(known[kind], rows[kind].seconds)
     ordered = dict(sorted(rows.items(), key=lambda row: -row[1].seconds))
     return ordered | {IDLE: Row(0, profile.idle, 0.0)}
 
