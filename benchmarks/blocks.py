@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import Report, synchronize
+from timing import Report, synchronize, warm_up
 from training_step import MODEL, Work, smp_model
 from training_table import llama, why
 
@@ -30,7 +30,7 @@ from smp.layers.fp8.apply import fp8_history
 from smp.parallel.context import ParallelContext, build_context
 
 GROUPS = 5
-"""Timed groups of passes per entry; the table shows the median."""
+"""Timed groups of passes per entry, unless the command says so; the table shows the median."""
 HORIZON = 2
 
 
@@ -91,10 +91,10 @@ def build(work: Work, context: ParallelContext, settings: dict[str, Any]) -> Pas
     return Passes(run, None if place.offload is None else place.offload.copier)
 
 
-def seconds_of(passes: Passes, device: str, repeats: int) -> float:
-    """Of one pass, the median of groups of ``repeats``."""
+def seconds_of(passes: Passes, device: str, repeats: int, groups: int) -> float:
+    """Of one pass, the median of ``groups`` of ``repeats``."""
     times = []
-    for _ in range(GROUPS):
+    for _ in range(groups):
         synchronize(device)
         started = time.perf_counter()
         for _ in range(repeats):
@@ -120,7 +120,7 @@ def seconds_to_copy(nbytes: int, device: str) -> float:
     return statistics.median(times)
 
 
-def measure(report: Report, work: Work, context: ParallelContext, repeats: int) -> int:
+def measure(report: Report, work: Work, context: ParallelContext, repeats: int, groups: int) -> int:
     """All entries, each in turn with plain bf16, and with what it offloads without that. Returns how many failed."""
     device, failed, table = work.device, 0, entries(work.device)
     base = build(work, context, {})
@@ -131,10 +131,9 @@ def measure(report: Report, work: Work, context: ParallelContext, repeats: int) 
             entry = build(work, context, settings) if settings else base
             there = build(work, context, without) if without and without != settings else base
             for passes in (base, there, entry):
-                for _ in range(3):
-                    passes.run()
+                warm_up(passes.run, groups)
             peak, copied = _peak(entry, device), _copied(entry)
-            plain, stays, own = [seconds_of(passes, device, repeats) for passes in (base, there, entry)]
+            plain, stays, own = [seconds_of(passes, device, repeats, groups) for passes in (base, there, entry)]
             report.say(row(name, plain, stays, own, peak, copied, device))
         except Exception as error:  # the others are wanted all the same
             report.say(f"{name:26s}  {why(error)}")
@@ -181,7 +180,8 @@ def main() -> int:
     """Measure, print and write; 1 if an entry failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--repeats", type=int, default=3, help="passes in each of five timed groups")
+    parser.add_argument("--repeats", type=int, default=3, help="passes in each timed group")
+    parser.add_argument("--groups", type=int, default=GROUPS, help="timed groups of an entry; the median counts")
     arguments = parser.parse_args()
     device = arguments.device
     if device == "cuda" and not torch.cuda.is_available():
@@ -196,7 +196,7 @@ def main() -> int:
         f"{work.length} tokens, bf16; x bf16: speed beside plain bf16 in turn; peak: above weights\n"
         f"{'entry':26s}{'ms':>10s}{'x bf16':>9s}{'peak GB':>9s}{'GB each way':>12s}{'alone ms':>10s}{'hidden':>9s}"
     )
-    failed = measure(report, work, build_context(Layout(), device), arguments.repeats)
+    failed = measure(report, work, build_context(Layout(), device), arguments.repeats, arguments.groups)
     dist.destroy_process_group()
     return int(failed > 0)
 

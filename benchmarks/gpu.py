@@ -10,9 +10,9 @@ sources' contents, not the commit, which tables change, too), then those that fe
 ends one whose time is up; and the next call goes on. A part's tables come to ``benchmarks/results/`` when it has ended
 well, what another one wrote lies in ``benchmarks/results/fallen/``. The last lines say of every part what it did.
 
-``make gpu-check`` is the same without a GPU: the tests are collected, layouts run on the processor, kernels are
-compiled for a GPU ahead of time, and every table is made of small sizes, into a folder of its own. It says what it
-leaves out.
+``make gpu-check`` is the same without a GPU: the tests are collected, by one process, layouts run on the processor,
+kernels are compiled for a GPU ahead of time, and every table is made of small sizes, into a folder of its own. It says
+what it leaves out.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 MARGIN = 10.0
 """Seconds of MINUTES that are left for the end."""
 PYTEST = ("-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider")
+MARKER = "pytest.mark.gpu"
+COLLECT = ("-m", "pytest", "-m", "gpu", "--collect-only", "-qq", "-p", "no:cacheprovider")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Part:
         name: of the part.
         words: what python is given.
         seconds: that it takes on an H100, about.
-        check: what stands for it without a GPU, by the same python; empty: nothing.
+        check: what stands for it without a GPU, by the same python; empty: nothing, but that tests are collected.
         workers: of pytest, where xdist is installed: most of a test is the host's time, imports and compilers.
     """
 
@@ -61,8 +63,15 @@ class Part:
 
 
 def _tests(name: str, seconds: int, *files: str, workers: int = 6, check: tuple[str, ...] = ()) -> Part:
-    collected = ("-m", "pytest", "-m", "gpu", "--collect-only", "-qq", "-p", "no:cacheprovider", *files)
-    return Part(f"tests: {name}", (*PYTEST, *files), seconds, check or collected, workers)
+    return Part(f"tests: {name}", (*PYTEST, *files), seconds, check, workers)
+
+
+def files_with_marker(root: Path = ROOT) -> list[str]:
+    """Files of tests marked ``gpu``, but for those of ``tests/gpu``, of which each has a part: to collect all tests
+    takes as long as it takes to run these."""
+    found = sorted((root / "tests").rglob("test_*.py"))
+    marked = [path.relative_to(root) for path in found if MARKER in path.read_text()]
+    return [str(path) for path in marked if not path.is_relative_to("tests/gpu")]
 
 
 def _table(name: str, seconds: int, file: str, *options: str, small: tuple[str, ...] | None = None) -> Part:
@@ -73,6 +82,7 @@ def _table(name: str, seconds: int, file: str, *options: str, small: tuple[str, 
 
 _COMPILED = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/kernels/test_triton.py", "-k", "compile")
 _ON_CPU = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "tests/test_one_card.py")
+_ONE_STEP = ("--steps", "1", "--groups", "1", "--only", "bf16")
 _LAYOUTS = ("tests/gpu/test_layouts.py", "tests/hf/test_one_card.py")
 _FEATURES, _EXPERTS = "tests/gpu/test_features.py", "::test_compiled_experts_are_as_on_a_cpu"
 PARTS = [
@@ -82,12 +92,12 @@ PARTS = [
     _tests("kernels", 60, "tests/gpu/test_kernels.py", "tests/gpu/test_fp8.py", check=_COMPILED),
     _tests("features", 90, _FEATURES, f"--deselect={_FEATURES}{_EXPERTS}"),
     _tests("runs and steps", 60, "tests/gpu/test_pretrain.py", "tests/gpu/test_step.py"),
-    _tests("others", 60, "--ignore=tests/gpu", "--continue-on-collection-errors"),
+    _tests("others", 60, *(name for name in files_with_marker() if name not in _LAYOUTS)),
     _table("a step's parts", 45, "step_profile", small=("--rounds", "1")),
-    _table("experts", 135, "moe", small=("--repeats", "1")),
+    _table("experts", 135, "moe", small=("--repeats", "1", "--groups", "1")),
     _table("kernels", 100, "kernels", small=("--rounds", "1")),
-    _table("training, 8B shape", 250, "training_table", "--only", "llama3-8b", small=("--steps", "1")),
-    _table("blocks", 60, "blocks", small=("--repeats", "1")),
+    _table("training, 8B shape", 250, "training_table", "--only", "llama3-8b", small=_ONE_STEP),
+    _table("blocks", 60, "blocks", small=("--repeats", "1", "--groups", "1")),
     _table("training, 1B shape", 180, "training_table", "--only", "llama3.2-1b"),
     _table("memory and traces", 180, "gpu_memory", small=()),
     Part("compute-sanitizer", ("benchmarks/sanitize.py",), 240),
@@ -274,7 +284,8 @@ def with_workers(part: Part) -> tuple[str, ...]:
     """A part's words, for pytest with as many workers as it takes and the machine has."""
     workers = min(part.workers, os.cpu_count() or 1)
     several = workers > 1 and importlib.util.find_spec("xdist") is not None
-    return (*part.words, "-n", str(workers)) if several else part.words
+    # Tests that fill the card are one group: one process runs them, one after the other.
+    return (*part.words, "-n", str(workers), "--dist", "loadgroup") if several else part.words
 
 
 def on_gpu() -> list[Part]:
@@ -293,9 +304,19 @@ def device_name() -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def checks(parts: Sequence[Part]) -> list[Part]:
+    """What stands for ``parts`` without a GPU. All tests are collected by one process: most of the time goes to
+    imports."""
+    length = len(PYTEST)
+    words = [word for part in parts if part.words[:length] == PYTEST for word in part.words[length:]]
+    files = dict.fromkeys(word for word in words if not word.startswith("--"))
+    made = [replace(part, words=part.check, workers=0) for part in parts if part.check]
+    return [Part("tests: collected", (*COLLECT, *files), 60), *made]
+
+
 def check() -> int:
     """What can be checked of every part without a GPU; 1 if one fell."""
-    parts = [replace(part, words=part.check, workers=0) for part in PARTS if part.check]
+    parts = checks(PARTS)
     with TemporaryDirectory() as folder:
         run = lambda *given: run_part(*given, CUDA_VISIBLE_DEVICES="")  # noqa: E731
         fell = Session(parts, None, "no GPU", Path(folder), run).run()

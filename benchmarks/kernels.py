@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -246,7 +247,7 @@ class Table:
 
     def __init__(self, device: str, rounds: int) -> None:
         self.device, self.sizes, self.clock = device, ON[device], Clock(device, rounds)
-        self.bandwidth = copy_bandwidth(self.clock)
+        self.bandwidth, self.failed = copy_bandwidth(self.clock), 0
         product = (8192, 8192, 8192) if device == "cuda" else (1024, 1024, 2816)
         self.product = product_rate(self.clock, *product, self.sizes.dtype)
         s, self.say = self.sizes, Report("kernels", device).say
@@ -267,13 +268,24 @@ class Table:
         """Rows of one operation; forward and backward pass each have their own."""
         dtype = case.dtype or self.sizes.dtype
         for name, function in case.versions.items():
-            for title, elements, seconds in self.passes(case, function):
-                label = f"{case.name}, {title}"
-                if seconds is None:
-                    self.say(f"{label:34s}{name:16s}{NOT_MEASURED:>32s}")
-                    continue
-                rate = elements * dtype.itemsize / seconds
-                self.say(f"{label:34s}{name:16s}{seconds * 1e6:12.1f}{rate / 1e9:10.1f}{rate / self.bandwidth:10.2f}")
+            try:
+                for title, elements, seconds in self.passes(case, function):
+                    self.say_bytes(f"{case.name}, {title}", name, elements * dtype.itemsize, seconds)
+            except Exception as error:  # the others are wanted all the same
+                self.fell(case.name, name, error)
+
+    def fell(self, label: str, name: str, error: Exception) -> None:
+        """A row that says why there is no number; one of ours makes the table fail."""
+        self.say(f"{label:34s}{name:16s}  {type(error).__name__}: {error}".splitlines()[0][:120])
+        self.failed += name.startswith("smp")
+
+    def say_bytes(self, label: str, name: str, nbytes: int, seconds: float | None) -> None:
+        """A row whose ceiling is memory; ``seconds`` None: not measured."""
+        if seconds is None:
+            self.say(f"{label:34s}{name:16s}{NOT_MEASURED:>32s}")
+            return
+        rate = nbytes / seconds
+        self.say(f"{label:34s}{name:16s}{seconds * 1e6:12.1f}{rate / 1e9:10.1f}{rate / self.bandwidth:10.2f}")
 
     def passes(self, case: Case, function: Function | None) -> Iterator[tuple[str, int, float | None]]:
         names = (
@@ -311,8 +323,8 @@ class Table:
         """A row whose ceiling is arithmetic."""
         try:
             seconds = None if run is None else self.clock.seconds(run)
-        except RuntimeError as error:
-            self.say(f"{label:34s}{name:16s}  {str(error).splitlines()[0][:60]}")
+        except Exception as error:  # as above; Triton's are of no common kind
+            self.fell(label, name, error)
             return
         if seconds is None:
             self.say(f"{label:34s}{name:16s}{NOT_MEASURED:>32s}")
@@ -333,19 +345,15 @@ def loads_ahead(table: Table) -> None:
         for stages in (1, 2, 3):
             given = dy, added, x, weight, rows, rows, has_bias, stages
             seconds = table.clock.seconds(partial(launchers.backward, *given))
-            rate, label = nbytes / seconds, f"{name}, backward"
-            table.say(
-                f"{label:34s}{f'{stages} stages':16s}{seconds * 1e6:12.1f}{rate / 1e9:10.1f}"
-                f"{rate / table.bandwidth:10.2f}"
-            )
+            table.say_bytes(f"{name}, backward", f"{stages} stages", nbytes, seconds)
 
 
 def as_tuple(x: Any) -> tuple[torch.Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def main() -> None:
-    """Measure, print and write."""
+def main() -> int:
+    """Measure, print and write; 1 if one of our versions failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each version")
@@ -357,7 +365,8 @@ def main() -> None:
     if fused:
         loads_ahead(table)
     products(table, fused)
+    return int(table.failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from blocks import build, seconds_of
-from timing import Report
+from blocks import GROUPS, build, seconds_of
+from timing import Report, warm_up
 from training_step import MODEL, Work
 from training_table import llama, why
 
@@ -67,16 +67,15 @@ def entries(device: str) -> dict[str, dict[str, Any]]:
 
 
 def measured(
-    model: ModelConfig, device: str, context: ParallelContext, settings: dict[str, Any], repeats: int
+    model: ModelConfig, device: str, context: ParallelContext, settings: dict[str, Any], repeats: int, groups: int
 ) -> Times:
     """Seconds of the blocks, and of those with one MLP."""
     work = [Work(resolve_model(m), 1, 512 if device == "cpu" else 8192, device) for m in (as_one_mlp(model), model)]
     dense = build(work[0], context, {name: value for name, value in settings.items() if name != "backends"})
     experts = build(work[1], context, settings)
     for passes in (dense, experts):
-        for _ in range(3):
-            passes.run()
-    plain, own = [seconds_of(passes, device, repeats) for passes in (dense, experts)]
+        warm_up(passes.run, groups)
+    plain, own = [seconds_of(passes, device, repeats, groups) for passes in (dense, experts)]
     return own, plain
 
 
@@ -99,7 +98,8 @@ def main() -> int:
     """Measure, print and write; 1 if an entry failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--repeats", type=int, default=3, help="passes in each of five timed groups")
+    parser.add_argument("--repeats", type=int, default=3, help="passes in each timed group")
+    parser.add_argument("--groups", type=int, default=GROUPS, help="timed groups of an entry; the median counts")
     arguments = parser.parse_args()
     device, failed = arguments.device, 0
     if device == "cuda" and not torch.cuda.is_available():
@@ -115,7 +115,8 @@ def main() -> int:
         for label, settings in entries(device).items():
             title = ", ".join(filter(None, (name, label)))
             try:
-                own, plain = found[name][label] = measured(model, device, context, settings, arguments.repeats)
+                given = model, device, context, settings, arguments.repeats, arguments.groups
+                own, plain = found[name][label] = measured(*given)
                 report.say(f"{title:56s}{own * 1e3:10.2f}{plain * 1e3:10.2f}{plain / own:13.3f}")
             except Exception as error:  # the others are wanted all the same
                 report.say(f"{title:56s}  {why(error)}")

@@ -37,6 +37,8 @@ def main(tools: list[str]) -> int:
     if program is None:
         print("no compute-sanitizer on this machine: nothing is checked")
         return 0
+    # Old ones report products of Hopper's that are right (NVIDIA/compute-sanitizer-samples#19): which one it is.
+    subprocess.run([program, "--version"])
     for tool in tools or TOOLS:
         words = command(program, tool)
         print("+", *words, flush=True)

@@ -65,6 +65,12 @@ class Report:
             file.write(line + "\n")
 
 
+def warm_up(run: Callable[[], object], groups: int) -> None:
+    """Untimed calls before ``groups`` timed ones: three, or fewer where nothing but that it runs is asked."""
+    for _ in range(min(3, groups)):
+        run()
+
+
 def synchronize(device: str) -> None:
     """Wait for the device."""
     if device == "cuda":

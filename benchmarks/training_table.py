@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peers import PEERS, missing
-from timing import Clock, Report, product_rate, synchronize
+from timing import Clock, Report, product_rate, synchronize, warm_up
 from torch.distributed.device_mesh import DeviceMesh
 from training_step import MODEL, Step, Work, smp_step, transformers_step
 
@@ -33,7 +33,8 @@ from smp.models.presets import PRESETS
 from smp.parallel.context import build_context
 
 GROUPS = 5
-"""Timed groups of steps per entry; the table shows the median, and the device is waited for once per group."""
+"""Timed groups of steps per entry, unless the command says so; the table shows the median, and the device is waited for
+once per group."""
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -117,7 +118,7 @@ def why(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:80]
 
 
-def measure(builds: dict[str, Callable[[], Step]], device: str, steps: int) -> dict[str, Measured]:
+def measure(builds: dict[str, Callable[[], Step]], device: str, steps: int, groups: int) -> dict[str, Measured]:
     """Build the entries, then let them take turns, so that whatever else the machine does hits all of them."""
     found, running = dict.fromkeys(builds, Measured()), dict[str, Step]()
     if device == "cuda":
@@ -125,13 +126,12 @@ def measure(builds: dict[str, Callable[[], Step]], device: str, steps: int) -> d
     for name, build in builds.items():
         try:
             step = build()
-            for _ in range(3):
-                step()
+            warm_up(step, groups)
             running[name] = step
         except Exception as error:  # the others are wanted all the same
             found[name] = Measured(failure=why(error))
     times: dict[str, list[float]] = {name: [] for name in running}
-    for _ in range(GROUPS):
+    for _ in range(groups):
         for name, step in running.items():
             synchronize(device)
             started = time.perf_counter()
@@ -143,7 +143,7 @@ def measure(builds: dict[str, Callable[[], Step]], device: str, steps: int) -> d
     return found | {name: Measured(statistics.median(seconds), peak) for name, seconds in times.items()}
 
 
-def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps: int) -> int:
+def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps: int, groups: int) -> int:
     """The rows of one shape; returns how many entries failed, other than for memory and of programs that come apart.
 
     The memory of a GPU holds one entry at a time. That of a CPU holds all, and they take turns.
@@ -167,7 +167,7 @@ def one_shape(report: Report, shape: Shape, device: str, mesh: DeviceMesh, steps
             report.say(f"{name:34s}  {reason}")
     first, failed, rates = 0.0, 0, dict[str, float]()
     for builds in together:
-        for name, measured in measure(builds, device, steps).items():
+        for name, measured in measure(builds, device, steps, groups).items():
             if measured.failure:
                 report.say(f"{name:34s}  {measured.failure}")
                 failed += measured.failure != OUT_OF_MEMORY and name not in PEERS
@@ -199,9 +199,10 @@ def main() -> int:
     """Measure, print and write; 1 if an entry failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--steps", type=int, default=2, help="steps in each of five timed groups")
+    parser.add_argument("--steps", type=int, default=2, help="steps in each timed group")
+    parser.add_argument("--groups", type=int, default=GROUPS, help="timed groups of an entry; the median counts")
     parser.add_argument(
-        "--only", default="", help="shapes whose name and length contain this, such as 'llama3-8b' or 'x 8192'"
+        "--only", default="", help="shapes whose name, length and dtype contain this: 'llama3-8b', 'x 8192' or 'bf16'"
     )
     arguments = parser.parse_args()
     device = arguments.device
@@ -214,8 +215,8 @@ def main() -> int:
     name = f"training_{arguments.only.replace(' ', '_')}".rstrip("_")
     context, report, failed = build_context(Layout(), device), Report(name, device), 0
     for shape in shapes(device):
-        if arguments.only in f"{shape.name}, {shape.batch} x {shape.length}":
-            failed += one_shape(report, shape, device, context, arguments.steps)
+        if arguments.only in f"{shape.name}, {shape.batch} x {shape.length}, {'bf16' if shape.bf16 else 'fp32'}":
+            failed += one_shape(report, shape, device, context, arguments.steps, arguments.groups)
     dist.destroy_process_group()
     return int(failed > 0)
 

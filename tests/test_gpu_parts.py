@@ -101,5 +101,15 @@ def test_every_part_is_of_files_that_are_there_and_has_a_check() -> None:
         for word in (*part.words, *part.check):
             if word.startswith(("tests/", "benchmarks/")):
                 assert (gpu.ROOT / word.split("::")[0]).exists(), word
-    unchecked = {part.name for part in PARTS if not part.check}
+    unchecked = {part.name for part in PARTS if not part.check and not part.name.startswith("tests: ")}
     assert unchecked == {"CUDA C++ kernels", "table: training, 1B shape", "compute-sanitizer"}
+
+
+def test_every_test_with_the_marker_is_in_one_part_and_is_collected() -> None:
+    paths = [path for path in (gpu.ROOT / "tests").rglob("test_*.py") if gpu.MARKER in path.read_text()]
+    marked = {str(path.relative_to(gpu.ROOT)) for path in paths} - {"tests/gpu/test_parity.py"}  # make gpu-multi's
+    assert len(marked) > 10
+    files = [word for part in PARTS if part.name.startswith("tests: ") for word in part.words if word in marked]
+    assert sorted(files) == sorted(marked)
+    collected = gpu.checks(PARTS)[0].words
+    assert marked <= set(collected) and gpu._FEATURES + gpu._EXPERTS in collected

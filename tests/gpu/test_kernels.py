@@ -19,6 +19,7 @@ from smp.parallel.collectives import Group
 from tests.kernels.cases import OPERATIONS, error
 
 pytestmark = pytest.mark.gpu
+FILLS_THE_CARD = pytest.mark.xdist_group("large")  # two at a time may be more than 80 GB
 TOKENS, HIDDEN, WIDTH, VOCABULARY = 512, 4096, 14336, 128_256
 NEEDS_LIBRARY = pytest.mark.skipif(not library_path().exists(), reason="the CUDA C++ kernels are not built")
 BACKENDS = ["triton", pytest.param("cuda", marks=NEEDS_LIBRARY)]
@@ -135,6 +136,7 @@ def test_logits_that_are_part_of_a_larger_matrix(backend: str, offset: int) -> N
     assert torch.equal(whole[:, :offset], untouched[:, :offset])
 
 
+@FILLS_THE_CARD
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_more_than_two_to_the_31_logits(backend: str) -> None:
     """A row number times a stride no longer fits into 32 bits: 17,000 rows of 128,256."""
@@ -153,6 +155,7 @@ def test_more_than_two_to_the_31_logits(backend: str) -> None:
     )
 
 
+@FILLS_THE_CARD
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu", "rope"])
 def test_the_last_row_of_more_than_two_to_the_31_elements(name: str) -> None:
     """Forward and backward of all rows beside those of the last ones alone."""
@@ -195,6 +198,29 @@ def test_products_of_many_experts_and_tiles(dtype: torch.dtype, rows: int) -> No
         assert (mine.double() - exact).norm() <= limit * exact.norm()
 
 
+@FILLS_THE_CARD
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_of_more_than_two_to_the_31_numbers(backend: str) -> None:
+    """Of four experts; the last one's beside these alone. torch's product was reported to leave memory there
+    (pytorch/torchtitan#1932)."""
+    last, width, out = 70, 4096, 64
+    counts = torch.tensor([(1 << 31) // width, 0, 1, last], device="cuda")
+    x, grad = (torch.zeros(int(counts.sum()), n, device="cuda", dtype=torch.bfloat16) for n in (width, out))
+    for rows in (x, grad):
+        rows[-last:] = torch.randn(last, rows.shape[1], device="cuda")
+    w = torch.randn(4, out, width, device="cuda").bfloat16()
+    tails, alone, own = (x[-last:].clone(), grad[-last:].clone()), counts[3:].clone(), w[3:].clone()
+    y, few = grouped._forward_op(x, w, counts, backend), grouped._forward_op(tails[0], own, alone, backend)
+    dx = grouped._input_gradient_op([grad], [w], counts, backend)
+    dw = grouped._weight_gradient_op(grad, x, counts, backend)
+    few_dw = grouped._weight_gradient_op(tails[1], tails[0], alone, backend)
+    few_dx = grouped._input_gradient_op([tails[1]], [own], alone, backend)
+    for many, wanted in ((y[-last:], few), (dx[-last:], few_dx), (dw[3:], few_dw)):
+        assert (many.float() - wanted.float()).norm() <= 2**-8 * wanted.float().norm()
+    assert not y[:-last].any() and not dw[:3].any() and not dx[-last - 4 : -last].any()
+
+
+@FILLS_THE_CARD
 def test_the_last_expert_of_more_than_two_to_the_31_weights() -> None:
     """300 experts of 4,096 x 2,048, of which only the last two have rows: beside these alone."""
     counts = torch.zeros(300, dtype=torch.int64, device="cuda")
