@@ -110,21 +110,22 @@ Compilation = tuple[str, str, dict[str, str], dict[str, Any], dict[str, int]]
 
 
 def products_of_experts(arch: int) -> list[Compilation]:
-    """Of bf16, in tiles for few rows of an expert and for many, and of fp32."""
+    """Of bf16, in tiles for few rows of an expert and for many, and of fp32 as training has it: one expert, TF32."""
     from smp.kernels.triton import grouped_gemm
 
     out: list[Compilation] = []
-    for dtype, pointer, sizes in (
-        (torch.bfloat16, "*bf16", ((8192, 128), (65536, 128))),
-        (torch.float32, "*fp32", ((65536, 128),)),
-    ):
+    kinds: list[tuple[torch.dtype, str, list[tuple[int, int]], bool, dict[str, Any]]] = [
+        (torch.bfloat16, "*bf16", [(8192, 128), (65536, 128)], False, {"EXPERTS": 128}),
+        (torch.float32, "*fp32", [(65536, 1)], True, {"EXPERTS": 1, "PRECISION": "tf32"}),
+    ]
+    for dtype, pointer, sizes, by_rows, more in kinds:
         types = {**dict.fromkeys(("x", "weight", "x_too", "weight_too", "grad", "out"), pointer), "counts": "*i64"}
         types |= dict.fromkeys(("experts", "inner", "height", "width"), "i32")
         ways: list[tuple[str, dict[str, Any], tuple[int, int]]] = [("weights_kernel", {}, (1, 0))]
         for both in (False, True):
-            ways += [("rows_kernel", {"BOTH": both, "BY_ROWS": both}, size) for size in sizes]
+            ways += [("rows_kernel", {"BOTH": both, "BY_ROWS": both or by_rows}, size) for size in sizes]
         for name, way, size in ways:
-            constants = {**grouped_gemm.options(dtype, *size, arch == 90), "EXPERTS": 128, **way}
+            constants = {**grouped_gemm.options(dtype, *size, arch == 90), **way, **more}
             how = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
             out.append(("grouped_gemm", name, types, constants, how))
     return out
@@ -227,8 +228,8 @@ def compilations(arch: int) -> list[Compilation]:
 
 def compile_for(
     arch: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], how: dict[str, int]
-) -> tuple[str, str]:
-    """(PTX, what ptxas -v says of the machine code) of a kernel, with pointers and sizes that 16 divides."""
+) -> tuple[str, str, int]:
+    """(PTX, what ptxas -v says of it, bytes of shared memory) of a kernel, with pointers and sizes that 16 divides."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -239,7 +240,8 @@ def compile_for(
     aligned = [name for name in names if name not in constants and name not in ("valid", "rows", "tiles", "experts")]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constexprs=places, attrs=attributes)
-    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=how).asm["ptx"]
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=how)
+    ptx = made.asm["ptx"]
     target = re.search(r"\.target\s+(sm_\w+)", ptx)
     assert target is not None
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -247,7 +249,11 @@ def compile_for(
         file.flush()
         words = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target[1]}", "-o", os.devnull, file.name]
         said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
-    return ptx, said
+    return ptx, said, made.metadata.shared
+
+
+SHARED = {90: 232_448, 80: 101_376}
+"""Bytes that a program may have: of a Hopper, and of what has least of those that are not, sm_86 and sm_89."""
 
 
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.slow)])
@@ -259,11 +265,11 @@ def test_kernels_compile_without_double_precision_and_spills(arch: int) -> None:
         if name == "quantise_kernel" and arch < 89:
             continue  # which has no 8-bit floating point
         kernel = getattr(importlib.import_module(f"smp.kernels.triton.{file}"), name)
-        ptx, said = compile_for(arch, kernel, types, constants, how)
+        ptx, said, shared = compile_for(arch, kernel, types, constants, how)
         spills = {int(number) for number in re.findall(r"(\d+) bytes spill", said)}
         wide = ".v4" in ptx  # loads and stores of 16 bytes
-        if ".f64" in ptx or spills != {0} or not wide:
-            faults[f"{file}.{name} {constants}"] = (".f64" in ptx, spills, wide)
+        if ".f64" in ptx or spills != {0} or not wide or shared > SHARED[arch]:
+            faults[f"{file}.{name} {constants}"] = (".f64" in ptx, spills, wide, shared)
         if file == "grouped_gemm" and types["x"] == "*bf16":
             assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx, "a slower path than tensor cores'"
     assert not faults

@@ -183,9 +183,9 @@ def weights_kernel(
 
 
 def options(dtype: torch.dtype, rows: int, experts: int, large: bool) -> dict[str, Any]:
-    """Shape of a tile, and warps and stages of what loads it, without a spilled register on sm_90 and sm_80 in Triton
-    3.7. In bf16 128 x 256 numbers are two groups of four warps with 128 registers a thread for the sum, and three
-    stages of 48 KB most of a Hopper's shared memory.
+    """Shape of a tile, and warps and stages of what loads it, without a spilled register on sm_90 in Triton 3.6 and 3.7
+    and on sm_80 in 3.7. In bf16 128 x 256 numbers are two groups of four warps with 128 registers a thread for the sum,
+    and three stages of 48 KB most of a Hopper's shared memory.
 
     Args:
         dtype: of the operands.
@@ -200,8 +200,9 @@ def options(dtype: torch.dtype, rows: int, experts: int, large: bool) -> dict[st
         tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_INNER": 32, "num_warps": 8, "num_stages": 4}
     else:
         tile = {"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 64, "BLOCK_INNER": 16, "num_warps": 4, "num_stages": 3}
-    # As PyTorch's products in fp32: Triton would take TF32.
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    # As PyTorch's products in fp32: Triton would take TF32. (torch.get_float32_matmul_precision() fails where somebody
+    # has set this attribute.)
+    exact = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
     # The interpreter of Triton 3.7 multiplies the bits of numbers in bf16, as if they were integers.
     return {**tile, "GROUP": GROUP, "PRECISION": "ieee" if exact else "tf32", "WIDEN": interpreted()}
 
@@ -246,7 +247,7 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -
     out = x.new_empty(len(counts), grad.shape[1], x.shape[1])
     if out.numel():
         grid = (programs(x.device, x.dtype != torch.bfloat16),)
-        given = grad.contiguous(), x.contiguous(), counts, out, *out.shape
+        given = grad.contiguous(), x.contiguous(), counts.contiguous(), out, *out.shape
         weights_kernel[grid](*given, EXPERTS=_lanes(counts), **options(x.dtype, 1, 0, is_large(x.device)))
     return out
 
@@ -268,7 +269,7 @@ def _rows_times(
             weights[0],
             rows[-1],
             weights[-1],
-            counts,
+            counts.contiguous(),
             out,
             len(counts),
             inner,
