@@ -17,7 +17,7 @@ from smp.checkpoint.folders.folder import Folder, open_folder
 from smp.checkpoint.folders.lock import RunLock
 from smp.checkpoint.format.entries import CheckpointError, Manifest
 from smp.checkpoint.format.manifest import check_extra, read_manifest
-from smp.checkpoint.peers import PeerFolder
+from smp.checkpoint.peer_files import PeerFolder
 from smp.checkpoint.storage import Write, build_manifest, unused_suffix, write_items, write_tensors
 from smp.checkpoint.tensor_slices import files_of, read_boxes
 from smp.checkpoint.together import together

@@ -27,7 +27,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -39,6 +38,7 @@ from smp.checkpoint.folders.lock import started_at
 from smp.checkpoint.format.entries import CheckpointError, Manifest, Shard
 from smp.checkpoint.format.manifest import MANIFEST, check_extra, read_manifest, write_manifest
 from smp.checkpoint.format.tensor_file import FileLayout, write_file
+from smp.checkpoint.peer_files import PeerFolder, Place, next_nodes, receive, send
 from smp.checkpoint.peer_parts import manifest_of, read_parts, write_part
 from smp.checkpoint.spare_files import SpareNode
 from smp.checkpoint.storage import build_manifest, write_items
@@ -46,25 +46,9 @@ from smp.checkpoint.together import together
 from smp.config.rules.elastic import LAUNCHER
 from smp.parallel.agree import any_rank, gather, on_rank_zero, rank
 
-PIECE = 1 << 26
-"""Bytes of a message between nodes."""
-_TAG = 711
 DONE = "done"
 """File in place of copies, with the last iteration of a run that has ended."""
 _NAME = re.compile(r"iter_\d{7,}-[0-9a-f]{8}")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is.
-
-    Attributes:
-        node: number of its node.
-        local_rank: number on that node.
-    """
-
-    node: int
-    local_rank: int
 
 
 def own_folder(base: Path) -> Path:
@@ -84,114 +68,12 @@ def own_folder(base: Path) -> Path:
     return root / f"{parent}-{started_at(parent)}"
 
 
-def next_nodes(places: Sequence[Place]) -> list[int | None]:
-    """For each rank, the rank of the next node that keeps a copy of its file; None where there is one node."""
-    nodes = sorted({place.node for place in places})
-    members = {node: [r for r, place in enumerate(places) if place.node == node] for node in nodes}
-    if len(nodes) == 1:
-        return [None] * len(places)
-    following = dict(zip(nodes, nodes[1:] + nodes[:1], strict=True))
-    return [(there := members[following[p.node]])[p.local_rank % len(there)] for p in places]
-
-
-class PeerFolder(LocalFolder):
-    """A copy in this node's memory. Before files are read, those that a node lacks are sent to it.
-
-    Args:
-        path: on this node.
-        places: of all ranks.
-        held: names of the files that each node has.
-        group: for messages between nodes.
-        spare: nodes that do not train.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        places: Sequence[Place],
-        held: Mapping[int, frozenset[str]],
-        group: dist.ProcessGroup | None,
-        spare: Sequence[SpareNode] = (),
-    ) -> None:
-        super().__init__(path)
-        self.places, self.held, self.group, self.spare = places, held, group, spare
-
-    def bring(self, files: frozenset[str]) -> None:
-        """Let this node have ``files``, which this rank is going to read. Every rank calls it.
-
-        Raises:
-            OSError: this rank could not write one; it has taken part all the same.
-        """
-        failures: list[OSError] = []
-        wanted: dict[int, set[str]] = {}
-        for place, names in zip(self.places, gather(files), strict=True):
-            wanted.setdefault(place.node, set()).update(names)
-        leaders = {place.node: r for r, place in reversed(list(enumerate(self.places)))}
-        for node in sorted(wanted):
-            for number, name in enumerate(sorted(wanted[node] - self.held.get(node, frozenset()))):
-                sources = [leaders[n] for n in sorted(self.held) if name in self.held[n]]
-                if not sources:
-                    if rank() == leaders[node]:
-                        failures += self._fetch(name)
-                    continue
-                # Several nodes that have it share the work.
-                source = sources[(node + number) % len(sources)]
-                if rank() == source:
-                    _send(self.local / name, leaders[node], self.group)
-                elif rank() == leaders[node]:
-                    try:
-                        _receive(self.local / name, source, self.group)
-                    except OSError as error:
-                        failures.append(error)
-        if failures:
-            raise failures[0]
-
-    def _fetch(self, name: str) -> list[OSError]:
-        """Get a file from a node that does not train."""
-        copy = self.local.name
-        try:
-            next(node for node in self.spare if name in node.copies.get(copy, ())).fetch(copy, name, self.local / name)
-        except OSError as error:
-            return [error]
-        return []
-
-
 def _file_of(rank: int) -> str:
     return f"shard_{rank:05d}.safetensors"
 
 
 def _order(name: str) -> tuple[int, str]:
     return iteration_of(name.partition("-")[0]), name
-
-
-def _send(path: Path, to: int, group: dist.ProcessGroup | None) -> None:
-    """Send a file, or that there is none: the other rank waits for an answer."""
-    data = torch.from_numpy(np.fromfile(path, np.uint8)) if path.exists() else None
-    dist.send(torch.tensor([-1 if data is None else len(data)]), to, group=group, tag=_TAG)
-    for piece in () if data is None else data.split(PIECE):
-        dist.send(piece, to, group=group, tag=_TAG)
-
-
-def _receive(path: Path, source: int, group: dist.ProcessGroup | None) -> None:
-    """Write what a rank sends.
-
-    Raises:
-        OSError: it has nothing, or it cannot be written; all of it has been received all the same.
-    """
-    size, failure = torch.zeros(1, dtype=torch.int64), list[OSError]()
-    dist.recv(size, source, group=group, tag=_TAG)
-    if size < 0:
-        raise OSError(f"rank {source} has nothing to send")
-    for start in range(0, int(size), PIECE):
-        piece = torch.empty(min(int(size) - start, PIECE), dtype=torch.uint8)
-        dist.recv(piece, source, group=group, tag=_TAG)
-        try:
-            with path.open("ab" if start else "wb") as file:
-                piece.numpy().tofile(file)
-        except OSError as error:
-            failure.append(error)
-    if failure:
-        raise failure[0]
 
 
 @dataclass
@@ -375,7 +257,7 @@ class PeerCopies:
             folder, to = save.folder.local, self._to[rank()]
             with suppress(OSError):  # the process that writes there says it
                 folder.mkdir(exist_ok=True)
-            receiving = [pool.submit(_receive, folder / _file_of(r), r, self._group) for r in self._from]
+            receiving = [pool.submit(receive, folder / _file_of(r), r, self._group) for r in self._from]
             try:
                 try:
                     hashes = self._write(save.folder, layout)
@@ -384,7 +266,7 @@ class PeerCopies:
                     self._write_part(save)
                 finally:
                     if to is not None:  # it waits, also where there is nothing to send
-                        _send(folder / _file_of(rank()), to, self._group)
+                        send(folder / _file_of(rank()), to, self._group)
                 for each in receiving:
                     each.result()
             except Exception as error:  # the other ranks hear of it at a later step

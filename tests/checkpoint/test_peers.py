@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from smp.checkpoint import peers
 from smp.checkpoint.api import load_from
-from smp.checkpoint.peers import PeerCopies, Place, next_nodes
+from smp.checkpoint.peer_files import Place, next_nodes
+from smp.checkpoint.peers import PeerCopies
 from smp.checkpoint.spare_files import SpareNode, serving, spare_nodes
 from tests.distributed import run_distributed
 

@@ -20,7 +20,7 @@ from smp.checkpoint.folders.lock import LockLostError, RunLock
 from smp.checkpoint.folders.retention import publish
 from smp.checkpoint.format.entries import Manifest
 from smp.checkpoint.format.manifest import MANIFEST, read_manifest
-from smp.checkpoint.peers import PeerFolder
+from smp.checkpoint.peer_files import PeerFolder
 from smp.checkpoint.recovery import clean, load_newest, load_step
 from smp.config import CheckpointConfig, Config, ConfigError
 from smp.config.command_line.command import in_one_line

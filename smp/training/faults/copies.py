@@ -11,7 +11,8 @@ from torch import nn
 
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.format.entries import Manifest
-from smp.checkpoint.peers import PeerCopies, PeerFolder, Place
+from smp.checkpoint.peer_files import PeerFolder, Place
+from smp.checkpoint.peers import PeerCopies
 from smp.config import Config, ConfigError
 from smp.training.checkpoints.persistence import run_state
 from smp.training.faults.members import nodes_of_spares
