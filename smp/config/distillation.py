@@ -17,8 +17,15 @@ class DistillationConfig:
     """Distillation: the teacher of --objective distill."""
 
     teacher: str | None = only_with(None, objective="distill")
-    """Folder of the teacher: a Hugging Face model or a checkpoint, of any family, with the same tokenizer. It has the
-    layout of the run and stays as it is."""
+    """Folder of the teacher: a Hugging Face model or a checkpoint, of any family, with the same tokenizer. It stays as
+    it is, and has the layout of the run, but for what the next settings say."""
+    teacher_tensor_model_parallel_size: int | None = only_with(None, teacher=GIVEN)
+    """TP of the teacher. Default: that of the run. Above 1 with sequence parallelism, but where the run has TP without
+    it."""
+    teacher_pipeline_model_parallel_size: int | None = only_with(None, teacher=GIVEN)
+    """PP of the teacher, with one stage per process. Default: the pipeline of the run."""
+    teacher_context_parallel_size: int | None = only_with(None, teacher=GIVEN)
+    """CP of the teacher. Default: that of the run."""
     teacher_expert_model_parallel_size: int | None = only_with(None, teacher=GIVEN)
     """Neighbouring ranks that divide the teacher's experts, where it has some. Default: those of the run, where its
     model has experts, too; else 1. --expert-tensor-parallel-size of the run is the teacher's, too."""

@@ -187,16 +187,14 @@ class RunSetup:
 
 
 def setup_beside(config: Config, setup: RunSetup, *, documents: bool, trim: bool) -> RunSetup:
-    """For a second model in the layout of a run, of the architecture in ``config``; arguments as of
+    """For a second model in the layout of ``config``, which that of ``setup`` is; arguments as of
     :func:`choose_backends`, ``trim``: sequences of any length come."""
     context, length = setup.context, config.data.seq_length
     assert length is not None, "resolved before"
     shorter = (1, max(length - 1, 1)) if trim else ()
     kernels, _ = choose_backends(config, context, setup.device, documents=documents, other_lengths=shorter)
-    if setup.plan is None:
-        return replace(setup, kernels=kernels)
     layout = Layout.from_config(config.parallel, context.world_size)
-    return replace(setup, kernels=kernels, plan=plan_pipeline(config, layout))
+    return replace(setup, kernels=kernels, plan=plan_pipeline(config, layout) if layout.pp > 1 else None)
 
 
 def build_model(config: Config, setup: RunSetup) -> Model:

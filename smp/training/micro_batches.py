@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from smp.data.loader import RankBatch
 from smp.data.sample import IGNORE_INDEX
 from smp.data.tuning.image_batches import ImageBatch
-from smp.kernels.sequence_cut import cut_sequences
+from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.kernels.transfer import to_device
 from smp.models.micro_batch import MicroBatch, MTPBatch
 from smp.parallel.collectives import Group
@@ -59,14 +59,8 @@ def token_micro_batch(
             neighbours (its label, position, document and number) is known before the cut.
         mtp: layers of multi-token prediction, whose losses are means over the same number of tokens.
     """
-    full_length, rows = batch.input_ids.shape[-1], batch.input_ids.shape[1]
-    length = full_length if batch.lengths is None else batch.lengths[i]
-    if cp is not None:
-        # A cut needs 2 x cp equal chunks: trimmed rows get back as many of their columns of padding.
-        length = min(-(-length // (2 * cp.size)) * 2 * cp.size, full_length)
-    document_ids = None if batch.document_ids is None else batch.document_ids[i, :, :length]
-    # Whole sequences are cut, after labels were shifted: a token's label may be on another rank.
-    cut = None if cp is None else cut_sequences(rows, length, cp.size, document_ids)
+    full_length = batch.input_ids.shape[-1]
+    length, cut = _cut(batch, i, 1 if cp is None else cp.size)
     own = _Columns(length, None if cut is None or cp is None else cut.index(cp.rank), device)
 
     def weights_of(labels: torch.Tensor) -> torch.Tensor:
@@ -86,7 +80,7 @@ def token_micro_batch(
         position_ids=counted if batch.position_ids is None else own.of(batch.position_ids[i]),
         # The cut has those of whole sequences, on the host; the columns of one rank would not say where documents
         # begin.
-        document_ids=document_ids if cut is None else None,
+        document_ids=batch.document_ids[i, :, :length] if cut is None and batch.document_ids is not None else None,
         # Tokens keep the numbers that they have in whole rows: trimming and cutting change no dropout mask.
         token_index=index[:, None] * full_length + columns,
         cut=cut,
@@ -94,6 +88,28 @@ def token_micro_batch(
         mtp=tuple(ahead(k) for k in range(1, mtp + 1)),
         images=batch.images[i].each(lambda t: to_device(t, device)) if isinstance(batch, ImageBatch) else None,
     )
+
+
+def _cut(batch: RankBatch, i: int, cp: int) -> tuple[int, SequenceCut | None]:
+    """(columns that are computed of the rows of micro-batch ``i``, how ``cp`` ranks share them; None: there is one)."""
+    full_length, rows = batch.input_ids.shape[-1], batch.input_ids.shape[1]
+    length = full_length if batch.lengths is None else batch.lengths[i]
+    if cp == 1:
+        return length, None
+    # A cut needs 2 x cp equal chunks: trimmed rows get back as many of their columns of padding.
+    length = min(-(-length // (2 * cp)) * 2 * cp, full_length)
+    document_ids = None if batch.document_ids is None else batch.document_ids[i, :, :length]
+    # Whole sequences are cut, after labels were shifted: a token's label may be on another rank.
+    return length, cut_sequences(rows, length, cp, document_ids)
+
+
+def held_tokens(batch: RankBatch, i: int, cp: int) -> list[torch.Tensor]:
+    """For each of ``cp`` ranks that share sequences the tokens of micro-batch ``i`` that it computes, in its order:
+    int64, row x full_length + column."""
+    full_length, rows = batch.input_ids.shape[-1], batch.input_ids.shape[1]
+    length, cut = _cut(batch, i, cp)
+    columns = [torch.arange(length).expand(rows, -1)] if cut is None else [cut.index(rank) for rank in range(cp)]
+    return [(torch.arange(rows)[:, None] * full_length + held).flatten() for held in columns]
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,7 @@ from tests.training import (
     test_flags_elastic,
     test_reinforcement_runs,
     test_rollout_engines,
+    test_teacher_layouts,
     test_teacher_with_experts,
     test_valid_data,
     test_vision,
@@ -312,7 +313,7 @@ def test_long_texts_lose_one_of_their_ends(folder: Path, tmp_path: Path, side: s
 def test_every_setting_of_its_own_is_proven() -> None:
     proofs: dict[str, Callable[..., Any]] = {}
     modules = sys.modules[__name__], test_reinforcement_runs, test_distilling, test_environments, test_flags_elastic
-    modules += test_rollout_engines, test_teacher_with_experts
+    modules += test_rollout_engines, test_teacher_with_experts, test_teacher_layouts
     modules += (test_valid_data, test_vision)
     for module in modules:
         for _, test in inspect.getmembers(module, inspect.isfunction):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from smp.config.command_line.fields import given, require
+from smp.config.command_line.fields import flag_of, given, require
 from smp.config.distillation import DistillationConfig
+from smp.config.parallel import ParallelConfig
 from smp.config.rollouts import RolloutConfig
 from smp.config.schema import Config
 
@@ -60,3 +62,37 @@ def _check_values(distillation: DistillationConfig, rollouts: RolloutConfig) -> 
     require(distillation.kd_loss_alpha > 0, "--kd-loss-alpha 0: nothing is left of the teacher; take --objective sft")
     require(0.01 <= rollouts.temperature <= 100, f"--temperature {rollouts.temperature} must be from 0.01 to 100")
     require(0 < rollouts.top_p <= 1, f"--top-p {rollouts.top_p} must be above 0 and at most 1")
+
+
+_OF_TEACHER = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def layout_of_teacher(parallel: ParallelConfig, distillation: DistillationConfig) -> ParallelConfig:
+    """``parallel`` with TP, PP and CP of the teacher, where they are others."""
+    asked = {name: getattr(distillation, f"teacher_{name}") for name in _OF_TEACHER}
+    changed: dict[str, Any] = {n: size for n, size in asked.items() if size not in (None, getattr(parallel, n))}
+    if not changed:
+        return parallel
+    # Groups of hybrid FSDP and of ZeRO++ are of the run's model: the teacher is sharded over all data-parallel ranks.
+    reset = ["hybrid_shard_degree", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"]
+    if (pp := changed.get("pipeline_model_parallel_size")) is not None:
+        reset += ["pipeline_model_parallel_layout", "pipeline_reshard"]
+        reset += ["data_parallel_sharding_strategy"] if pp > 1 else []
+        schedule = ("1f1b", 1) if pp > 1 else (None, None)
+        changed |= zip(("pipeline_schedule", "num_virtual_stages_per_pipeline_rank"), schedule, strict=True)
+    if "context_parallel_size" in changed:
+        reset += ["cp_comm_type", "hierarchical_context_parallel_sizes"]
+    if (tp := changed.get("tensor_model_parallel_size")) is not None:
+        reset += ["expert_tensor_parallel_size"]
+        without = parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel
+        changed["sequence_parallel"] = tp > 1 and not without
+    return replace(parallel, **{name: getattr(ParallelConfig(), name) for name in reset} | changed)
+
+
+def of_teacher(distillation: DistillationConfig, text: str) -> str:
+    """What is wrong with the teacher, by the flags that were given for it."""
+    for name in _OF_TEACHER:
+        if getattr(distillation, f"teacher_{name}") is not None:
+            text = text.replace(flag_of(name), flag_of(f"teacher_{name}"))
+    named = f"--teacher {distillation.teacher}"
+    return text if named in text else f"{named}: {text}"

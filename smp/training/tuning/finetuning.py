@@ -28,12 +28,14 @@ from smp.layers.fp8.apply import read_scales_of
 from smp.models.arithmetic import count_parameters
 from smp.models.protocol import Model
 from smp.parallel.agree import gather, on_rank_zero
-from smp.parallel.context import ParallelContext, with_experts_of
+from smp.parallel.context import ParallelContext, build_context, with_experts_of
 from smp.parallel.dtensor_box import local_part
 from smp.sharding.parallelize import free_gathered
 from smp.training.build import RunSetup, batch_loader, build_forward_backward, choose_backends, setup_beside
+from smp.training.distillation.elsewhere import Places, TeacherElsewhere
 from smp.training.distillation.stored import read_stored
 from smp.training.distillation.teacher import ModelTeacher, StoredTeacher, build_teacher
+from smp.training.exchange import exchange_of
 from smp.training.forward_backward import ForwardBackward
 from smp.training.kind import RunKind, Say, Trainable
 from smp.training.objectives import build_objective
@@ -254,23 +256,40 @@ class Models:
             # What it says is written: the model is its own teacher.
             return ModelTeacher(self.model, self.forward_backward, student, self.device, self.context.cp_group)
         of = teacher_config(config, self.context.world_size)
-        documents, setup = data.train.packed or data.valid.packed, self._with_experts_of(of)
-        made, lines = build_teacher(of, setup_beside(of, setup, documents=documents, trim=trims(config)), student)
+        documents, setup = data.train.packed or data.valid.packed, self._in_layout_of(of)
+        elsewhere = _mesh(of, setup.context) != _mesh(config, setup.context)
+        beside = setup_beside(of, setup, documents=documents, trim=trims(of))
+        made, lines = build_teacher(of, beside, None if elsewhere else student)
         for line in lines:
             self.run.say(line)
-        return made
+        if not elsewhere:
+            return made
+        there = Places.of(setup.context, has_head=made.model.output_shard() is not None)
+        here = Places.of(self.context, has_head=student is not None)
+        return TeacherElsewhere(made, student, there, here, trims(of))
 
-    def _with_experts_of(self, other: Config) -> RunSetup:
-        """For a model whose experts are cut otherwise than those of the run; all ranks make its groups together."""
-        setup, parallel = self.run.setup, other.parallel
+    def _in_layout_of(self, other: Config) -> RunSetup:
+        """For a model that is cut otherwise than that of the run, or whose experts are; all ranks make its groups
+        together."""
+        setup, parallel, config = self.run.setup, other.parallel, self.run.config
         layout = Layout.from_config(parallel, self.context.world_size)
-        own = Layout.from_config(self.run.config.parallel, self.context.world_size)
-        if (layout.ep, layout.expert_tp) == (own.ep, own.expert_tp):
+        own = Layout.from_config(config.parallel, self.context.world_size)
+        if layout == own:
             return setup
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+        kind, progress = setup.device.type, setup.progress
         with setup.making_groups():
-            kind, progress = setup.device.type, setup.progress
-            context = with_experts_of(self.context, layout, kind, timeout, progress=progress)
+            if _mesh(other, self.context) == _mesh(config, self.context):
+                context = with_experts_of(self.context, layout, kind, timeout, progress=progress)
+            else:
+                context = build_context(
+                    layout,
+                    kind,
+                    timeout,
+                    sequence_parallel=parallel.sequence_parallel,
+                    heads_group=exchange_of(other, kind).heads_group,
+                    progress=progress,
+                )
         return dataclasses.replace(setup, context=context)
 
     def _asked(self, model: Model, forward_backward: ForwardBackward, **around: Any) -> ModelReference:
@@ -298,6 +317,12 @@ class Models:
             batches.close()
         run.say(f"log-probabilities of the reference: {len(samples):,} answers")
         return self.context.sum_loss(table)
+
+
+def _mesh(config: Config, context: ParallelContext) -> tuple[int, ...]:
+    """Of all but experts."""
+    layout = Layout.from_config(config.parallel, context.world_size)
+    return layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp
 
 
 def _sizes(config: Config, context: ParallelContext, model: Model) -> list[str]:

@@ -19,6 +19,7 @@ from smp.config.parallel import ParallelConfig
 from smp.config.resolve import refuse_megatron, resolve_model
 from smp.config.rollouts import RolloutConfig
 from smp.config.rules.checks import check_combinations
+from smp.config.rules.distilled import layout_of_teacher, of_teacher
 from smp.config.rules.elastic import as_members
 from smp.config.rules.finetune import fill_in
 from smp.config.rules.foreign import refuse_architecture, require_implementation
@@ -247,8 +248,13 @@ def teacher_config(config: Config, world_size: int) -> Config:
         raise ConfigError(f"--teacher {folder} holds neither a Hugging Face model nor a checkpoint of a training run")
     if found["scalar_head"]:
         raise ConfigError(f"--teacher {folder} is a reward model, without an output matrix")
-    config = replace(config, parallel=_of_teacher(config, found["num_experts"]))
-    made = _frozen(config, folder, "--teacher", found, world_size, "sft", config.data.seq_length or 1)
+    distillation, config = config.distillation, replace(config, parallel=_of_teacher(config, found["num_experts"]))
+    try:
+        made = _frozen(config, folder, "--teacher", found, world_size, "sft", config.data.seq_length or 1)
+        if (layout := Layout.from_config(made.parallel, world_size)).pp > 1:
+            plan_pipeline(made, layout)
+    except ConfigError as error:
+        raise ConfigError(of_teacher(distillation, str(error))) from None
     own, other = tokenizer_of(config).vocabulary(), tokenizer_of(made, "--teacher").vocabulary()
     apart = next((text for text in own.keys() | other.keys() if own.get(text) != other.get(text)), None)
     if apart is not None:
@@ -260,9 +266,11 @@ def teacher_config(config: Config, world_size: int) -> Config:
 
 
 def _of_teacher(config: Config, experts: int | None) -> ParallelConfig:
-    """The layout of a teacher with so many experts, which are cut on their own; all else is cut as the run's model."""
+    """The layout of a teacher with so many experts, which are cut on their own; all else is cut as the run's model,
+    unless a setting says otherwise."""
     assert config.distillation is not None
-    ranks, parallel = config.distillation.teacher_expert_model_parallel_size, config.parallel
+    ranks = config.distillation.teacher_expert_model_parallel_size
+    parallel = layout_of_teacher(config.parallel, config.distillation)
     if ranks is not None and experts is None:
         raise ConfigError(
             f"--teacher-expert-model-parallel-size {ranks}: --teacher {config.distillation.teacher} has no experts; "
