@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 
@@ -32,30 +32,43 @@ def validate(schedule: Schedule) -> None:
     deque(execution_order(schedule), maxlen=0)  # to the end, or it raises
 
 
-def peak_activations(schedule: Schedule) -> tuple[int, ...]:
+def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[float, ...]:
     """Most activations that each rank holds at once, in micro-batches of one stage.
 
     They live from the forward to the end of the (weight part of the) backward. A stage is 1 / chunks of a rank's
     layers: peaks of schedules with different chunks compare after division by chunks.
+
+    Args:
+        schedule: valid.
+        sizes: of each stage, what a micro-batch through it counts; by default 1.
     """
     change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}
     return tuple(
-        max(accumulate((change.get(action.op, 0) for action in actions), initial=0)) for actions in schedule.actions
+        max(accumulate((change.get(one.op, 0) * _size(sizes, one.stage) for one in actions), initial=0))
+        for actions in schedule.actions
     )
 
 
-def split_activations(schedule: Schedule) -> tuple[frozenset[tuple[int, int, int]], ...]:
+def _size(sizes: Sequence[float] | None, stage: int) -> float:
+    return 1 if sizes is None else sizes[stage]
+
+
+def split_activations(
+    schedule: Schedule, sizes: Sequence[float] | None = None
+) -> tuple[frozenset[tuple[float, float, int]], ...]:
     """For each rank, how many micro-batches of a stage have activations behind a forward pass or the input part of a
     backward pass: (those whose backward pass is to come, those whose weight part is, those of the first that have a
-    loss). Empty where backward passes are whole."""
+    loss), counted by ``sizes`` as in :func:`peak_activations`. Empty where backward passes are whole."""
     found = []
     for actions in schedule.actions:
-        waiting, pending, losses, states = 0, 0, 0, set[tuple[int, int, int]]()
+        waiting, pending, apart, losses, states = 0.0, 0.0, 0, 0, set[tuple[float, float, int]]()
         for action in actions:
+            size = _size(sizes, action.stage)
             comes = (action.op is Op.FORWARD) - (action.op in (Op.BACKWARD, Op.BACKWARD_INPUT))
-            waiting, losses = waiting + comes, losses + comes * (action.stage == schedule.stages - 1)
-            pending += (action.op is Op.BACKWARD_INPUT) - (action.op is Op.BACKWARD_WEIGHT)
-            if pending:
+            waiting, losses = waiting + comes * size, losses + comes * (action.stage == schedule.stages - 1)
+            between = (action.op is Op.BACKWARD_INPUT) - (action.op is Op.BACKWARD_WEIGHT)
+            apart, pending = apart + between, pending + between * size
+            if apart:
                 states.add((waiting, pending, losses))
         found.append(frozenset(states))
     return tuple(found)
@@ -69,36 +82,56 @@ class PassState:
         part: which of the rank's stages it goes through, counted from 0.
         backward: it is a backward pass.
         has_loss: that stage is the model's last one.
-        activations: micro-batches of a stage whose backward pass has not ended, this one included.
+        activations: micro-batches of a stage whose backward pass has not ended, counted by ``sizes`` as in
+            :func:`peak_activations`; ``others``: without this one.
         losses: micro-batches between their loss and its backward pass, this one included.
         with_gradients: parts through which a micro-batch has gone backward before.
+        reduced: those of them whose gradients are reduced already.
+        unsharded: parts whose weights are gathered.
+        reduces: the part's gradients are reduced behind it.
     """
 
     part: int
     backward: bool
     has_loss: bool
-    activations: int
+    activations: float
+    others: float
     losses: int
     with_gradients: frozenset[int]
+    reduced: frozenset[int]
+    unsharded: frozenset[int]
+    reduces: bool
 
 
-def pass_states(schedule: Schedule) -> tuple[frozenset[PassState], ...]:
+def pass_states(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[frozenset[PassState], ...]:
     """For each rank, the states that its passes are in. Empty where backward passes have two parts."""
     found = []
     for rank, actions in enumerate(schedule.actions):
         stages = list(schedule.stages_of(rank))
-        activations, losses, done, states = 0, 0, frozenset[int](), set[PassState]()
+        activations, losses, states = 0.0, 0, set[PassState]()
+        done = reduced = unsharded = frozenset[int]()
         if any(action.op is Op.BACKWARD_INPUT for action in actions):
             actions = ()
+        last = {action.stage: action for action in actions if action.op is Op.BACKWARD}
         for action in actions:
+            part = stages.index(action.stage) if action.op in COMPUTE | PARAMETERS else -1
+            if action.op is Op.REDUCE:
+                reduced |= {part}
+            elif action.op is Op.UNSHARD:
+                unsharded |= {part}
+            elif action.op is Op.RESHARD:
+                unsharded -= {part}
             if action.op not in (Op.FORWARD, Op.BACKWARD):
                 continue
             backward, has_loss = action.op is Op.BACKWARD, action.stage == schedule.stages - 1
-            activations, losses = activations + (not backward), losses + (has_loss and not backward)
-            part = stages.index(action.stage)
-            states.add(PassState(part, backward, has_loss, activations, losses, done))
+            size, reduces = _size(sizes, action.stage), last.get(action.stage) == action
+            others = activations - size * backward
+            losses += has_loss and not backward
+            about = reduced, unsharded, reduces
+            states.add(PassState(part, backward, has_loss, others + size, others, losses, done, *about))
+            activations = others if backward else others + size
             if backward:
-                activations, losses, done = activations - 1, losses - has_loss, done | {part}
+                losses, done = losses - has_loss, done | {part}
         found.append(frozenset(states))
     return tuple(found)
 

@@ -240,15 +240,20 @@ def test_what_a_rank_holds_in_each_pass() -> None:
     on; the last one has a loss at each forward pass."""
     first, last = pass_states(build_schedule("1f1b", 2, 3))
     none, own = frozenset[int](), frozenset({0})
+
+    def state(backward: bool, loss: bool, held: int, done: frozenset[int], reduces: bool = False) -> PassState:
+        return PassState(0, backward, loss, held, held - 1, int(loss), done, none, own, reduces)
+
     assert first == {
-        PassState(0, False, False, 1, 0, none),
-        PassState(0, False, False, 2, 0, none),
-        PassState(0, True, False, 2, 0, none),
-        PassState(0, False, False, 2, 0, own),
-        PassState(0, True, False, 2, 0, own),
-        PassState(0, True, False, 1, 0, own),
+        state(False, False, 1, none),
+        state(False, False, 2, none),
+        state(True, False, 2, none),
+        state(False, False, 2, own),
+        state(True, False, 2, own),
+        state(True, False, 1, own, reduces=True),
     }
-    assert last == {PassState(0, back, True, 1, 1, done) for back in (False, True) for done in (none, own)}
+    passes = {state(back, True, 1, done) for back in (False, True) for done in (none, own)}
+    assert last == passes | {state(True, True, 1, own, reduces=True)}
     assert pass_states(build_schedule("zb-h1", 2, 4)) == (frozenset(), frozenset())
 
 
@@ -257,6 +262,21 @@ def test_gradients_of_a_ranks_stages_come_one_after_the_other() -> None:
     first, last, both = frozenset[int](), frozenset({1}), frozenset({0, 1})
     coming = {(state.part, state.with_gradients) for state in states if state.backward}
     assert coming == {(1, first), (1, last), (0, last), (0, both)}
+    # The second stage's are reduced, and its weights freed, before the first stage's come.
+    assert {(state.reduced, state.unsharded) for state in states if state.backward and state.part == 0} == {
+        (last, first | {0})
+    }
+
+
+def test_activations_are_counted_by_the_size_of_their_stage() -> None:
+    schedule = build_schedule("interleaved", 2, 4, 2)
+    both = peak_activations(schedule)
+    assert peak_activations(schedule, [2.0] * 4) == tuple(2 * peak for peak in both)
+    alone = peak_activations(schedule, (1.0, 1.0, 0.0, 0.0))  # of the first stage of each rank
+    assert all(0 < one <= peak for one, peak in zip(alone, both, strict=True))
+    assert max(state.activations for state in pass_states(schedule, (1.0, 1.0, 0.0, 0.0))[0]) == alone[0]
+    zero_bubble = split_activations(build_schedule("zb-v", 2, 4, 2), (3.0, 0.0, 0.0, 0.0))[0]
+    assert {pending for _, pending, _ in zero_bubble} == {0.0, 3.0}
 
 
 def test_a_schedule_made_by_hand_is_completed_and_valid() -> None:

@@ -34,6 +34,7 @@ from smp.training.cost.kept_memory import kept_per_token, masking_per_token
 from smp.training.cost.memory import _kind, _most_in_passes, estimate_memory
 from smp.training.cost.model_share import Tuned
 from smp.training.cost.moments import Moments
+from smp.training.cost.step_moments import PartBytes
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
 from tests.models.test_arithmetic import GPT2_LIKE, SMALL
@@ -109,6 +110,7 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
         to_the_end=0,
         split=0,
         at_last=0,
+        at_copy=0,
         at_loss=1 << 6,
         in_blocks=1 << 7,
         in_next=1 << 7,
@@ -117,6 +119,7 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
         backward=1 << 10,
         head=1 << 11,
         block=1 << 3,
+        experts=0,
         own=1 << 0,
         own_first=0,
         ends=1 << 12,
@@ -475,10 +478,11 @@ def test_what_waits_beside_a_pass_of_a_pipeline_is_counted_once() -> None:
         return 100 * waiting
 
     moments = Moments(*[0] * len(fields(Moments)))
-    passes = [PassState(0, True, has_loss, 3, 2, frozenset({0})) for has_loss in (True, False)]
+    own, none = frozenset({0}), frozenset[int]()
+    passes = [PassState(0, True, has_loss, 3, 2, 2, own, none, own, False) for has_loss in (True, False)]
     most = [
-        _most_in_passes(moments, [one], ([0], [0]), partial(note, "kept"), partial(note, "at its end"))
+        _most_in_passes(moments, [one], [PartBytes(0, 0, 0, 0, 0)], partial(note, "kept"), partial(note, "at its end"))
         for one in passes
     ]
-    assert asked == [("kept", 3, 1), ("at its end", 2, 1), ("kept", 3, 2), ("at its end", 2, 2)]
+    assert asked == [("at its end", 2, 1), ("kept", 3, 1), ("at its end", 2, 2), ("kept", 3, 2)]
     assert most == [100, 200]

@@ -68,14 +68,13 @@ from smp.training.cost.kept_memory import (
 )
 from smp.training.cost.model_share import PRETRAINED, Share, Tuned, elements
 from smp.training.cost.moments import Moments
-from smp.training.cost.weight_memory import (
-    Weights,
+from smp.training.cost.step_moments import (
+    PartBytes,
+    bytes_of_parts,
     gathered_at_moments,
     gradients_at_moments,
-    gradients_of_parts,
-    has_several_micro_batches,
-    update_bytes,
 )
+from smp.training.cost.weight_memory import Weights, has_several_micro_batches, update_bytes
 
 
 @dataclass(frozen=True)
@@ -109,10 +108,10 @@ def estimate_memory(
     layout: Layout,
     chunk_bytes: int,
     parts: Sequence[ModelPart] | None = None,
-    held: int = 1,
+    held: float = 1,
     losses: int = 1,
     tuned: Tuned = PRETRAINED,
-    split: Collection[tuple[int, int, int]] = (),
+    split: Collection[tuple[float, float, int]] = (),
     states: Collection[PassState] = (),
 ) -> MemoryEstimate:
     """Memory of one process of a training run by this file's formula: an estimate to choose a layout by, not a bound,
@@ -123,7 +122,7 @@ def estimate_memory(
         layout: degrees of the mesh.
         chunk_bytes: size of one chunk of fp32 logits, ``smp.layers.heads.head.CHUNK_BYTES`` of the device.
         parts: of the model that the process holds; by default all of it.
-        held: most activations that it holds at once, in micro-batches of one part.
+        held: most activations that it holds at once, in micro-batches of a part of average size.
         losses: most micro-batches at once between their loss and its backward pass.
         tuned: of fine-tuning.
         split: of a pipeline whose backward passes have two parts, what :func:`split_activations` says.
@@ -137,7 +136,7 @@ def estimate_memory(
     rope = _rope_per_token(config)
     received = b * config.model.hidden_size // slices * (layout.pp > 1)  # the gradient of the next stage
 
-    def activations(micro_batches: int, waiting: int, beside: float = around) -> int:
+    def activations(micro_batches: float, waiting: int, beside: float = around) -> int:
         """Bytes of micro-batches, ``waiting`` of which, and the computed one, are between loss and backward."""
         at_once = len(share.layers) * micro_batches / len(share.parts)
         if parallel.offload_activations:
@@ -151,7 +150,7 @@ def estimate_memory(
     if share.head and not share.scores and not weights.adapters:
         of_a_loss += share.vocabulary * (1 + share.mtp) * b
 
-    def behind(waiting: int, pending: int, losses: int) -> int:
+    def behind(waiting: float, pending: float, losses: int) -> int:
         layers, later = len(share.layers) / len(share.parts), _pending_per_token(config, layout, b, share)
         kept = tokens * (layers * (waiting * per_token + pending * later) + around)
         # Of an input part, whose block is not pending yet; or a stage's in compute precision, made by a weight part
@@ -174,10 +173,11 @@ def estimate_memory(
     if split and not has_several_micro_batches(config, layout):  # no gradients are there before
         most = max(replace(moments, waiting=0).in_forward, moments.in_backward)
     if states:
-        of_parts = gradients_of_parts(config, layout, share, weights)
+        of_parts = bytes_of_parts(config, layout, share, weights)
         most = _most_in_passes(moments, states, of_parts, activations, partial(activations, beside=received))
     if not weights.adapters:
-        most = max(most, weights.gradients + update_bytes(config.optim, layout, share))
+        reduced = min(weights.gradients, weights.parameters)  # cut as the weights are by then
+        most = max(most, reduced + update_bytes(config.optim, layout, share))
     return MemoryEstimate(
         parameters=weights.parameters,
         gradients=weights.gradients,
@@ -195,30 +195,40 @@ def estimate_memory(
 def _most_in_passes(
     moments: Moments,
     states: Collection[PassState],
-    of_parts: tuple[list[int], list[int]],
-    activations: Callable[[int, int], int],
-    to_the_end: Callable[[int, int], int],
+    of_parts: list[PartBytes],
+    activations: Callable[[float, int], int],
+    to_the_end: Callable[[float, int], int],
 ) -> int:
     """Most bytes in any pass of a pipeline's process.
 
     Args:
-        of_parts: what :func:`gradients_of_parts` says.
+        of_parts: what :func:`bytes_of_parts` says.
         activations: bytes of (micro-batches, those of them that wait between loss and backward pass).
         to_the_end: the same of those that are there besides its own when a pass reaches its first block.
     """
-    gradients, first = of_parts
     most = 0
     for state in states:
-        before = sum(gradients[part] for part in state.with_gradients)
-        comes = 0 if state.part in state.with_gradients else gradients[state.part]
+        own = of_parts[state.part]
+        before = sum(
+            of_parts[part].reduced if part in state.reduced else of_parts[part].gradients
+            for part in state.with_gradients
+        )
+        comes = 0 if state.part in state.with_gradients else own.gradients
         waiting = state.losses - state.has_loss
+        left = to_the_end(state.others, waiting)
+        sharded = sum(part.gathered for i, part in enumerate(of_parts) if i not in state.unsharded)
         there = replace(
             moments,
             waiting=before,
             gradients=before + comes,
-            late=first[state.part] if comes else 0,
+            late=own.first if comes else 0,
             activations=activations(state.activations, waiting),
-            to_the_end=to_the_end(state.activations - 1, waiting),
+            to_the_end=left,
+            at_loss=moments.at_loss - sharded,
+            in_blocks=moments.in_blocks - sharded,
+            in_next=moments.in_next - sharded,
+            in_first=moments.in_first - sharded,
+            ends=(moments.in_blocks - sharded + own.sent + left) * state.reduces,
             logits=moments.logits * state.has_loss,
         )
         most = max(most, there.in_backward if state.backward else there.in_forward)
@@ -231,9 +241,10 @@ def largest_memory(
     """Memory of the pipeline rank that needs most, or of each rank without a pipeline; see :func:`estimate_memory`."""
     if plan is None:
         return estimate_memory(config, layout, chunk_bytes, tuned=tuned)
-    held, losses = peak_activations(plan.training), peak_losses(plan.training)
-    split = split_activations(plan.training)
-    states = pass_states(plan.training)
+    sizes = _stage_sizes(plan)
+    held, losses = peak_activations(plan.training, sizes), peak_losses(plan.training)
+    split = split_activations(plan.training, sizes)
+    states = pass_states(plan.training, sizes)
     ranks = (
         estimate_memory(
             config,
@@ -249,6 +260,16 @@ def largest_memory(
         for rank in range(layout.pp)
     )
     return max(ranks, key=lambda estimate: estimate.total)
+
+
+def _stage_sizes(plan: Plan) -> list[float]:
+    """Layers of each stage, in those of an average part of its rank: the first and the last stage have fewer."""
+    sizes = [1.0] * len(plan.parts)
+    for rank in range(plan.training.ranks):
+        layers = {stage: len(part.layers) for stage, part in plan.stages_of(rank).items()}
+        for stage, own in layers.items():
+            sizes[stage] = own * len(layers) / max(1, sum(layers.values()))
+    return sizes
 
 
 def tokens_of(config: Config, layout: Layout, tuned: Tuned) -> int:

@@ -13,21 +13,23 @@ class Moments:
     Attributes:
         gradients: of all its weights, as they are when the backward pass ends.
         waiting: of them in a forward pass, of an earlier micro-batch.
-        behind, before_last: of them, in a step's only backward pass, the output matrix's and the last block's.
+        behind, before_last: of them, in a step's only backward pass, the output matrix's and the last block's; below 0:
+            what the last block's reduction has freed of those that are there.
         before: what an earlier micro-batch's last reduction read, until the next reduction.
         late: of them that come in the first blocks' backward pass or behind it.
         activations: kept for the backward pass when it begins.
         kept_by_block, kept_behind: of them, of one on average, and what is gone when the last one's begins.
         to_the_end: activations, besides its own, that are there in the first block's.
-        at_last: weights in compute precision when the last block begins, where they stay until its backward pass, with
-            the buffer that it was gathered into; else 0.
+        at_last, at_copy: weights in compute precision when the last block begins, where they stay until its backward
+            pass, with the buffer that it was gathered into, and while it is copied out of that; else 0.
         at_loss, in_blocks, in_next, in_first: weights in compute precision that are gathered, or kept as they were
             cast: at the loss and in the backward passes of the last, the next and the first block.
         split: activations and activations' gradients at most, where backward passes have two parts; 0: they are whole.
         logits: of the loss, and the gradients that it leaves.
         backward: activations' gradients, and what is replayed.
         head: the gradient of the output matrix on its way to its reduction.
-        block: that of the largest block.
+        block: that of the largest block; with expert parallelism without its experts, which are a unit of their own.
+        experts: what is there when the experts' gradients begin their reduction, before those of the rest come; or 0.
         own, own_first: that in compute precision, while it comes; of it the last product's, which comes first.
         ends: what comes and goes when gradients of the embedding, or of a pipeline's step, are reduced.
         tied: of a matrix at both ends, from the loss until then: itself, and the gradient as an output matrix.
@@ -45,6 +47,7 @@ class Moments:
     to_the_end: int
     split: int
     at_last: int
+    at_copy: int
     at_loss: int
     in_blocks: int
     in_next: int
@@ -53,6 +56,7 @@ class Moments:
     backward: int
     head: int
     block: int
+    experts: int
     own: int
     own_first: int
     ends: int
@@ -68,7 +72,8 @@ class Moments:
     def in_forward(self) -> int:
         """At the loss, or in the last block."""
         at_loss, in_last = self.at_loss + self.logits, self.at_last - self.kept_behind
-        return self.waiting + self.activations + self.before + max(at_loss, in_last)
+        at_copy = self.at_copy - self.kept_behind - self.kept_by_block
+        return self.waiting + self.activations + self.before + max(at_loss, in_last, at_copy)
 
     @property
     def in_backward(self) -> int:
@@ -82,8 +87,7 @@ class Moments:
             + self.behind
             + self.before_last
             + self.in_next
-            + max(backward, self.own)
-            + self.block
+            + max(max(backward, self.own) + self.block, self.experts)
             + self.tied,
             self.in_first_block,
             self.gradients + self.ends,
@@ -95,4 +99,4 @@ class Moments:
         """In the first block's backward pass."""
         kept = self.to_the_end + self.kept_by_block
         backward = self.backward + self.own_first
-        return self.gradients - self.late + kept + self.in_first + backward + self.block + self.tied
+        return self.gradients - self.late + kept + self.in_first + max(backward + self.block, self.experts) + self.tied
