@@ -38,7 +38,7 @@ Runs a recipe on this machine, on Slurm, on Kubernetes or on SageMaker.
     python main.py --completion        for bash: eval "$(python main.py --completion)"
 
 cluster   local (the default), slurm, k8s, sm_jobs
-recipes   a name of --list, or a .yaml file: of this project or of HyperPod's recipes v1
+recipes   a name of --list, or a .yaml file: of this project or of HyperPod's catalogues
 JOB       a job's folder, base_results_dir/run.name
 Keys are those of recipes_collection/config.yaml, cluster.* of cluster/NAME.yaml and recipes.* of the recipe;
 recipes.* takes every setting of pretrain_gpt.py or finetune.py by its name. dry_run=true submits nothing.
