@@ -59,7 +59,8 @@ class SequenceCut:
     def index(self, rank: int) -> torch.Tensor:
         """int64 (batch, length / cp): the columns of the rank's tokens, in the order in which it holds them."""
         # In the order of the columns: a rank's tokens stay in the order of the sequence.
-        return (self.ranks == rank).nonzero()[:, 1].view(self.batch, self.local_length)
+        # A stable sort puts the rank's columns first. nonzero would wait for a GPU, and tensors without data have none.
+        return (self.ranks != rank).to(torch.uint8).argsort(dim=1, stable=True)[:, : self.local_length]
 
     def together(self, ranks: int, part: int = 0) -> torch.Tensor:
         """int64 (tokens,): of the tokens of ``ranks`` neighbouring ranks from part x ranks on, one rank behind the

@@ -413,6 +413,13 @@ def test_the_formula_follows(case: tuple[int, str]) -> None:
     assert -0.045 < error_of_the_formula(*case) < 0.03
 
 
+def test_sparse_attention_of_a_cut_sequence_has_a_step_without_data() -> None:
+    """Which columns a rank has was asked in a way that tensors without data cannot answer."""
+    sparse = "--experimental-attention-variant dsa --q-lora-rank 64 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32"
+    error = error_of_the_formula(2, f"{MODELS['latent']} {sparse} --context-parallel-size 2 --cp-comm-type all_gather")
+    assert -0.05 < error < 0.05
+
+
 def test_experts_rows_on_a_gpu_are_not_padded_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU's oneDNN makes a program for each number of rows, so there products in bf16 have few different ones."""
     config = settings(f"--seq-length 1030 --bf16 {EXPERTS}", 1)
