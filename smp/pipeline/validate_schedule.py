@@ -104,36 +104,43 @@ class PassState:
 
 
 def pass_states(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[frozenset[PassState], ...]:
-    """For each rank, the states that its passes are in. Empty where backward passes have two parts."""
-    found = []
-    for rank, actions in enumerate(schedule.actions):
-        stages = list(schedule.stages_of(rank))
-        activations, losses, states = 0.0, 0, set[PassState]()
-        done = reduced = unsharded = frozenset[int]()
-        if any(action.op is Op.BACKWARD_INPUT for action in actions):
-            actions = ()
-        last = {action.stage: action for action in actions if action.op is Op.BACKWARD}
-        for action in actions:
-            part = stages.index(action.stage) if action.op in COMPUTE | PARAMETERS else -1
-            if action.op is Op.REDUCE:
-                reduced |= {part}
-            elif action.op is Op.UNSHARD:
-                unsharded |= {part}
-            elif action.op is Op.RESHARD:
-                unsharded -= {part}
-            if action.op not in (Op.FORWARD, Op.BACKWARD):
-                continue
-            backward, has_loss = action.op is Op.BACKWARD, action.stage == schedule.stages - 1
-            size, reduces = _size(sizes, action.stage), last.get(action.stage) == action
-            others = activations - size * backward
-            losses += has_loss and not backward
-            about = reduced, unsharded, reduces
-            states.add(PassState(part, backward, has_loss, others + size, others, losses, done, *about))
-            activations = others if backward else others + size
-            if backward:
-                losses, done = losses - has_loss, done | {part}
-        found.append(frozenset(states))
-    return tuple(found)
+    """For each rank, the states that its passes are in; where backward passes have two parts, its forward passes."""
+    return tuple(
+        frozenset(_states_of_rank(schedule, rank, actions, sizes)) for rank, actions in enumerate(schedule.actions)
+    )
+
+
+def _states_of_rank(
+    schedule: Schedule, rank: int, actions: Sequence[Action], sizes: Sequence[float] | None
+) -> Iterator[PassState]:
+    parts = {stage: part for part, stage in enumerate(schedule.stages_of(rank))}
+    last = {action.stage: action for action in actions if action.op is Op.BACKWARD}
+    held, losses = 0.0, 0
+    done = reduced = unsharded = frozenset[int]()
+    for action in actions:
+        if action.op not in COMPUTE | PARAMETERS:
+            continue
+        part, size = parts[action.stage], _size(sizes, action.stage)
+        loss, own = action.stage == schedule.stages - 1, frozenset({part})
+        match action.op:
+            case Op.UNSHARD:
+                unsharded |= own
+            case Op.RESHARD:
+                unsharded -= own
+            case Op.REDUCE:
+                reduced |= own
+            case Op.FORWARD:
+                losses += loss
+                yield PassState(part, False, loss, held + size, held, losses, done, reduced, unsharded, False)
+                held += size
+            case Op.BACKWARD:
+                reduces, others = last[action.stage] == action, held - size
+                yield PassState(part, True, loss, held, others, losses, done, reduced, unsharded, reduces)
+                held, losses, done = others, losses - loss, done | own
+            case Op.BACKWARD_INPUT:
+                losses -= loss
+            case Op.BACKWARD_WEIGHT:
+                held, done = held - size, done | own
 
 
 def peak_losses(schedule: Schedule) -> int:

@@ -74,7 +74,7 @@ from smp.training.cost.step_moments import (
     gathered_at_moments,
     gradients_at_moments,
 )
-from smp.training.cost.weight_memory import Weights, has_several_micro_batches, update_bytes
+from smp.training.cost.weight_memory import Weights, update_bytes
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def estimate_memory(
         losses: most micro-batches at once between their loss and its backward pass.
         tuned: of fine-tuning.
         split: of a pipeline whose backward passes have two parts, what :func:`split_activations` says.
-        states: of any other pipeline, what :func:`pass_states` says.
+        states: of a pipeline, what :func:`pass_states` says.
     """
     b, parallel = 2 if config.parallel.bf16 else 4, config.parallel
     share = Share.of(config.model, layout, parts or (whole(config.model.num_layers),))
@@ -170,11 +170,11 @@ def estimate_memory(
         **gradients_at_moments(config, layout, share, tuned, weights),
     )
     most = moments.most
-    if split and not has_several_micro_batches(config, layout):  # no gradients are there before
-        most = max(replace(moments, waiting=0).in_forward, moments.in_backward)
     if states:
         of_parts = bytes_of_parts(config, layout, share, weights)
         most = _most_in_passes(moments, states, of_parts, activations, partial(activations, beside=received))
+    if split:  # their backward passes are no states
+        most = max(most, moments.in_backward)
     if not weights.adapters:
         reduced = min(weights.gradients, weights.parameters)  # cut as the weights are by then
         most = max(most, reduced + update_bytes(config.optim, layout, share))

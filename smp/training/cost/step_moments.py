@@ -164,8 +164,13 @@ def bytes_of_parts(config: Config, layout: Layout, share: Share, weights: Weight
     found = []
     for part in share.parts:
         own = Share.of(config.model, layout, [part])
-        gathered = 0 if config.parallel.pipeline_reshard else weights.gathered * own.elements // share.elements
-        gradients, first = 4 * own.elements, 4 * (own.blocks[:1] or [0])[0] + 4 * share.vocabulary * part.embedding
+        # A matrix that two parts share is counted with the head, whose gradient is there first.
+        tied = share.head and not part.head and not config.model.untie_embeddings_and_output_weights
+        counted = own.elements - own.vocabulary * tied
+        gathered = 0 if config.parallel.pipeline_reshard else weights.gathered * counted // share.elements
+        gradients, first = 4 * counted, 4 * (own.blocks[:1] or [0])[0]
+        if part.embedding and not tied:
+            first += 4 * own.vocabulary
         if weights.adapters:
             gradients, first = weights.gradients * len(own.layers) // len(share.layers), 0
         found.append(PartBytes(gradients, gradients // weights.sharing, first, gathered, _sent(layout, own, weights)))
