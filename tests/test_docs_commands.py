@@ -90,9 +90,9 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tokenizer(folder / name)
         config = to_hf(resolve_model(ModelConfig(**PRESETS[size])), "bfloat16")
         (folder / name / "config.json").write_text(json.dumps(config))
-    write_tokenizer(folder / "Falcon-H1-7B")  # whose sizes are the defaults of its class
-    (folder / "Falcon-H1-7B/config.json").write_text('{"model_type": "falcon_h1"}')
-    (folder / "config.json").write_text('{"model_type": "falcon_h1"}')
+    write_tokenizer(folder / "Bamba-9B")  # whose sizes are the defaults of its class
+    (folder / "Bamba-9B/config.json").write_text('{"model_type": "bamba"}')
+    (folder / "config.json").write_text('{"model_type": "bamba"}')
     seeing, processor = MAKERS["qwen2_5_vl"]()
     seeing.text_config.max_position_embeddings = 8192
     seeing.save_pretrained(folder / "Qwen2.5-VL-7B-Instruct")

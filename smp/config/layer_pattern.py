@@ -30,7 +30,7 @@ OF_ATTENTION = (
 """What only layers with attention have; what needs one of these is refused with it."""
 OF_FEED_FORWARD = (
     *("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "tanh_gelu", "add_mlp_bias"),
-    "disable_bias_linear",
+    *("disable_bias_linear", "mlp_multipliers"),
 )
 """What only layers with an MLP or experts have besides attention; likewise."""
 
@@ -55,7 +55,8 @@ def has_feed_forward(model: ModelConfig) -> tuple[bool, ...]:
 
 def attends(model: ModelConfig) -> tuple[bool, ...]:
     """Whether each layer has attention, or a mixer that --layer-types names."""
-    return tuple(mixes and not recurs for mixes, recurs in zip(has_mixer(model), linear(model), strict=True))
+    both = model.linear_attention_parallel
+    return tuple(mixes and (both or not recurs) for mixes, recurs in zip(has_mixer(model), linear(model), strict=True))
 
 
 def has_mlp(model: ModelConfig) -> tuple[bool, ...]:
@@ -65,7 +66,7 @@ def has_mlp(model: ModelConfig) -> tuple[bool, ...]:
 
 
 def linear(model: ModelConfig) -> tuple[bool, ...]:
-    """Whether each layer has a linear recurrence in place of attention."""
+    """Whether each layer has a linear recurrence, in place of attention or next to it."""
     if (letters := model.hybrid_layer_pattern) is not None:
         return tuple(letter == MAMBA for letter in letters)
     if model.linear_attention_type is None:

@@ -1,6 +1,7 @@
-"""What a layer of a model can be: a mixer (attention, latent attention, or one that a caller has registered) and a
-feed-forward network (an MLP or a mixture of experts), with norms and a residual connection around both. Each is a value
-with settings of its own; which layer has which, :mod:`smp.config.layers` says."""
+"""What a layer of a model can be: a mixer (attention, latent attention, a recurrence, several of them in parallel, or
+one that a caller has registered) and a feed-forward network (an MLP or a mixture of experts), with norms and a residual
+connection around both. Each is a value with settings of its own; which layer has which, :mod:`smp.config.layers`
+says."""
 
 from __future__ import annotations
 
@@ -234,12 +235,48 @@ class MambaMixer(Recurrence):
 
     Attributes:
         steps: the least and the largest step; None: no limit.
+        norm: the output is normalized.
+        multipliers: of gates, values, keys, queries and steps, as projections give them.
     """
 
     steps: tuple[float, float | None] = (0.0, None)
+    norm: bool = True
+    multipliers: tuple[float, ...] = (1.0,) * 5
 
     def __str__(self) -> str:
         return f"Mamba-2, {self.value_heads} states of {self.key_dim} x {self.value_dim} in {self.key_heads} groups"
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One of several mixers of a layer.
+
+    Attributes:
+        name: of the module.
+        mixer: its spec.
+        multiplier: of its result.
+    """
+
+    name: str
+    mixer: Any
+    multiplier: float = 1.0
+
+
+@dataclass(frozen=True)
+class ParallelMixer:
+    """Mixers that read the same input and whose results are added, see :mod:`smp.layers.parallel_mixers`."""
+
+    branches: tuple[Branch, ...]
+
+    def __str__(self) -> str:
+        return " next to ".join(str(branch.mixer) for branch in self.branches)
+
+
+def single_mixers(mixer: Any) -> tuple[Any, ...]:
+    """Specs of the mixers that a layer's mixer is made of: itself, or those of its branches; none of None."""
+    if isinstance(mixer, ParallelMixer):
+        return tuple(branch.mixer for branch in mixer.branches)
+    return () if mixer is None else (mixer,)
 
 
 @dataclass(frozen=True)
@@ -268,11 +305,17 @@ class Activation:
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """A dense feed-forward network of this width."""
+    """A dense feed-forward network of this width.
+
+    Attributes:
+        gate_multiplier, multiplier: of the gate, before the activation, and of the result.
+    """
 
     width: int
     activation: Activation
     bias: bool = False
+    gate_multiplier: float = 1.0
+    multiplier: float = 1.0
 
     def __str__(self) -> str:
         return f"MLP {self.width}{self.activation.clamped}"
@@ -360,6 +403,11 @@ class LayerSpec:
     shared_norm: bool = False
     multiplier: float = 1.0
     dropout: float = 0.0
+
+    @property
+    def mixers(self) -> tuple[Any, ...]:
+        """Specs of its mixers, each alone; one in most layers."""
+        return single_mixers(self.mixer)
 
     @property
     def has_experts(self) -> bool:

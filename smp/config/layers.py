@@ -25,6 +25,7 @@ from smp.config.layer_pattern import (
 from smp.config.layer_specs import (
     Activation,
     AttentionMixer,
+    Branch,
     CapacitySpec,
     DeltaNetMixer,
     ExpertsSpec,
@@ -35,14 +36,17 @@ from smp.config.layer_specs import (
     MambaMixer,
     MLPSpec,
     NormSpec,
+    ParallelMixer,
     QueryTemperature,
     Recurrence,
     RopeScalingSpec,
     RopeSpec,
+    single_mixers,
 )
 from smp.config.model import ModelConfig
 from smp.config.rules.dsa import chooses_keys
 from smp.config.rules.mtp import mtp_layers
+from smp.config.rules.multipliers import mlp_multipliers, ssm_multipliers
 from smp.config.rules.positions import longrope_factors
 from smp.config.schema import Config
 
@@ -130,6 +134,8 @@ def _mamba(model: ModelConfig, layer: int) -> MambaMixer:
         conv=model.linear_conv_kernel_dim,
         norm_eps=model.norm_epsilon,
         steps=(model.mamba_dt_min, model.mamba_dt_max),
+        norm=model.mamba_rms_norm,
+        multipliers=ssm_multipliers(model),
     )
 
 
@@ -161,9 +167,17 @@ def layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
         key = kind if kinds[i] in _ALIKE else i
         if key not in made:
             forward = _feed_forward(model, experts[i]) if kind[2] else None
-            made[key] = _layer(model, {**MIXERS, **_OWN}[kinds[i]](model, i), forward)
+            made[key] = _layer(model, _mixer(model, kinds[i], i), forward)
     specs = [made[kind if kinds[i] in _ALIKE else i] for i, kind in enumerate(alike)]
     return (*specs, *(specs[last] for _ in mtp_layers(model)))
+
+
+def _mixer(model: ModelConfig, kind: str, layer: int) -> Any:
+    mixer = {**MIXERS, **_OWN}[kind](model, layer)
+    if kind not in _LINEAR or not model.linear_attention_parallel:
+        return mixer
+    attention = Branch("attention", _attention(model, layer), model.attention_out_multiplier)
+    return ParallelMixer((attention, Branch("recurrence", mixer, model.ssm_out_multiplier)))
 
 
 def _feed_forward(model: ModelConfig, has_experts: bool) -> MLPSpec | ExpertsSpec:
@@ -171,7 +185,8 @@ def _feed_forward(model: ModelConfig, has_experts: bool) -> MLPSpec | ExpertsSpe
 
 
 def _layer(model: ModelConfig, mixer: Any, forward: MLPSpec | ExpertsSpec | None) -> LayerSpec:
-    own = model.linear_norm_placement if isinstance(mixer, Recurrence) else None
+    recurs = any(isinstance(one, Recurrence) for one in single_mixers(mixer))
+    own = model.linear_norm_placement if recurs else None
     placement = own or model.norm_placement
     return LayerSpec(
         mixer=mixer,
@@ -308,7 +323,8 @@ def _query_norm(model: ModelConfig, rope: RopeSpec | None) -> Literal["per head"
 
 def _mlp(model: ModelConfig, width: int | None) -> MLPSpec:
     assert width is not None, "resolved before"
-    return MLPSpec(width, activation_of(model), model.add_mlp_bias or not model.disable_bias_linear)
+    bias = model.add_mlp_bias or not model.disable_bias_linear
+    return MLPSpec(width, activation_of(model), bias, *mlp_multipliers(model))
 
 
 def _experts(model: ModelConfig) -> ExpertsSpec:

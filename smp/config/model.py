@@ -138,6 +138,9 @@ class ModelConfig:
     """Squared ReLU in the plain MLP instead of GELU (needs --no-swiglu)."""
     tanh_gelu: bool = only_with(False, swiglu=False)
     """GPT-2's tanh approximation of GELU, in the plain MLP or with --geglu (needs --no-swiglu)."""
+    mlp_multipliers: Words | None = only_with(None, swiglu=True)  # noqa: RUF009 (text)
+    """Two numbers that the MLP's gate, before SiLU, and the MLP's result are multiplied by (Falcon-H1). Default: 1
+    each."""
     untie_embeddings_and_output_weights: bool = True
     """Give the output layer its own matrix; --no-untie-embeddings-and-output-weights shares the embedding's."""
     scalar_head: bool = False
@@ -219,6 +222,13 @@ class ModelConfig:
     """Epsilon of the norm of the recurrence's output. Default: --norm-epsilon (OLMo-hybrid: 1e-5)."""
     linear_norm_placement: Literal["pre", "post", "sandwich"] | None = only_with(None, linear_attention_type=GIVEN)
     """Where norms stand in layers with the recurrence. Default: --norm-placement (OLMo-hybrid: pre, beside post)."""
+    linear_attention_parallel: bool = only_with(False, linear_attention_type=GIVEN)
+    """Layers with the recurrence have attention, too: both read the same input, and their results are added
+    (Falcon-H1)."""
+    attention_out_multiplier: float = only_with(1.0, linear_attention_parallel=True)
+    """In layers with both, attention's result is multiplied by this (Falcon-H1)."""
+    ssm_out_multiplier: float = only_with(1.0, linear_attention_parallel=True)
+    """In layers with both, the recurrence's result is multiplied by this (Falcon-H1)."""
     hybrid_layer_pattern: str | None = None
     """A letter for each layer, which is one part alone with one norm. M: Mamba-2; *: attention; -: MLP; E: experts
     (Nemotron-H). Default: a layer is attention, or what --linear-attention-type says, and an MLP or experts."""
@@ -234,6 +244,11 @@ class ModelConfig:
     """Mamba-2: a token's step (dt) is at least this."""
     mamba_dt_max: float | None = only_with(None, linear_attention_type="mamba2", hybrid_layer_pattern=GIVEN)
     """Mamba-2: a token's step (dt) is at most this. Default: no limit."""
+    mamba_rms_norm: bool = only_with(True, linear_attention_type="mamba2", hybrid_layer_pattern=GIVEN)
+    """Mamba-2: normalize the gated output; --no-mamba-rms-norm leaves the norm out (Falcon-H1)."""
+    ssm_multipliers: Words | None = only_with(None, linear_attention_type="mamba2", hybrid_layer_pattern=GIVEN)  # noqa: RUF009 (text)
+    """Mamba-2: five numbers that projections of the input are multiplied by: those of gates (z), values (x), keys (B),
+    queries (C) and steps (dt) (Falcon-H1). Default: 1 each."""
     window_size: int | None = None
     """Sliding-window attention: a token attends to itself and the window_size - 1 tokens before it. Default: no
     window."""

@@ -63,13 +63,15 @@ class MLP(nn.Module):
             split along dim 0.
         activation: see :data:`Activation`; or a gated one with settings of its own.
         bias: biases on all projections.
+        gate_multiplier, multiplier: of the gate, before its activation, and of the result.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what computes SwiGLU; fused ones keep only the projections' outputs.
 
     Shapes: (tokens [/p], hidden) -> the same.
 
     Raises:
-        ValueError: for an unknown activation, or when the ranks do not divide ``ffn_hidden_size``.
+        ValueError: for an unknown activation, a multiplier of a gate that is not there, or when the ranks do not divide
+            ``ffn_hidden_size``.
     """
 
     def __init__(
@@ -80,14 +82,19 @@ class MLP(nn.Module):
         *,
         activation: Activation | QuickGeglu = "swiglu",
         bias: bool = False,
+        gate_multiplier: float = 1.0,
+        multiplier: float = 1.0,
         init_std: float = 0.02,
         output_std: float = 0.02,
         kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
         gated = has_gate(activation)
+        if gate_multiplier != 1.0 and not gated:
+            raise ValueError(f"a gate_multiplier, and the activation {activation} has no gate")
         context = ParallelContext.of(parallel)
         self.activation: Activation | QuickGeglu = activation
+        self.gate_multiplier, self.multiplier = gate_multiplier, multiplier
         self.sequence_parallel = context.sequence_parallel
         self.backend = kernels.swiglu
         self.gate: ColumnParallelLinear | None = None
@@ -108,12 +115,19 @@ class MLP(nn.Module):
         ``token_index`` holds the numbers of all tokens and ``local_token_index`` those of the ones in ``x``, int64, for
         dropout in adapters.
         """
+        y = self._computed(x, token_index, local_token_index)
+        return y if self.multiplier == 1.0 else y * self.multiplier
+
+    def _computed(
+        self, x: torch.Tensor, token_index: torch.Tensor | None, local_token_index: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.gate is None:
             assert not isinstance(self.activation, QuickGeglu), "which has a gate"
             a = activate(self.up(x, local_token_index), self.activation)
             return self.down(a, token_index=token_index)
         # One gather of the input for both.
         gate, up = column_parallel(x, [self.gate, self.up], local_token_index)  # (tokens, ffn/p) each
+        gate = gate if self.gate_multiplier == 1.0 else gate * self.gate_multiplier
         # an adapter multiplies the activation too, so there it has to be kept
         if self.activation != "swiglu" or self.backend == "torch" or self.down.add_low_rank is not None:
             return self.down(activate_gated(gate, up, self.activation, self.backend), token_index=token_index)

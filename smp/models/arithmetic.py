@@ -83,10 +83,12 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     """Where a resolved model's FLOPs are; see :func:`training_flops_per_token` for what counts."""
     specs = layer_specs(model)[: model.num_layers]
     # Mixers that are alike are counted once.
-    mixed = {mixer: _mixing_flops(mixer, seq_length) for mixer in {spec.mixer for spec in specs}}
+    mixed = {
+        mixers: sum(_mixing_flops(mixer, seq_length) for mixer in mixers) for mixers in {spec.mixers for spec in specs}
+    }
     ends = inventory(replace(model, mtp_num_layers=None), [ModelPart(0, 0, embedding=True, head=True)])
     products = of_each_block(model, range(model.num_layers), lambda block: sum(p.flops for p in block))
-    blocks = [one + mixed[spec.mixer] for one, spec in zip(products, specs, strict=True)]
+    blocks = [one + mixed[spec.mixers] for one, spec in zip(products, specs, strict=True)]
     head, number = sum(p.flops for p in ends), len(mtp_layers(model))
     around = sum(p.flops for p in prediction_parameters(model, 0))
     return ForwardFlops(
@@ -113,6 +115,10 @@ STATE_FLOPS: dict[type, Callable[[Any], int]] = {
 }
 """FLOPs by the type of a mixer's spec, for each token: what a recurrence does with its states, a token after the other.
 The delta rule forgets (1), and reads twice and writes once (2 each); Mamba-2 reads once."""
+
+
+def _all_mixers(model: ModelConfig) -> list[Any]:
+    return [mixer for spec in layer_specs(model) for mixer in spec.mixers]
 
 
 def _pair_flops(mixer: Any) -> int:
@@ -167,20 +173,20 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
     """
     model = resolve_model(replace(model, vocab_size=vocab_size))
     flops = forward_flops(model, seq_length)
-    once = sum(_scoring_flops(spec.mixer, seq_length) for spec in layer_specs(model))
+    once = sum(_scoring_flops(mixer, seq_length) for mixer in _all_mixers(model))
     return 3 * (sum(flops.layers) + flops.head + flops.mtp + flops.around) - 2 * once
 
 
 def pair_training_flops(model: ModelConfig) -> int:
     """Model FLOPs of a training step for each pair of a token and a token that it sees in one layer of a resolved
     model: all its layers with attention have heads of one width."""
-    return 3 * max((_pair_flops(spec.mixer) for spec in layer_specs(model)), default=0)
+    return 3 * max(map(_pair_flops, _all_mixers(model)), default=0)
 
 
 def visible_pairs_of_layers(lengths: npt.ArrayLike, model: ModelConfig) -> int:
     """:func:`visible_pairs` of all these documents in all layers of a resolved model that look at pairs. Scores of an
     indexer are a part of a pair each, by their FLOPs."""
-    mixers = [spec.mixer for spec in layer_specs(model) if _pair_flops(spec.mixer)]
+    mixers = [mixer for mixer in _all_mixers(model) if _pair_flops(mixer)]
     pairs = sum(count * int(visible_pairs(lengths, *of).sum()) for of, count in Counter(map(_sees, mixers)).items())
     scored = sum(map(_flops_of_score, mixers))
     if not scored:

@@ -20,6 +20,7 @@ from smp.config.layer_specs import (
     MambaMixer,
     MLPSpec,
     NormSpec,
+    ParallelMixer,
 )
 from smp.kernels import Kernels
 from smp.kernels.attention_cores.attention_core import AttentionSpec
@@ -36,6 +37,7 @@ from smp.layers.moe import Experts, MoE, Router, SharedExpertGate
 from smp.layers.moe.capacity import Capacity
 from smp.layers.moe.router import Balancing
 from smp.layers.norm import LayerNorm, Norm, RMSNorm
+from smp.layers.parallel_mixers import ParallelMixers
 from smp.layers.recurrences.delta_net import GatedDeltaNet
 from smp.layers.recurrences.kimi_delta import KimiDeltaAttention
 from smp.layers.recurrences.mamba import Mamba2
@@ -108,6 +110,8 @@ class Build:
             self.context,
             activation=activation_of(spec.activation),
             bias=spec.bias,
+            gate_multiplier=spec.gate_multiplier,
+            multiplier=spec.multiplier,
             init_std=self.init_std,
             output_std=self.output_std,
             kernels=self.kernels,
@@ -280,11 +284,17 @@ def _mamba(spec: MambaMixer, build: Build) -> Mixer:
         state_dim=spec.key_dim,
         conv=spec.conv,
         step_limits=(least, math.inf if largest is None else largest),
-        norm_eps=spec.norm_eps,
+        norm_eps=spec.norm_eps if spec.norm else None,
+        multipliers=spec.multipliers,
         init_std=build.init_std,
         output_std=build.output_std,
         kernels=build.kernels,
     )
+
+
+def _parallel(spec: ParallelMixer, build: Build) -> Mixer:
+    built = {branch.name: MIXER_BUILDERS[type(branch.mixer)](branch.mixer, build) for branch in spec.branches}
+    return ParallelMixers(built, [branch.multiplier for branch in spec.branches])
 
 
 MixerBuilder = Callable[[Any, Build], Mixer]
@@ -294,6 +304,7 @@ MIXER_BUILDERS: dict[type, MixerBuilder] = {
     DeltaNetMixer: _delta_net,
     KimiDeltaMixer: _kimi_delta,
     MambaMixer: _mamba,
+    ParallelMixer: _parallel,
 }
 """Builders by the type of a mixer's spec; :func:`smp.models.mixers.register_mixer` adds one."""
 

@@ -7,6 +7,7 @@ from collections import Counter
 
 from smp.config import ModelConfig
 from smp.config.layer_pattern import attends, has_mlp, linear, no_rope, windowed
+from smp.config.layer_specs import Recurrence
 from smp.config.layers import layer_specs
 from smp.models.arithmetic import count_parameters
 
@@ -68,8 +69,10 @@ def _heads(model: ModelConfig) -> str:
 
 def _recurrence(model: ModelConfig) -> str:
     """Description of the layers with a linear recurrence, each kind once."""
-    found = Counter(str(spec.mixer) for spec, recurs in zip(layer_specs(model), linear(model), strict=False) if recurs)
-    return " and ".join(f"in {count} of {model.num_layers} layers a {text}" for text, count in found.items())
+    layers = layer_specs(model)[: model.num_layers]
+    found = Counter(str(mixer) for spec in layers for mixer in spec.mixers if isinstance(mixer, Recurrence))
+    both = " next to attention" if model.linear_attention_parallel else ""
+    return " and ".join(f"in {count} of {model.num_layers} layers a {text}{both}" for text, count in found.items())
 
 
 def _of_rope_layers(model: ModelConfig) -> str:

@@ -24,6 +24,7 @@ from smp.config.layer_specs import (
     MambaMixer,
     MLPSpec,
     NormSpec,
+    ParallelMixer,
 )
 from smp.config.layers import layer_specs, norm_of
 from smp.config.rules.mtp import mtp_layers
@@ -274,8 +275,14 @@ def _mamba(mixer: MambaMixer, hidden: int, name: str) -> Iterator[Parameter]:
         yield Parameter(f"{name}.{part}_conv_bias", (width,), 0, heads=shared)
     for part in ("decay_log", "step_bias", "skip"):
         yield Parameter(f"{name}.{part}", (heads,), 0)
-    yield Parameter(f"{name}.norm.weight", (values,), 0)
+    if mixer.norm:
+        yield Parameter(f"{name}.norm.weight", (values,), 0)
     yield from linear(f"{name}.output", values, hidden, 1, False)
+
+
+def _parallel(mixer: ParallelMixer, hidden: int, name: str) -> Iterator[Parameter]:
+    for branch in mixer.branches:
+        yield from MIXER_PARAMETERS[type(branch.mixer)](branch.mixer, hidden, f"{name}.{branch.name}")
 
 
 MixerParameters = Callable[[Any, int, str], Iterator[Parameter]]
@@ -285,6 +292,7 @@ MIXER_PARAMETERS: dict[type, MixerParameters] = {
     DeltaNetMixer: _delta_net,
     KimiDeltaMixer: _kimi_delta,
     MambaMixer: _mamba,
+    ParallelMixer: _parallel,
 }
 """(spec of a mixer, width of the residual stream, name of the module) -> its parameters, by the spec's type;
 :func:`smp.models.mixers.register_mixer` adds one."""

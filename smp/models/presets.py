@@ -160,6 +160,10 @@ _GRANITE4: Preset = _TIED | {
     **{"linear_attention_freq": str([int(layer % 10 != 5) for layer in range(40)]).replace(" ", "")},
     "embedding_multiplier": 12.0,
 }
+_FALCON_H1: Preset = {
+    **{"norm_epsilon": 1e-5, "rotary_base": 1e11, "embedding_multiplier": 5.656854249492381, "mamba_num_groups": 1},
+    **{"linear_attention_type": "mamba2", "linear_attention_parallel": True},
+}
 _NEMOTRON_H: Preset = {
     **{"vocab_size": 131072, "norm_epsilon": 1e-5, "kv_channels": 128, "swiglu": False, "squared_relu": True},
     **{"position_embedding_type": "none", "mamba_num_groups": 8},
@@ -171,6 +175,11 @@ _NANO_30B = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 def _granite4(head_dim: int, hidden: int) -> Preset:
     """Its factors of scores and logits."""
     return {"softmax_scale": 1 / head_dim, "logit_scale": 256 / hidden, "mamba_num_heads": hidden // 32}
+
+
+def _ssm(before: float, *behind: float) -> Preset:
+    """Falcon-H1's factors in front of Mamba-2's projections and behind each, in one."""
+    return {"ssm_multipliers": " ".join(str(before * factor) for factor in behind)}
 
 
 def _embedded(hidden: int) -> Preset:
@@ -390,6 +399,20 @@ PRESETS: dict[str, Preset] = {
     | _size(40, 4096, 32, 8, 768)
     | _granite4(128, 4096)
     | _experts(72, 10, 768, **_shared(1536)),
+    "falcon-h1-0.5b": _FALCON_H1
+    | _size(36, 1024, 8, 2, 2048)
+    | {"vocab_size": 32784, "max_position_embeddings": 16384, "kv_channels": 64, "mamba_num_heads": 24}
+    | {"softmax_scale": 64**-0.5 * 0.39062499999999994, "mamba_state_dim": 128, "mamba_rms_norm": False}
+    | {"logit_scale": 0.0390625, "mlp_multipliers": "0.8838834764831844 0.5859375", "attention_out_multiplier": 0.9375}
+    | {"ssm_out_multiplier": 0.23570226039551587}
+    | _ssm(1.25, 0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738),
+    "falcon-h1-7b": _FALCON_H1
+    | _size(44, 3072, 12, 2, 12288)
+    | {"vocab_size": 130049, "max_position_embeddings": 262144, "kv_channels": 128}
+    | {"softmax_scale": 128**-0.5 * 0.030690398488999456, "logit_scale": 0.013020833333333334}
+    | {"mamba_num_heads": 24, "mamba_head_dim": 128, "mamba_state_dim": 256, "ssm_out_multiplier": 0.11785113019775793}
+    | {"mlp_multipliers": "0.2946278254943948 0.032552083333333336", "attention_out_multiplier": 0.10416666666666667}
+    | _ssm(0.4166666666666667, 0.3535533905932738, 0.25, 0.1767766952966369, 0.5, 0.3535533905932738),
     "nemotron-h-8b": _NEMOTRON_H
     | _size(52, 4096, 32, 8, 21504)
     | {"max_position_embeddings": 8192, "mamba_num_heads": 128, "hybrid_layer_pattern": _NEMOTRON_8B},

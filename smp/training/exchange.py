@@ -73,8 +73,8 @@ def _seen(config: Config) -> Counter[Seen]:
     assert data.seq_length is not None, "resolved before"
     document = min(DOCUMENT, data.seq_length) if data.reset_attention_mask else None
     found = Counter[Seen]()
-    for attention in (spec.mixer for spec in layer_specs(model)):
-        if attention is None or isinstance(attention, Recurrence):
+    for attention in (mixer for spec in layer_specs(model) for mixer in spec.mixers):
+        if isinstance(attention, Recurrence):
             continue
         chunk = None if attention.chunk is None or attention.chunk >= data.seq_length else attention.chunk
         shorter = min((size for size in (document, chunk) if size is not None), default=None)
@@ -103,7 +103,8 @@ def recurrence_exchange(config: Config) -> tuple[Literal["states", "heads"], lis
     """What layers with a recurrence exchange, and a line for the user where sequences are cut. --cp-comm-type a2a:
     heads for tokens; auto: what sends fewer bytes; all others: states."""
     parallel, kind = config.parallel, config.parallel.cp_comm_type
-    mixer = next((s.mixer for s in layer_specs(config.model) if isinstance(s.mixer, Recurrence)), None)
+    mixers = (mixer for spec in layer_specs(config.model) for mixer in spec.mixers)
+    mixer = next((mixer for mixer in mixers if isinstance(mixer, Recurrence)), None)
     cp = parallel.context_parallel_size
     if mixer is None or cp == 1:
         return "states", []

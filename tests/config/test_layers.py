@@ -93,6 +93,49 @@ def test_olmo_hybrid_has_norms_of_its_own_around_the_recurrence() -> None:
     assert attends.mixer.rope is None and attends.mixer.norm == "all heads"
 
 
+def test_falcon_h1_has_two_mixers_in_a_layer() -> None:
+    model = named("falcon-h1-0.5b")
+    first, *others = layer_specs(model)
+    assert {first} == set(others) and "next to Mamba-2, 24 states of 128 x 64" in str(first)
+    attention, recurrence = first.mixer.branches
+    assert (attention.name, recurrence.name) == ("attention", "recurrence")
+    assert (attention.multiplier, recurrence.multiplier) == (0.9375, 0.23570226039551587)
+    assert attention.mixer.scale == 0.125 * 0.39062499999999994 and not recurrence.mixer.norm
+    assert recurrence.mixer.multipliers[1] == 1.25 * 0.25
+    assert (first.feed_forward.gate_multiplier, first.feed_forward.multiplier) == (0.8838834764831844, 0.5859375)
+    some = layer_specs(named("debug", linear_attention_type="gated_delta_net", linear_attention_freq="2"))
+    both = layer_specs(
+        named(
+            "debug", linear_attention_type="gated_delta_net", linear_attention_freq="2", linear_attention_parallel=True
+        )
+    )
+    assert [len(spec.mixers) for spec in both] == [2, 1] * (len(both) // 2) and both[1] == some[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ssm_multipliers": "1 2"}, "--ssm-multipliers 1 2: expected 5 numbers, not 2"),
+        ({"mlp_multipliers": "1 x"}, "--mlp-multipliers 1 x: expected 2 numbers"),
+        ({"mlp_multipliers": "1 0"}, "--mlp-multipliers 1 0: expected numbers above 0"),
+        ({"num_experts": 4}, "--num-experts exclude each other: experts have none"),
+    ],
+)
+def test_what_two_mixers_in_a_layer_have_not_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layer_specs(named("falcon-h1-0.5b", **changes))
+    latent = {
+        "linear_attention_type": "mamba2",
+        "mamba_head_dim": 16,
+        "multi_latent_attention": True,
+        "num_query_groups": 4,
+    }
+    with pytest.raises(
+        ConfigError, match="--linear-attention-parallel and --multi-latent-attention exclude each other"
+    ):
+        named("debug", linear_attention_parallel=True, **latent)
+
+
 def test_kimi_linear_has_delta_attention_and_latents_without_rope() -> None:
     specs = layer_specs(named("kimi-linear-48b-a3b"))
     assert [number for number, spec in enumerate(specs, 1) if isinstance(spec.mixer, LatentMixer)] == [

@@ -109,6 +109,7 @@ def test_every_family_and_every_link_is_there() -> None:
         "Mamba-2",
         "Granite 4",
         "Nemotron-H",
+        "Falcon-H1",
         "Kimi-Linear",
         "OLMo-hybrid",
     )

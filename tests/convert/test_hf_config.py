@@ -57,7 +57,7 @@ def test_named_sizes_there_and_back(name: str) -> None:
         "granite-4.0-h": "GraniteMoeHybrid",
     } | family
     family |= {"mamba": "Mamba2", "nemotron": "NemotronH", "kimi-linear": "KimiLinear"}
-    family |= {"olmo-hybrid": "OlmoHybrid"}
+    family = {"falcon-h1": "FalconH1"} | family | {"olmo-hybrid": "OlmoHybrid"}
     family |= {"deepseek-v2": "DeepseekV2", "deepseek-v3": "DeepseekV3"}
     expected = next(value for key, value in family.items() if name.startswith(key))
     assert content["architectures"][0] == expected.removesuffix("LMHeadModel") + (

@@ -233,6 +233,12 @@ _MAMBA_HEADS: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_
 _GRANITE: dict[str, Any] = {**_LLAMA, **_rope(), **_MAMBA_HEADS, "layer_types": ["mamba", "attention"]}
 _GRANITE |= {"embedding_multiplier": 3.0, "logits_scaling": 3.0, "residual_multiplier": 0.6, "mamba_d_conv": 3}
 _GRANITE |= {"attention_multiplier": 0.2, "shared_intermediate_size": 28, "rms_norm_eps": 0.3}
+_FALCON_H1: dict[str, Any] = {**_LLAMA, **_rope(), **_MAMBA_HEADS, "mamba_d_ssm": 64, "mamba_d_conv": 3}
+_FALCON_H1 |= {"rms_norm_eps": 0.3, "tie_word_embeddings": True, "head_dim": 16}
+_FALCON_H1_FACTORS: dict[str, Any] = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.7}
+_FALCON_H1_FACTORS |= {"attention_in_multiplier": 1.3, "attention_out_multiplier": 0.6, "ssm_in_multiplier": 1.2}
+_FALCON_H1_FACTORS |= {"ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 1.5, 1.2, 0.8, 2.0]}
+_FALCON_H1_FACTORS |= {"mlp_multipliers": [1.4, 0.6]}
 _NEMOTRON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, **_IDS}
 _NEMOTRON |= {"num_key_value_heads": 2, "intermediate_size": 52, "mamba_num_heads": 8, "mamba_head_dim": 6}
 _NEMOTRON |= {"n_groups": 4, "ssm_state_size": 7, "layer_norm_epsilon": 0.3, "max_position_embeddings": 64}
@@ -248,6 +254,12 @@ STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "position_embedding_type": "rope"}
         | {"intermediate_size": 24},
+    ),
+    "falcon-h1": ("FalconH1", {**_FALCON_H1, **_FALCON_H1_FACTORS, "tie_word_embeddings": False}),
+    "falcon-h1-norm": (
+        "FalconH1",
+        {**_FALCON_H1, "mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+        | {"time_step_limit": [0.05, 0.9], "mamba_conv_bias": True},
     ),
     "nemotron-h": ("NemotronH", {**_NEMOTRON, "hybrid_override_pattern": "M*-M"}),
     "nemotron-h-moe": (

@@ -70,6 +70,12 @@ MODELS = {
         **{"linear_attention_type": "mamba2", "linear_attention_freq": "2", "num_layers": 3, "norm_epsilon": 0.3},
         **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 6, "mamba_state_dim": 5},
     },
+    "falcon h1": SIZES
+    | {
+        **{"linear_attention_type": "mamba2", "linear_attention_parallel": True, "mamba_rms_norm": False},
+        **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 6, "mamba_state_dim": 5},
+        **{"ssm_multipliers": "0.7 1.5 1.2 0.8 2", "mlp_multipliers": "1.4 0.6", "norm_epsilon": 0.3},
+    },
     "nemotron": SIZES
     | {
         **{"hybrid_layer_pattern": "M*-ME", "num_layers": 5, "swiglu": False, "squared_relu": True, "num_experts": 4},

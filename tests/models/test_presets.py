@@ -92,6 +92,7 @@ def preset(name: str) -> ModelConfig:
 ROUNDED = (
     *("mamba2-2.7b", "mamba-codestral-7b", "granite-4.0-h-micro", "granite-4.0-h-tiny", "granite-4.0-h-small"),
     *("nemotron-h-8b", "nemotron-3-nano-30b-a3b", "kimi-linear-48b-a3b", "olmo-hybrid-7b"),
+    *("falcon-h1-0.5b", "falcon-h1-7b"),
 )
 """Of which the authors name a rounded number."""
 

@@ -243,6 +243,18 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **{"linear_attention_type": "mamba2", "mamba_num_heads": 8, "mamba_num_groups": 1, "mamba_head_dim": 3},
         **{"mamba_state_dim": 5, "norm_epsilon": 1e-3, "linear_attention_freq": "2"},
     },
+    "falcon h1": {  # attention and Mamba-2 in each layer
+        **{"linear_attention_type": "mamba2", "linear_attention_parallel": True, "linear_conv_kernel_dim": 3},
+        **{"mamba_num_heads": 8, "mamba_num_groups": 2, "mamba_head_dim": 3, "mamba_state_dim": 5},
+        **{"mamba_rms_norm": False, "ssm_multipliers": "0.7 1.5 1.2 0.8 2.0", "mlp_multipliers": "1.4 0.6"},
+        **{"attention_out_multiplier": 0.7, "ssm_out_multiplier": 1.3, "softmax_scale": 0.6, "logit_scale": 0.5},
+        **{"embedding_multiplier": 3.0, "norm_epsilon": 1e-3},
+    },
+    "delta net and attention": {  # in every other layer
+        **{"linear_attention_type": "gated_delta_net", "linear_attention_freq": "2", "linear_attention_parallel": True},
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 5, "norm_epsilon": 1e-3},
+        **{"linear_value_head_dim": 3, "attention_output_gate": True, "qk_layernorm": True},
+    },
     "nemotron": {
         **{"hybrid_layer_pattern": "M*-M", "swiglu": False, "squared_relu": True, "position_embedding_type": "none"},
         **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 3, "mamba_state_dim": 5},

@@ -136,17 +136,29 @@ def rotate(x: torch.Tensor, freqs: torch.Tensor, places: torch.Tensor, interleav
     return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), dim=-1)
 
 
-def attention(
+def mixed(
     x: torch.Tensor, weights: Weights, layer: int, config: ModelConfig, dropout: Dropout, layout: Layout
+) -> torch.Tensor:
+    """What a layer's mixer gives, or both of its mixers."""
+    name = f"layers.{layer}.attention"
+    if f"{name}.recurrence.output.weight" not in weights:
+        return attention(x, weights, name, layer, config, dropout, layout)
+    attended, recurred = (
+        attention(x, weights, f"{name}.{part}", layer, config, dropout, layout) for part in ("attention", "recurrence")
+    )
+    return config.attention_out_multiplier * attended + config.ssm_out_multiplier * recurred
+
+
+def attention(
+    x: torch.Tensor, weights: Weights, name: str, layer: int, config: ModelConfig, dropout: Dropout, layout: Layout
 ) -> torch.Tensor:
     """Explicit softmax over a full (length, length) score matrix."""
     batch, length, _ = x.shape
-    name = f"layers.{layer}.attention"
     if f"{name}.decay_down.weight" in weights:
         return kimi_delta(x, weights, name, config, layout)
     if config.multi_latent_attention:
         q, k, v = latent(x, weights, name, config, layout)
-        return attend(q, k, v, weights, layer, config, dropout, layout, config.window_size, x)
+        return attend(q, k, v, weights, name, layer, config, dropout, layout, config.window_size, x)
 
     def split(part: str) -> torch.Tensor:
         y = linear(x, weights, f"{name}.{part}")
@@ -179,12 +191,14 @@ def attention(
         chunks = layout.before // config.attention_chunk_size
         layout = copy(layout)
         layout.together = layout.together & (chunks[:, :, None] == chunks[:, None, :])[:, None]
-    return attend(q, k, v, weights, layer, config, dropout, layout, window, x)
+    return attend(q, k, v, weights, name, layer, config, dropout, layout, window, x)
 
 
-def convolved(x: torch.Tensor, weights: Weights, name: str, width: int, layout: Layout) -> torch.Tensor:
+def convolved(
+    x: torch.Tensor, weights: Weights, name: str, width: int, layout: Layout, factor: float = 1.0
+) -> torch.Tensor:
     """SiLU of a causal convolution, one token back after the other, of a projection; (batch, length, heads, width)."""
-    y, kernel = linear(x, weights, name), weights[f"{name}_conv"]
+    y, kernel = factor * linear(x, weights, name), weights[f"{name}_conv"]
     out = torch.zeros_like(y) + weights.get(f"{name}_conv_bias", torch.zeros(()))
     for t in range(y.shape[1]):
         for back in range(min(kernel.shape[1], t + 1)):
@@ -196,11 +210,13 @@ def convolved(x: torch.Tensor, weights: Weights, name: str, width: int, layout: 
 def mamba(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig, layout: Layout) -> torch.Tensor:
     """Mamba-2's recurrence, one token after the other, with a state that a document begins empty."""
     heads, groups = config.mamba_num_heads or 0, config.mamba_num_groups
-    c, b = (convolved(x, weights, f"{name}.{part}", config.mamba_state_dim, layout) for part in ("query", "key"))
+    of_gate, of_v, of_b, of_c, of_step = map(float, (config.ssm_multipliers or "1 1 1 1 1").split())
+    c = convolved(x, weights, f"{name}.query", config.mamba_state_dim, layout, of_c)
+    b = convolved(x, weights, f"{name}.key", config.mamba_state_dim, layout, of_b)
     own = torch.arange(heads) // (heads // groups)  # the group of each head
     c, b = c[:, :, own], b[:, :, own]
-    v = convolved(x, weights, f"{name}.value", config.mamba_head_dim, layout)
-    step = F.softplus(linear(x, weights, f"{name}.step") + weights[f"{name}.step_bias"])
+    v = convolved(x, weights, f"{name}.value", config.mamba_head_dim, layout, of_v)
+    step = F.softplus(of_step * linear(x, weights, f"{name}.step") + weights[f"{name}.step_bias"])
     step = step.clamp(config.mamba_dt_min, config.mamba_dt_max)
     kept = torch.exp(-weights[f"{name}.decay_log"].exp() * step)
     state, outs = torch.zeros(len(x), heads, config.mamba_head_dim, config.mamba_state_dim, dtype=x.dtype), []
@@ -208,7 +224,9 @@ def mamba(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig, lay
         state = state * (kept[:, t] * (layout.before[:, t, None] > 0))[..., None, None]
         state = state + torch.einsum("bh,bhp,bhn->bhpn", step[:, t], v[:, t], b[:, t])
         outs.append(torch.einsum("bhpn,bhn->bhp", state, c[:, t]) + weights[f"{name}.skip"][:, None] * v[:, t])
-    gated = torch.stack(outs, 1).flatten(2) * F.silu(linear(x, weights, f"{name}.gate"))
+    gated = torch.stack(outs, 1).flatten(2) * F.silu(of_gate * linear(x, weights, f"{name}.gate"))
+    if not config.mamba_rms_norm:
+        return linear(gated, weights, f"{name}.output")
     by_group = gated.unflatten(-1, (groups, -1))
     normed = by_group / (by_group.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
     return linear(normed.flatten(-2) * weights[f"{name}.norm.weight"], weights, f"{name}.output")
@@ -298,6 +316,7 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     weights: Weights,
+    name: str,
     layer: int,
     config: ModelConfig,
     dropout: Dropout,
@@ -306,7 +325,7 @@ def attend(
     attended_of: torch.Tensor,
 ) -> torch.Tensor:
     """Scores, their softmax, the weighted sum, its gate and the output projection."""
-    length, heads, name = q.shape[2], config.num_attention_heads, f"layers.{layer}.attention"
+    length, heads = q.shape[2], config.num_attention_heads
     shared = torch.arange(heads) // (heads // k.shape[1])  # the key/value head of each query head
     scale = config.softmax_scale or 1 / math.sqrt(q.shape[-1])
     scores = capped(q @ k[:, shared].transpose(-1, -2) * scale, config.attn_logit_softcapping)
@@ -367,8 +386,9 @@ def indexed(
 def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> torch.Tensor:
     """SwiGLU, a clamped QuickGELU, GEGLU, ReLU, squared ReLU or GELU."""
     up = linear(x, weights, f"{name}.up")
+    of_gate, of_result = map(float, (config.mlp_multipliers or "1 1").split())
     if config.swiglu or config.quick_geglu:
-        inner = gated(linear(x, weights, f"{name}.gate"), up, config)
+        inner = gated(of_gate * linear(x, weights, f"{name}.gate"), up, config)
     elif config.geglu:
         gate = linear(x, weights, f"{name}.gate")
         inner = F.gelu(gate, approximate="tanh" if config.tanh_gelu else "none") * up
@@ -378,7 +398,7 @@ def dense(x: torch.Tensor, weights: Weights, name: str, config: ModelConfig) -> 
         inner = F.relu(up) ** 2
     else:
         inner = F.gelu(up, approximate="tanh" if config.tanh_gelu else "none")
-    return linear(inner, weights, f"{name}.down")
+    return of_result * linear(inner, weights, f"{name}.down")
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, config: ModelConfig) -> torch.Tensor:
@@ -517,7 +537,7 @@ def block(
     letter = (config.hybrid_layer_pattern or " " * (layer + 1))[layer]
     attended = torch.zeros_like(x)
     if letter not in "-E":
-        attended = attention(first, weights, layer, config, dropout, layout)
+        attended = mixed(first, weights, layer, config, dropout, layout)
         attended = maybe_norm(attended, weights, f"{name}.attention_post_norm", config)
         attended = added * dropout.of_stream(attended, 3 * layer + 1)
     if letter in "M*":

@@ -18,6 +18,7 @@ KIMI = "--linear-attention-type kda --linear-num-key-heads 4 --linear-num-value-
 KIMI += "--linear-value-head-dim 6 --num-query-groups 4"
 MAMBA = "--linear-attention-type mamba2 --mamba-num-heads 4 --mamba-num-groups 2 --mamba-head-dim 6 "
 MAMBA += "--mamba-state-dim 5 --num-query-groups 4 "
+BOTH = MAMBA + "--linear-attention-parallel "
 FURTHER = "--mtp-num-layers 1"
 
 
@@ -304,6 +305,19 @@ TABLE: list[tuple[str, str, str, Check]] = [
     ("mamba_num_heads", MAMBA + "--mamba-num-heads 8", MAMBA, with_suffix({"decay_log": (8,)})),
     ("mamba_dt_min", MAMBA + "--mamba-dt-min 0.5", MAMBA, other_math),
     ("mamba_dt_max", MAMBA + "--mamba-dt-max 0.001", MAMBA, other_math),
+    ("mamba_rms_norm", MAMBA + "--no-mamba-rms-norm", MAMBA, with_suffix({"attention.norm.weight": ()})),
+    ("ssm_multipliers", MAMBA + "--ssm-multipliers 1 1 2 1 1", MAMBA, other_math),
+    ("ssm_multipliers", MAMBA + "--ssm-multipliers 1 1 1 1 1", MAMBA, same_run),
+    ("mlp_multipliers", "--mlp-multipliers 2 1", "", other_math),
+    ("mlp_multipliers", "--mlp-multipliers 1 2", "", other_math),
+    (
+        "linear_attention_parallel",
+        MAMBA + "--linear-attention-parallel",
+        MAMBA,
+        with_suffix({"attention.attention.query.weight": (32, 32), "attention.recurrence.skip": (4,)}),
+    ),
+    ("attention_out_multiplier", BOTH + "--attention-out-multiplier 2", BOTH, other_math),
+    ("ssm_out_multiplier", BOTH + "--ssm-out-multiplier 2", BOTH, other_math),
     ("window_size", "--window-size 4", "", other_math),
     ("window_attn_skip_freq", "--window-size 4 --window-attn-skip-freq 2", "--window-size 4", other_math),
     ("window_attn_skip_freq", "--window-size 4 --window-attn-skip-freq [1,1]", "--window-size 4", same_run),

@@ -256,7 +256,11 @@ RECURRENCES = {
     "delta net": RECURRENT,
     "Kimi delta": replace(RECURRENT, linear_attention_type="kda", linear_num_key_heads=8, linear_key_head_dim=40),
     "Mamba-2": replace(SMALL, linear_attention_type="mamba2", **_MAMBA),
+    "Mamba-2 without a norm": replace(SMALL, linear_attention_type="mamba2", **_MAMBA, mamba_rms_norm=False),
     "Mamba-2 alone": replace(SMALL, hybrid_layer_pattern="M-", **_MAMBA),
+    "Mamba-2 and attention": replace(
+        SMALL, linear_attention_type="mamba2", linear_attention_parallel=True, mlp_multipliers="2 3", **_MAMBA
+    ),
     "MLP alone": replace(SMALL, hybrid_layer_pattern="-M", **_MAMBA),
 }
 
@@ -275,7 +279,7 @@ def _kept_by_a_recurrence(rank: int, world: int) -> list[tuple[float, int, str]]
             spec = layer_specs(config.model)[0]
             formula = kept_per_token(config, Layout(), 2, recompute, fused=False, **dict(_kind(spec)))  # type: ignore[arg-type]
             # Of one chunk there are two states; on a CPU the norm behind a delta rule keeps its input in fp32, too.
-            more = 4 * spec.mixer.key_dim * 40 * 8 // 64 if spec.mixer is not None else 0
+            more = 4 * spec.mixers[-1].key_dim * 40 * 8 // 64 if spec.mixers else 0
             more += {"delta net": 4, "Kimi delta": 6}.get(name, 0) * 8 * 40 if recompute == "none" else 0
             rows.append((_measure(config, 1, formula, length=64), formula + more, f"{name} {recompute}"))
     return rows

@@ -18,6 +18,7 @@ from smp.config.rules.latent import check_latent
 from smp.config.rules.linear import check_linear, check_pattern
 from smp.config.rules.moe import check_moe, check_moe_model
 from smp.config.rules.mtp import check_mtp, check_mtp_model
+from smp.config.rules.multipliers import check_multipliers
 from smp.config.rules.offload import check_offload
 from smp.config.rules.positions import check_positions
 from smp.config.rules.qlora import check_qlora
@@ -209,6 +210,7 @@ def check_model(model: ModelConfig) -> None:
     check_latent(model)
     check_dsa_model(model)
     check_linear(model, tp=1)
+    check_multipliers(model)
     _check_activation(model)
     _check_norms(model)
     check_positions(model)

@@ -19,7 +19,7 @@ from smp.config.model import ModelConfig
 
 OF_MAMBA = (
     *("linear_conv_kernel_dim", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
-    *("mamba_dt_min", "mamba_dt_max"),
+    *("mamba_dt_min", "mamba_dt_max", "mamba_rms_norm", "ssm_multipliers"),
 )
 
 
@@ -39,6 +39,12 @@ def check_linear(model: ModelConfig, tp: int) -> None:
         _check_delta_net(model, tp)
     elif any(linear(model)):
         _check_mamba(model, tp)
+    if model.linear_attention_parallel:
+        require(
+            not model.multi_latent_attention,
+            "--linear-attention-parallel and --multi-latent-attention exclude each other: attention next to a "
+            "recurrence has keys and values of its own; leave out one",
+        )
     if not any(attends(model)):
         _check_without_attention(model)
 

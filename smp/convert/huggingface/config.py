@@ -13,6 +13,7 @@ from smp.config import Config, ConfigError, ModelConfig, TrainingConfig, resolve
 from smp.config.command_line.command import DamageError
 from smp.config.layer_pattern import linear, no_rope, skip_pattern, windowed
 from smp.config.layers import effective, mixer_kinds
+from smp.config.rules.multipliers import as_text, mlp_multipliers, ssm_multipliers
 from smp.config.rules.positions import longrope_factors
 from smp.convert.huggingface.experts import canonical, read_experts, write_experts
 from smp.convert.huggingface.families import REASONS
@@ -126,6 +127,8 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
         "longrope_short_factor": factors[0],
         "longrope_long_factor": factors[1],
         "softmax_scale": None if usual else config.softmax_scale,
+        "ssm_multipliers": as_text(ssm_multipliers(config)),
+        "mlp_multipliers": as_text(mlp_multipliers(config)),
         **{
             name: None if getattr(config, name) == getattr(config, other) else getattr(config, name)
             for name, other in _OWN_NORMS

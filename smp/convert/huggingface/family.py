@@ -33,7 +33,7 @@ class ExpertKeys:
 
 CLASSIFIERS: dict[str, str | None] = {
     **dict.fromkeys(("olmoe", "glm4_moe", "granite", "cohere", "cohere2")),
-    **dict.fromkeys(("mamba2", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid")),
+    **dict.fromkeys(("mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1", "kimi_linear", "olmo_hybrid")),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa")),
     "llama4_text": None,
     "gemma3_text": "Gemma3TextForSequenceClassification",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
+from smp.convert.huggingface.falcon_h1 import FALCON_H1
 from smp.convert.huggingface.families import (
     ATTENTION_BIAS,
     FIRST_FAMILIES,
@@ -496,6 +497,6 @@ _MORE = (
         own=LLAMA4,
     ),
 )
-_ALL = (*FIRST_FAMILIES, *_MORE, *SPARSE_FAMILIES, *STATE_SPACE_FAMILIES, *HYBRID_FAMILIES)
+_ALL = (*FIRST_FAMILIES, *_MORE, *SPARSE_FAMILIES, *STATE_SPACE_FAMILIES, FALCON_H1, *HYBRID_FAMILIES)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """By ``model_type``."""

@@ -19,23 +19,27 @@ _CONVOLVED: tuple[Literal["query", "key", "value"], ...] = ("query", "key", "val
 _PROJECTED: tuple[Literal["query", "key", "value", "gate", "step"], ...] = (*_CONVOLVED, "gate", "step")
 
 
-def _mixer(name: str) -> dict[str, str | Fused]:
-    """Mamba-2's tensors, of the module with this name."""
+def mamba_modules(name: str, module: str = "attention") -> dict[str, str | Fused]:
+    """Mamba-2's tensors, of the external module with this name; ``module`` is this project's."""
     return {
-        **{f"attention.{part}": Fused(f"{name}.in_proj", "mamba", part) for part in _PROJECTED},
-        **{f"attention.{part}_conv": Fused(f"{name}.conv1d.weight", "mamba_conv", part) for part in _CONVOLVED},
-        **{f"attention.{part}_conv_bias": Fused(f"{name}.conv1d.bias", "mamba_conv", part) for part in _CONVOLVED},
-        "attention.decay_log": f"{name}.A_log",
-        "attention.step_bias": f"{name}.dt_bias",
-        "attention.skip": f"{name}.D",
-        "attention.norm": f"{name}.norm",
-        "attention.output": f"{name}.out_proj",
+        **{f"{module}.{part}": Fused(f"{name}.in_proj", "mamba", part) for part in _PROJECTED},
+        **{f"{module}.{part}_conv": Fused(f"{name}.conv1d.weight", "mamba_conv", part) for part in _CONVOLVED},
+        **{f"{module}.{part}_conv_bias": Fused(f"{name}.conv1d.bias", "mamba_conv", part) for part in _CONVOLVED},
+        f"{module}.decay_log": f"{name}.A_log",
+        f"{module}.step_bias": f"{name}.dt_bias",
+        f"{module}.skip": f"{name}.D",
+        f"{module}.norm": f"{name}.norm",
+        f"{module}.output": f"{name}.out_proj",
     }
 
 
-def _read_mixer(reader: Reader, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Sizes of the mixer, by key, and the limits of its steps."""
+def read_mamba(reader: Reader, keys: Mapping[str, str], width: int = 0) -> dict[str, Any]:
+    """Sizes of the mixer, by key, and the limits of its steps; ``width`` of all heads, where that of one may be
+    "auto"."""
     found = {name: reader.get(key) for key, name in keys.items()}
+    if width and found["mamba_head_dim"] == "auto":
+        reader.check_number("mamba_n_heads", found["mamba_num_heads"], int)
+        found["mamba_head_dim"] = width // max(1, found["mamba_num_heads"])
     for (key, _), value in zip(keys.items(), found.values(), strict=True):
         reader.check_number(key, value, int)
     limits = reader.get("time_step_limit") or (0.0, "Infinity")
@@ -51,7 +55,7 @@ def _read_mixer(reader: Reader, keys: Mapping[str, str]) -> dict[str, Any]:
     return {**found, "mamba_dt_min": float(least), "mamba_dt_max": float(largest or 0.0)}
 
 
-def _written_mixer(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+def written_mamba(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
     largest = config.mamba_dt_max
     limits = [config.mamba_dt_min, {"__float__": "Infinity"} if largest is None else largest]
     # As long as nothing limits it the key is left out: older releases read no such number.
@@ -80,16 +84,16 @@ _MAMBA2_KEYS = {
 
 
 def _read_mamba2(reader: Reader, values: Values) -> Values:
-    found = _read_mixer(reader, _MAMBA2_KEYS)
+    found = read_mamba(reader, _MAMBA2_KEYS)
     _check_expansion(reader, "expand", found)
     return {**found, "hybrid_layer_pattern": MAMBA * values["num_layers"]}
 
 
 def _write_mamba2(config: ModelConfig) -> Values:
-    return {**_written_mixer(config, _MAMBA2_KEYS), "expand": _expansion(config)}
+    return {**written_mamba(config, _MAMBA2_KEYS), "expand": _expansion(config)}
 
 
-_GRANITE_KEYS = {
+GRANITE_KEYS = {
     **{"mamba_n_heads": "mamba_num_heads", "mamba_d_head": "mamba_head_dim", "mamba_d_state": "mamba_state_dim"},
     **{"mamba_n_groups": "mamba_num_groups", "mamba_d_conv": "linear_conv_kernel_dim"},
 }
@@ -120,11 +124,7 @@ def _read_granite(reader: Reader, values: Values) -> Values:
     rope = reader.get("position_embedding_type") == "rope"
     found: dict[str, Any] = {"position_embedding_type": "rope" if rope else "none"}
     if any(recurs):
-        keys = dict(_GRANITE_KEYS)
-        if reader.get("mamba_d_head") == "auto":
-            del keys["mamba_d_head"]
-            found["mamba_head_dim"] = reader.get("mamba_expand") * values["hidden_size"] // reader.get("mamba_n_heads")
-        found |= _read_mixer(reader, keys)
+        found |= read_mamba(reader, GRANITE_KEYS, reader.get("mamba_expand") * values["hidden_size"])
         _check_expansion(reader, "mamba_expand", found)
         found |= {"linear_attention_type": "mamba2", "linear_attention_freq": skip_pattern(recurs, ones=True)}
     if reader.get("num_local_experts"):
@@ -140,7 +140,7 @@ def _write_granite(config: ModelConfig) -> Values:
     rope = "rope" if config.position_embedding_type == "rope" else "nope"
     out: dict[str, Any] = {"layer_types": kinds, "position_embedding_type": rope}
     if any(linear(config)):
-        out |= {**_written_mixer(config, _GRANITE_KEYS), "mamba_expand": _expansion(config)}
+        out |= {**written_mamba(config, GRANITE_KEYS), "mamba_expand": _expansion(config)}
     if config.num_experts is None:
         return out | {"num_local_experts": 0, "shared_intermediate_size": config.ffn_hidden_size}
     return (
@@ -167,7 +167,7 @@ def _read_nemotron(reader: Reader, values: Values) -> Values:
     if MLP not in letters and EXPERTS not in letters:  # then what is said of them means nothing
         found |= {"ffn_hidden_size": None, "swiglu": True, "squared_relu": False}
     if MAMBA in letters:
-        found |= _read_mixer(reader, _NEMOTRON_KEYS)
+        found |= read_mamba(reader, _NEMOTRON_KEYS)
     if EXPERTS in letters:
         shared = reader.get("moe_shared_expert_intermediate_size")
         reader.check_number("moe_shared_expert_intermediate_size", shared, int)
@@ -182,7 +182,7 @@ def _write_nemotron(config: ModelConfig) -> Values:
         raise ConfigError("its layers are one part alone")
     out: dict[str, Any] = {"hybrid_override_pattern": letters, "num_hidden_layers": len(letters)}
     if MAMBA in letters:
-        out |= _written_mixer(config, _NEMOTRON_KEYS)
+        out |= written_mamba(config, _NEMOTRON_KEYS)
     if EXPERTS in letters:
         out |= write_experts(config, _NEMOTRON_EXPERTS)
         out["moe_shared_expert_intermediate_size"] = config.moe_shared_expert_intermediate_size
@@ -194,7 +194,7 @@ _BACKBONE = {"embedding": "backbone.embeddings", "final_norm": "backbone.norm_f"
 _MAMBA2 = Family(
     architecture="Mamba2ForCausalLM",
     model_type="mamba2",
-    table=Table("backbone.layers.{}.", {"attention_norm": "norm", **_mixer("mixer")}, _BACKBONE),
+    table=Table("backbone.layers.{}.", {"attention_norm": "norm", **mamba_modules("mixer")}, _BACKBONE),
     fields={
         **{"vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers"},
         **{"layer_norm_epsilon": "norm_epsilon", "tie_word_embeddings": "tied"},
@@ -235,7 +235,7 @@ _GRANITE = Family(
         "model.layers.{}.",
         LLAMA_MODULES | _SHARED_MLP | _GRANITE_EXPERT,
         LLAMA_ENDS,
-        recurrent=_mixer("mamba"),
+        recurrent=mamba_modules("mamba"),
         stacked={
             "mlp.router": "block_sparse_moe.router",
             "mlp.experts.gate": Fused("block_sparse_moe.experts.gate_up_proj", "halves", "gate"),
@@ -278,7 +278,7 @@ _NEMOTRON = Family(
         "backbone.layers.{}.",
         _NEMOTRON_PARTS,
         _BACKBONE,
-        recurrent=_mixer("mixer"),
+        recurrent=mamba_modules("mixer"),
         stacked={f"mlp.experts.{part}": f"mixer.experts.{part}_proj" for part in ("up", "down")},
     ),
     fields={key: name for key, name in LLAMA_FIELDS.items() if key not in ("num_hidden_layers", "rms_norm_eps")}

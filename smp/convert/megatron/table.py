@@ -142,7 +142,7 @@ _NOT_THERE = (
         "quick_geglu",
         "softmax_type",
     ),
-    *("linear_attention_type", "attention_output_gate", "hybrid_layer_pattern"),
+    *("linear_attention_type", "attention_output_gate", "hybrid_layer_pattern", "mlp_multipliers"),
     *("mtp_num_layers", "attention_chunk_size", "qk_l2_norm", "attn_temperature_tuning", "moe_apply_probs_on_input"),
 )
 """Settings that Megatron's GPT, as it is run by its own scripts, has at their default only."""

@@ -6,13 +6,15 @@ With x_t the input of a token, for each head of values and the group of heads th
     s       = softplus(W_s x + c), within limits                dt: the step
     g       = -exp(A) s                                         log of what the state keeps
     o       = recurrence of q, k, v, g, s + D v                 smp.kernels.recurrences.state_space
-    y       = W_o (RMSNorm(o SiLU(W_z x)))                      the norm is of each group
+    y       = W_o (RMSNorm(o SiLU(W_z x)))                      the norm is of each group, or there is none
 
 A state is state_dim x head_dim numbers for each head, however long the text. Groups are split over the ranks as heads
 are. A single group is every rank's: then its queries and keys are computed by all, and the norm's sums cross links.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from smp.kernels.token_layout import TokenLayout
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import SplitRMSNorm
 from smp.layers.parameter import SHARD_ROWS, Constant, LogUniform, StepUniform, local, tp_parameter
-from smp.layers.recurrences.mixer import RecurrentMixer, StatesBefore, Tokens, of_rank
+from smp.layers.recurrences.mixer import RecurrentMixer, StatesBefore, Tokens, of_rank, times
 from smp.parallel.collectives import Group
 from smp.parallel.context import ParallelContext
 
@@ -43,7 +45,8 @@ class Mamba2(RecurrentMixer):
         head_dim, state_dim: a head's state has state_dim x head_dim numbers.
         conv: tokens that the convolution sees, with the token itself.
         step_limits: the least and the largest step.
-        norm_eps: of the norm of each group's output.
+        norm_eps: of the norm of each group's output; None: there is no norm.
+        multipliers: of gates, values, keys, queries and steps, as projections give them (Falcon-H1).
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: which exchange context-parallel ranks have.
 
@@ -64,7 +67,8 @@ class Mamba2(RecurrentMixer):
         state_dim: int,
         conv: int = 4,
         step_limits: tuple[float, float] = (0.0, torch.inf),
-        norm_eps: float = 1e-5,
+        norm_eps: float | None = 1e-5,
+        multipliers: Sequence[float] = (1.0,) * 5,
         init_std: float = 0.02,
         output_std: float = 0.02,
         kernels: Kernels = TORCH,
@@ -81,6 +85,9 @@ class Mamba2(RecurrentMixer):
             kernels=kernels,
         )
         self.step_limits = step_limits
+        # The convolution has no bias in front of it, so its weights can be multiplied in place of what it reads.
+        self.gate_multiplier, value, key, query, self.step_multiplier = multipliers
+        self.conv_multipliers = query, key, value
         keys, values = groups * state_dim, heads * head_dim
 
         def projection(width: int, parts: int | None = None) -> ColumnParallelLinear:
@@ -89,7 +96,7 @@ class Mamba2(RecurrentMixer):
         self.query, self.key, self.value = projection(keys, groups), projection(keys, groups), projection(values)
         self.gate, self.step = projection(values), projection(heads)
         self.decay_log, self.step_bias, self.skip = (tp_parameter((heads,), SHARD_ROWS, context.tp) for _ in range(3))
-        self.norm = SplitRMSNorm(values, context, eps=norm_eps, groups=groups)
+        self.norm = None if norm_eps is None else SplitRMSNorm(values, context, eps=norm_eps, groups=groups)
         self.output = RowParallelLinear(values, hidden_size, context, bias=False, init_std=output_std)
         self.initializers |= {"decay_log": LogUniform(1.0, 16.0), "step_bias": StepUniform(0.001, 0.1)}
         self.initializers |= {"skip": Constant(1.0)}
@@ -101,13 +108,14 @@ class Mamba2(RecurrentMixer):
         rows, wide = self._rows(step, layout), accumulation_dtype(step.dtype)
         # Rounded as FSDP would round them, then wide again.
         log, bias = (local(p, step.dtype).to(wide) for p in (self.decay_log, self.step_bias))
-        steps = F.softplus(rows.to(wide) + bias).clamp(*self.step_limits)
+        steps = F.softplus(times(rows.to(wide), self.step_multiplier) + bias).clamp(*self.step_limits)
         return Tokens(self._rows(torch.cat(mixed, 1), layout), -log.exp() * steps, steps), gate
 
     def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """(tokens, heads/p, head_dim), and the gate (tokens, heads/p x head_dim)."""
         wide = accumulation_dtype(gate.dtype)
-        gated = out.flatten(1).to(wide) * F.silu(gate.to(wide))  # (tokens, heads/p x head_dim)
-        return self.norm(gated, gate.dtype)
+        gated = out.flatten(1).to(wide) * F.silu(times(gate.to(wide), self.gate_multiplier))
+        return gated.to(gate.dtype) if self.norm is None else self.norm(gated, gate.dtype)
 
     def _read(
         self,

@@ -65,6 +65,8 @@ class RecurrentMixer(nn.Module, ABC):
     """
 
     output: RowParallelLinear
+    conv_multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """What queries, keys and values are multiplied by in front of the convolution."""
 
     def __init__(
         self,
@@ -197,6 +199,7 @@ class RecurrentMixer(nn.Module, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, (rows, length, heads, channels)."""
         weights = self._of_convolution("conv", mixed.dtype, heads)
+        weights = [times(*both) for both in zip(weights, self.conv_multipliers, strict=True)]
         bias = torch.cat(self._of_convolution("conv_bias", mixed.dtype, heads)) if self.conv_bias else None
         convolved = causal_conv(mixed, torch.cat(weights), before, places, bias)
         q, k, v = convolved.split([weight.shape[0] for weight in weights], dim=-1)
@@ -216,6 +219,11 @@ class RecurrentMixer(nn.Module, ABC):
         last = tokens.mixed.new_empty((1, self.conv - 1, tokens.mixed.shape[2]), device="meta")
         state = tokens.rate.new_empty((1, tokens.rate.shape[2], self.key_dim, self.value_dim), device="meta")
         return last, state
+
+
+def times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """``x`` multiplied by a factor that mostly is 1."""
+    return x if factor == 1.0 else x * factor
 
 
 def of_rank(x: torch.Tensor, group: Group) -> torch.Tensor:

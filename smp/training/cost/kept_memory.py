@@ -29,7 +29,7 @@ def kept_per_token(
     fused: bool,
     experts: bool = False,
     recurrence: Recurrence | None = None,
-    mixes: bool = True,
+    attends: bool = True,
     feeds: bool = True,
 ) -> int:
     """Bytes per token that one block keeps for its backward pass on one of ``layout.tp`` processes.
@@ -54,8 +54,8 @@ def kept_per_token(
     A layer with experts keeps other things instead of the MLP, see :func:`_by_experts` and :func:`_routing`; a shared
     expert is an MLP with them. Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`, and an
     indexer more, :mod:`smp.training.cost.sparse_memory`; a recurrence in its place, see :func:`kept_by_recurrence`;
-    context parallelism more, see :func:`of_exchange`. A block that has no mixer (``mixes``), or no MLP or experts
-    (``feeds``), keeps nothing of it and of its norms.
+    context parallelism more, see :func:`of_exchange`. A block without attention (``attends``), or without an MLP or
+    experts (``feeds``), keeps nothing of it; without a mixer, or what follows it, nothing of its norms.
     """
     model, length, tp = config.model, config.data.seq_length, layout.tp
     head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
@@ -64,7 +64,9 @@ def kept_per_token(
         ffn = model.moe_shared_expert_intermediate_size or 0 if feeds else 0
     heads, f = model.num_attention_heads // tp, ffn // tp
     q, k = heads * head_dim, max(1, groups // tp) * head_dim
-    if recurrence is not None or not mixes:
+    recurs = recurrence is not None
+    mixes = attends or recurs
+    if not attends:
         heads = q = k = 0
     heads_have_norms = model.qk_layernorm and not model.multi_latent_attention  # latents have them there
     split = tp if config.parallel.sequence_parallel else 1
@@ -72,7 +74,7 @@ def kept_per_token(
     if recompute == "full":
         return b * h_l
     if recompute == "selective":
-        own = 1 + mixes + (feeds and not (experts and not ffn))  # their results are counted with their rows
+        own = 1 + attends + recurs + (feeds and not (experts and not ffn))  # their results are counted with their rows
         elements = own * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
     else:
         mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
@@ -93,10 +95,10 @@ def kept_per_token(
         elements += q if recompute == "selective" else 2 * q  # the projection, or its sigmoid and the product
     if recurrence is not None:
         small += kept_by_recurrence(recurrence, tp, b, recompute)
-    elif model.multi_latent_attention and mixes:
+    if model.multi_latent_attention and attends:
         elements += _latent(config, layout, heads, split, recompute) - (2 * q + 2 * k)
         small += kept_by_indexer(config, layout, b, split, recompute) if chooses_keys(model) else 0
-    if layout.cp > 1 and recurrence is None and mixes and not is_sparse(config):
+    if layout.cp > 1 and attends and not is_sparse(config):
         elements += of_exchange(config, q, k, max(1, groups // tp), recompute)
     return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
 
@@ -158,7 +160,7 @@ def pending_per_token(
     *,
     experts: bool = False,
     recurrence: Recurrence | None = None,
-    mixes: bool = True,
+    attends: bool = True,
     feeds: bool = True,
 ) -> int:
     """Bytes per token that one block keeps between both parts of a split backward pass: inputs of its products and
@@ -170,11 +172,11 @@ def pending_per_token(
     attention = 2 * (heads + max(1, groups // tp)) * model.kv_channels
     if model.multi_latent_attention:
         attention = _latent(config, layout, heads, split, "none")
-    if recurrence is not None:
-        attention = pending_of_recurrence(recurrence, tp)
+    both = attends and recurrence is not None  # which have a gradient of a result each
+    attention = attention * attends + (0 if recurrence is None else pending_of_recurrence(recurrence, tp))
     f = model.ffn_hidden_size if not experts else model.moe_shared_expert_intermediate_size or 0
-    attention, f = attention * mixes, f * feeds
-    elements = 2 * (mixes + feeds) * h_l + attention + wide * f // tp
+    mixes, f = attends or recurrence is not None, f * feeds
+    elements = (2 * (mixes + feeds) + both) * h_l + attention + wide * f // tp
     if not experts:
         return b * elements
     rows = 2 * model.hidden_size * layout.expert_tp // tp + wide * (model.moe_ffn_hidden_size or 0) // tp
@@ -207,7 +209,7 @@ def replayed_per_token(
     fused: bool,
     experts: bool = False,
     recurrence: Recurrence | None = None,
-    mixes: bool = True,
+    attends: bool = True,
     feeds: bool = True,
 ) -> int:
     """Bytes per token that a block's backward pass computes again: what it keeps without recompute, less what it keeps
@@ -215,7 +217,7 @@ def replayed_per_token(
     which it does not reach."""
     model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
     kind: dict[str, Any] = {"fused": fused, "experts": experts, "recurrence": recurrence}
-    kind |= {"mixes": mixes, "feeds": feeds}
+    kind |= {"attends": attends, "feeds": feeds}
     whole, kept = (kept_per_token(config, layout, b, how, **kind) for how in ("none", recompute))
     reached = recompute != "selective" or experts
     return whole - kept + (0 if reached else b * model.hidden_size // (tp if config.parallel.sequence_parallel else 1))
@@ -228,7 +230,7 @@ def in_flight_per_token(
     *,
     experts: bool = False,
     recurrence: Recurrence | None = None,
-    mixes: bool = True,
+    attends: bool = True,
     feeds: bool = True,
 ) -> int:
     """Bytes per token of gradients in a block's backward pass: h_l of its output, with sequence parallelism h of
@@ -258,20 +260,19 @@ def in_flight_per_token(
     if _keeps_in_8_bits(config):
         scores += mlp // 4  # the product in 8 bits, which the weight's gradient takes
     around = model.hidden_size // split + (model.hidden_size if split > 1 else 0)
-    if recurrence is not None:
-        return b * around + max(b * mlp, in_flight_of_recurrence(recurrence, tp))
-    if not mixes:
-        return b * around + b * mlp
+    wider = max(b * mlp, 0 if recurrence is None else in_flight_of_recurrence(recurrence, tp))
+    if not attends:
+        return b * around + wider
     if is_sparse(config):
-        return b * around + max(b * mlp, in_flight_of_sparse(model, layout, b, heads))
+        return b * around + max(wider, in_flight_of_sparse(model, layout, b, heads))
     attention = 2 * (heads + groups) * width * b
     if (others := others_keys(config, layout, b, heads, groups, width)) > 0:
         attention = others + heads * width * b - b * mlp // 2
     if scores and _is_in_fp32(config):
         # Gradients of probabilities and scores, values and the output. What the MLP keeps is freed by then.
         attention = 4 * heads * (2 * length + 2 * width) - b * mlp // 2
-        return b * around + max(b * mlp, attention)
-    return b * around + max(b * mlp, attention) + scores
+        return b * around + max(wider, attention)
+    return b * around + max(wider, attention) + scores
 
 
 def _latent(config: Config, layout: Layout, heads: int, split: int, recompute: str) -> int:

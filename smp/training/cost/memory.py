@@ -309,8 +309,9 @@ def kept_by_blocks(config: Config, layout: Layout, tuned: Tuned = PRETRAINED) ->
 
 def _kind(spec: LayerSpec) -> tuple[tuple[str, Any], ...]:
     """What of a layer decides how much it keeps."""
-    recurrence = spec.mixer if isinstance(spec.mixer, Recurrence) else None
-    parts = ("mixes", spec.mixer is not None), ("feeds", spec.feed_forward is not None)
+    recurrence = next((mixer for mixer in spec.mixers if isinstance(mixer, Recurrence)), None)
+    attends = any(not isinstance(mixer, Recurrence) for mixer in spec.mixers)
+    parts = ("attends", attends), ("feeds", spec.feed_forward is not None)
     return ("experts", spec.has_experts), ("recurrence", recurrence), *parts
 
 

@@ -21,14 +21,15 @@ def kept_by_recurrence(mixer: Recurrence, tp: int, b: int, recompute: str) -> in
     times, before and after softplus and of the rule; and what is between narrow projections.
 
     Mamba-2: input and output of the convolution and the norm's result; in fp32 output, gate, SiLU of it, their product
-    and what the norm multiplies, 5 V, four numbers for each head, and a state for each chunk.
+    and what the norm multiplies, 5 V, four numbers for each head, and a state for each chunk. Without a norm two of
+    the 5 V are not kept.
     """
     heads, k, v = mixer.value_heads // tp, mixer.own_keys(tp), mixer.own_values(tp)
     states = heads * mixer.key_dim * mixer.value_dim // CHUNK
     if isinstance(mixer, MambaMixer):
         if recompute == "selective":
             return b * (2 * k + 3 * v + heads) + 4 * states
-        return b * (2 * (2 * k + v) + v) + 4 * (5 * v + 4 * heads + states)
+        return b * (2 * (2 * k + v) + v) + 4 * ((5 if mixer.norm else 3) * v + 4 * heads + states)
     rule = states + heads * CHUNK
     if isinstance(mixer, KimiDeltaMixer):
         if recompute == "selective":
