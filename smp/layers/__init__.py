@@ -24,6 +24,7 @@ from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_pa
 from smp.layers.mlp import MLP
 from smp.layers.moe import Experts, MoE, Router
 from smp.layers.norm import LayerNorm, RMSNorm
+from smp.layers.parallel_mixers import ParallelMixers
 from smp.layers.parameter import Constant, Normal, init_weights, local, tp_parameter
 from smp.layers.recurrences.delta_net import GatedDeltaNet
 from smp.layers.recurrences.kimi_delta import KimiDeltaAttention
@@ -61,6 +62,7 @@ __all__ = [
     "ModelOutput",
     "Normal",
     "ParallelContext",
+    "ParallelMixers",
     "PositionEmbedding",
     "QueryKeyOptions",
     "RMSNorm",

@@ -10,7 +10,7 @@ import torch
 from smp.config import Layout, ModelConfig, resolve_model
 from smp.config.layers import layer_specs
 from smp.kernels import TORCH
-from smp.layers import add_adapters
+from smp.layers import ParallelMixers, add_adapters
 from smp.layers.block import TransformerBlock
 from smp.layers.parallel_mixers import ParallelMixers, mixers_of
 from smp.models.build_layers import Build

@@ -25,8 +25,10 @@ _SSM_FACTORS = ("ssm_in_multiplier", "ssm_out_multiplier")
 
 
 def _read(reader: Reader, values: Mapping[str, Any]) -> dict[str, Any]:
-    width = reader.get("mamba_d_ssm")
-    width = reader.get("mamba_expand") * values["hidden_size"] if width is None else width
+    hidden, heads, head_dim = (values[name] for name in ("hidden_size", "num_attention_heads", "kv_channels"))
+    width, expand = reader.get("mamba_d_ssm"), reader.get("mamba_expand")
+    reader.check_number("mamba_expand", expand, int)
+    width = expand * (hidden or 1) if width is None else width
     reader.check_number("mamba_d_ssm", width, int)
     found = read_mamba(reader, GRANITE_KEYS, width)
     if found["mamba_num_heads"] * found["mamba_head_dim"] != width:
@@ -37,13 +39,13 @@ def _read(reader: Reader, values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{reader.where}: mamba_norm_before_gate true is not supported, only false")
     key, before, after = (_number(reader, name) for name in _FACTORS)
     inside, outside = (_number(reader, name) for name in _SSM_FACTORS)
-    heads, head_dim = values["num_attention_heads"], values["kv_channels"]
-    head_dim = values["hidden_size"] // max(1, heads) if head_dim is None else head_dim
-    scale = head_dim**-0.5 * (key * before**2)
+    # sizes that are none are refused later
+    usual = max(1, (hidden or 1) // max(1, heads or 1) if head_dim is None else head_dim) ** -0.5
+    scale = usual * (key * before**2)
     return {
         **found,
         **{"linear_attention_type": "mamba2", "linear_attention_parallel": True, "mamba_rms_norm": has_norm},
-        "softmax_scale": None if scale == head_dim**-0.5 else scale,
+        "softmax_scale": None if scale == usual else scale,
         **{"attention_out_multiplier": after * before, "ssm_out_multiplier": outside},
         "ssm_multipliers": as_text(tuple(inside * x for x in _numbers(reader, "ssm_multipliers", 5))),
         "mlp_multipliers": as_text(_numbers(reader, "mlp_multipliers", 2)),
