@@ -12,7 +12,7 @@ from smp.config.layers import layer_specs
 from smp.kernels import TORCH
 from smp.layers import ParallelMixers, add_adapters
 from smp.layers.block import TransformerBlock
-from smp.layers.parallel_mixers import ParallelMixers, mixers_of
+from smp.layers.parallel_mixers import mixers_of
 from smp.models.build_layers import Build
 from smp.models.micro_batch import MicroBatch
 from smp.models.tokens import TokenPreparation
