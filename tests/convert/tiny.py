@@ -235,8 +235,9 @@ _GRANITE |= {"embedding_multiplier": 3.0, "logits_scaling": 3.0, "residual_multi
 _GRANITE |= {"attention_multiplier": 0.2, "shared_intermediate_size": 28, "rms_norm_eps": 0.3}
 _FALCON_H1: dict[str, Any] = {**_LLAMA, **_rope(), **_MAMBA_HEADS, "mamba_d_ssm": 64, "mamba_d_conv": 3}
 _FALCON_H1 |= {"rms_norm_eps": 0.3, "tie_word_embeddings": True, "head_dim": 16, "pad_token_id": None}
+# Factors in front of projections are powers of two: behind them, where they are written, they round as before.
 _FALCON_H1_FACTORS: dict[str, Any] = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.7}
-_FALCON_H1_FACTORS |= {"attention_in_multiplier": 1.3, "attention_out_multiplier": 0.6, "ssm_in_multiplier": 1.2}
+_FALCON_H1_FACTORS |= {"attention_in_multiplier": 2.0, "attention_out_multiplier": 0.6, "ssm_in_multiplier": 0.5}
 _FALCON_H1_FACTORS |= {"ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 1.5, 1.2, 0.8, 2.0]}
 _FALCON_H1_FACTORS |= {"mlp_multipliers": [1.4, 0.6]}
 _NEMOTRON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, **_IDS}
