@@ -21,7 +21,6 @@ from smp.layers.block import MoEBlock, TransformerBlock
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.heads.head import ModelOutput, VocabParallelHead
 from smp.layers.moe import Counted
-from smp.layers.parallel_mixers import mixers_of
 from smp.models.auxiliary import Found, auxiliary_outputs
 from smp.models.build_layers import Build, build_head, build_prediction
 from smp.models.expert_counts import ExpertCounts
@@ -72,7 +71,7 @@ class GPT(StagedModel):
         with torch.device(device):
             self._build(context, kernels, compute_dtype)
         self.tokens = TokenPreparation(
-            [mixer for block in self.layers.values() for mixer in mixers_of(block.attention)],
+            [block.attention for block in self.layers.values() if block.attention is not None],
             kernels.attention,
             self.group,
             sequence_parallel=self.sequence_parallel,

@@ -16,6 +16,7 @@ from smp.kernels.dropout import keyed_dropout
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.block import DROPOUT_SITES
 from smp.layers.indexer import LOSS_WEIGHTS
+from smp.layers.parallel_mixers import mixers_of
 from smp.layers.token_needs import TokenNeed, chunks_key, with_needs
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group
@@ -85,7 +86,7 @@ class TokenPreparation:
         num_layers: int,
         drops: bool,
     ) -> None:
-        mixers = list(mixers)
+        mixers = [one for mixer in mixers for one in mixers_of(mixer)]
         self.measures = any(getattr(mixer, "measures", False) for mixer in mixers)
         self.attention, self.group = attention, group if sequence_parallel else None
         self.seed, self.num_layers, self.drops = seed, num_layers, drops
