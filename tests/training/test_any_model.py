@@ -44,6 +44,20 @@ LAYOUTS = {
     "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "shard 2 x tp 2": (4, "--tensor-model-parallel-size 2"),
 }
+CASES = {layout: [(kind, pack) for kind in TYPES for pack in ("off", "best-fit")] for layout in LAYOUTS}
+FAST = {
+    "alone": CASES["alone"],
+    "recompute": [("helium", "best-fit"), ("qwen3_next", "off")],
+    "shard 2": [("gemma2", "off"), ("deepseek_v3", "best-fit")],
+    "replicas 2": [("helium", "off")],
+    "tp 2": [("helium", "best-fit"), ("deepseek_v3", "off")],
+    "tp 2 + sp": [("helium", "off"), ("qwen3_next", "off"), ("gemma2", "best-fit"), ("deepseek_v3", "best-fit")],
+    "shard 2 x tp 2": [("qwen3_next", "off"), ("gemma2", "best-fit")],
+}
+"""Every type in one process and cut by tensor and sequence parallelism, every layout with one type at least."""
+SLOW = {
+    layout: [case for case in CASES[layout] if layout == "alone" or case not in fast] for layout, fast in FAST.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +69,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 Runs = dict[tuple[str, str, str], dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def runs(folders: dict[str, Path]) -> Runs:
+@pytest.fixture(scope="module", params=[FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
+def runs(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Runs:
     out: Runs = {}
     for world in (1, 2, 4):
         here = [layout for layout, (processes, _) in LAYOUTS.items() if processes == world]
-        cases = [(layout, kind, pack) for layout in here for kind in TYPES for pack in ("off", "best-fit")]
+        cases = [(layout, kind, pack) for layout in here for kind, pack in request.param[layout]]
         flags = [flags_of(folders[kind], f"{LAYOUTS[layout][1]} --packing {pack}") for layout, kind, pack in cases]
         ranks = run_distributed(tune_types, world, flags)
         for i, case in enumerate(cases):
@@ -82,7 +96,7 @@ def test_a_run_equals_a_plain_loop_of_transformers(runs: Runs, folders: dict[str
         return
     want = plain_loop(folders[kind], alone["batches"])
     assert len(set(want["losses"])) == 5
-    for layout in LAYOUTS:
+    for layout in [layout for layout, *case in runs if case == [kind, pack]]:
         errors = largest_error(runs[layout, kind, pack], want)
         assert max(errors.values()) <= TOLERANCE, (layout, errors)
 
