@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import finetune
 from smp.config import ConfigError
 from smp.models.foreign import vision_part
 from smp.training.tuning.settings import read_finetune_settings
@@ -16,7 +17,7 @@ from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE
 from tests.programs import run_program
 from tests.training.any_model_lab import LR, largest_error, tune_types
-from tests.training.flag_runs import proves
+from tests.training.flag_runs import clean_process, proves
 from tests.training.tiny_vision import write_vision_type
 from tests.training.tuning_lab import together
 from tests.training.vision_lab import load, vision_loop
@@ -114,22 +115,29 @@ def test_adapters_are_on_the_language_model_and_equal_those_on_two_ranks(runs: R
     assert {name.split(".")[-3] for name in one["final"]} >= {"q_proj", "down_proj"}
 
 
-def run(folder: Path, words: str, processes: int = 1) -> str:
-    common = f"--log-dir {folder}/logs --no-tensorboard --no-progress-bar --log-interval 1"
-    done = run_program(ROOT / "finetune.py", f"{words} {common}".split(), folder, processes)
+def run_on_two(folder: Path, words: list[str]) -> str:
+    done = run_program(ROOT / "finetune.py", words, folder, 2)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_run_goes_on_in_another_layout_and_ends_as_a_folder_with_a_processor(folder: Path, tmp_path: Path) -> None:
-    argv = flags_of(folder, "")
-    out = run(tmp_path, f"{argv} --save {tmp_path}/whole --save-hf")
-    assert "images: 32" in out
-    run(tmp_path, f"{argv} --save {tmp_path}/same --exit-interval 3")
-    run(tmp_path, f"{argv} --save {tmp_path}/same --resume --save-hf")
-    run(tmp_path, f"{argv} --save {tmp_path}/other --exit-interval 3 --tensor-model-parallel-size 2", 2)
-    out = run(tmp_path, f"{argv} --save {tmp_path}/other --resume --save-hf", 2)
-    assert "at iteration 3" in out
+def test_a_run_goes_on_in_another_layout_and_ends_as_a_folder_with_a_processor(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One process's runs are in this one, which has imported what models with images need: seconds of each start."""
+
+    def words(more: str) -> list[str]:
+        quiet = f"--log-dir {tmp_path}/logs --no-tensorboard --no-progress-bar --log-interval 1"
+        return f"{flags_of(folder, more)} {quiet}".split()
+
+    with clean_process():
+        assert finetune.main(words(f"--save {tmp_path}/whole --save-hf")) == 0
+        assert "images: 32" in capfd.readouterr().out
+        assert finetune.main(words(f"--save {tmp_path}/same --exit-interval 3")) == 0
+        assert finetune.main(words(f"--save {tmp_path}/same --resume --save-hf")) == 0
+        assert "at iteration 3" in capfd.readouterr().out
+    run_on_two(tmp_path, words(f"--save {tmp_path}/other --exit-interval 3 --tensor-model-parallel-size 2"))
+    assert "at iteration 3" in run_on_two(tmp_path, words(f"--save {tmp_path}/other --resume --save-hf"))
     whole, same, other = (load(tmp_path / name / "hf_model").state_dict() for name in ("whole", "same", "other"))
     assert whole.keys() == load(folder).state_dict().keys()
     for name, tensor in whole.items():
