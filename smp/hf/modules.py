@@ -24,8 +24,8 @@ from smp.hf.adapters import target_of
 from smp.hf.planning.borrowed import Borrowed
 from smp.hf.planning.module_plan import Plan, Step
 from smp.hf.planning.rows import COLUMN, EMBEDDING, EXPERTS, LATENT, ROW, SUMMED
+from smp.hf.products import product
 from smp.hf.sagemaker.fsdp1 import FSDP2
-from smp.kernels.matmul import linear
 from smp.layers.parameter import local
 from smp.parallel.collectives import (
     Group,
@@ -216,7 +216,7 @@ def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
     cut: Cut = module.smp_cut
     _check_region(module, cut)
     weight, bias = local_weight_and_bias(module)
-    out = linear(cut.inside.copied(input, cut.group), weight, bias)
+    out = product(module, cut.inside.copied(input, cut.group), weight, bias)
     return out if cut.step.style == "colwise" else gather_features(out, cut.group)
 
 
@@ -226,7 +226,7 @@ def _row(module: Any, input: torch.Tensor) -> torch.Tensor:
     _check_region(module, cut)
     weight, bias = local_weight_and_bias(module)
     part = split_features(input, cut.group) if cut.step.style == "rowwise_split_input" else input
-    out = linear(part, weight)
+    out = product(module, part, weight)
     if not (cut.tokens and module.training):
         out = reduce_from_group(out, cut.group)
         return out if bias is None else out + bias

@@ -1,11 +1,14 @@
-"""Linear layers of a model on a CPU whose MKL is slow: their products in fp32 are oneDNN's (:mod:`smp.kernels.matmul`).
+"""Which product a linear layer of a transformers model makes.
 
-Layers that a plan cuts have them in their own forward pass; this is for a model without tensor parallelism.
+On a CPU whose MKL is slow, products in fp32 are oneDNN's (:mod:`smp.kernels.matmul`). Layers that a plan cuts have them
+in their own forward pass; :func:`install` is for a model without tensor parallelism. Weights that rest in 4 bits are
+widened for each product (:mod:`smp.layers.adapters.quantized`).
 """
 
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +16,8 @@ from torch import nn
 
 from smp.kernels import matmul
 from smp.kernels.matmul import linear
+from smp.kernels.precision.nf4 import Nf4
+from smp.kernels.product import PRODUCTS
 
 _LINEAR = nn.Linear.forward
 
@@ -32,3 +37,44 @@ def forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """(..., in) -> (..., out) by ``layer``, unless something has replaced its class, or that one's forward pass."""
     own: Any = type(layer).forward
     return linear(input, layer.weight, layer.bias) if own is _LINEAR else own(layer, input)
+
+
+def product(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x`` (..., in) times ``weight``, rows of ``layer``'s, as it rests -> (..., out)."""
+    packed = PRODUCTS[vars(layer).get("product", "dense")]
+    if not isinstance(packed, Nf4):
+        return linear(x, weight, bias)
+    y: torch.Tensor = _Packed.apply(x, weight, packed)
+    return y if bias is None else y + bias
+
+
+def take_product(layer: Any, name: str) -> None:
+    """Let ``layer``, whose weight is replaced by one that rests so, make the product ``name`` of ``PRODUCTS``."""
+    layer.product = name
+    layer.__class__ = PackedLinear
+    if isinstance(vars(layer).get("forward"), partial):  # of install, above
+        del layer.forward
+    if "without_adapter" in vars(layer) and "smp_cut" not in vars(layer):
+        layer.without_adapter = MethodType(PackedLinear.forward, layer)
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer with a frozen weight that rests in 4 bits; made of a plain one by :func:`take_product`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return product(self, input, self.weight, self.bias)
+
+
+class _Packed(torch.autograd.Function):
+    """The product with a packed weight, which is widened again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, packed: Nf4) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.packed = packed
+        return packed.forward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        [weight] = ctx.saved_tensors
+        return ctx.packed.input_gradient(grads[0], weight), None, None

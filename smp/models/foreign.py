@@ -45,25 +45,37 @@ class Parts:
                 yield from self.blocks[layer]
 
 
-def new_module(content: str) -> Any:
+def new_module(content: str, *, scores: bool = False) -> Any:
     """The language model of a config.json's ``content``, with its part for images if it has one, on the meta device, in
-    fp32.
+    fp32; with ``scores`` the one that gives a text a number in place of logits.
 
     Raises:
         ConfigError: transformers has none of this type, or it cannot be built without memory.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
     config = transformers_config(json.loads(content), "config.json")
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    if scores:
+        config.num_labels, kind = 1, AutoModelForSequenceClassification
     try:
         with torch.device("meta"):
             module = kind.from_config(config, dtype=torch.float32)
     except Exception as error:  # of any kind: each class checks its own configuration
         raise ConfigError(f"--model-implementation transformers: {config.model_type}: {_one_line(error)}") from None
-    if not hasattr(module, "get_output_embeddings") or module.get_output_embeddings() is None:
+    if output_matrix(module) is None:
         raise ConfigError(f"--model-implementation transformers: {type(module).__name__} has no output matrix")
     return module.requires_grad_(True)
+
+
+def output_matrix(module: Any) -> nn.Module | None:
+    """What makes logits of hidden states, or the row that makes scores; None: there is neither."""
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    return getattr(module, SCORE, None) if head is None else head
+
+
+SCORE = "score"
+"""The head of transformers' ...ForSequenceClassification."""
 
 
 def _one_line(error: Exception) -> str:
@@ -137,13 +149,14 @@ def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
 
 
 @cache
-def parts_of(content: str) -> Parts:
-    """The parts of the model that a config.json's ``content`` describes."""
-    module = new_module(content)
+def parts_of(content: str, *, scores: bool = False) -> Parts:
+    """The parts of the model that a config.json's ``content`` describes; arguments as of :func:`new_module`."""
+    module = new_module(content, scores=scores)
     chosen = _experts_of_a_token(module.config.get_text_config(decoder=True))
     named, images = dict(module.named_parameters()), bool(decoder_of(module))
     matrices = {id(p) for m in module.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
-    head, tables = module.get_output_embeddings(), {id(module.get_input_embeddings().weight)}
+    head, tables = output_matrix(module), {id(module.get_input_embeddings().weight)}
+    assert head is not None, "checked by new_module"
 
     def made(name: str, p: torch.Tensor) -> Parameter:
         shape = tuple(p.shape)
@@ -164,6 +177,12 @@ def parts_of(content: str) -> Parts:
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     buffers = tuple(Parameter(n, tuple(b.shape)) for n, b in state.items() if n not in known)
     return Parts(ends, tuple(blocks), buffers, type(module).__name__)
+
+
+def matrices_of(content: str) -> dict[str, tuple[int, ...]]:
+    """(out, in) of the linear layers in the blocks, by their names."""
+    linear = (parameter for block in parts_of(content).blocks for parameter in block if parameter.linear)
+    return {p.name.removesuffix(".weight"): p.shape for p in linear if p.name.endswith(".weight")}
 
 
 def _experts_of_a_token(text: Any) -> int | None:

@@ -131,7 +131,7 @@ def weights_of(model: ModelConfig) -> Iterator[Parameter]:
 def _foreign(model: ModelConfig) -> Any:
     """The :class:`smp.models.foreign.Parts` of a model that transformers computes."""
     # By its name: it imports torch, which what is read on a login node must not need.
-    return import_module("smp.models.foreign").parts_of(model.transformers_config)
+    return import_module("smp.models.foreign").parts_of(model.transformers_config, scores=model.scalar_head)
 
 
 def vocabulary_matrix(model: ModelConfig, module: str, has_product: bool) -> Parameter:

@@ -20,7 +20,6 @@ _ONLY_OURS = {
         "expert_tensor_parallel_size",
         *("fp8_format", "attention_backend"),
     ),
-    "lora": ("load_adapter", "load_in_4bit"),
     "rollouts": ("rollout_engine",),
 }
 """Settings of a run, by group, that need layers of this project."""
@@ -32,11 +31,6 @@ def check_foreign(config: Config) -> None:
         settings = getattr(config, group)
         flags = [] if settings is None else given(settings, *names)
         require(not flags, f"{', '.join(flags)}: {_ONLY_HERE}; leave it out")
-    if config.objective is not None:
-        facts, name = config.objective_facts, f"--objective {config.objective.objective}"
-        require(not facts.has_scores, f"{name}: {_ONLY_HERE}; leave it out")
-    dropout = None if config.lora is None else config.lora.lora_dropout
-    require(not dropout, f"--lora-dropout {dropout}: {_ONLY_HERE}; leave it out")
     require(
         not (config.has_adapters and config.checkpoint.save_hf),
         "--save-hf: adapters of a model that transformers computes are merged by peft, from <save>/adapter; leave it "

@@ -43,6 +43,8 @@ def check_qlora(config: Config, layout: Layout) -> None:
         not config.parallel.zero_quantized_weights,
         "--zero-quantized-weights: weights of --load-in-4bit have four bits as they are; leave it out",
     )
+    if model.is_foreign:  # whose widths its modules say (smp.layers.adapters.quantized)
+        return
     values = model.v_head_dim if model.multi_latent_attention else model.kv_channels
     widths = {"hidden size": (model.hidden_size, 1), "attention": (model.num_attention_heads * values, layout.tp)}
     if model.multi_latent_attention:

@@ -15,6 +15,8 @@ from smp.config.rules.foreign import transformers_config
 from smp.convert.huggingface.config import CONFIG, family_of, from_hf, read_json
 from smp.convert.huggingface.text_part import text_config
 
+CLASSIFIER = "ForSequenceClassification"
+"""The end of the name of a class that gives a text scores."""
 UNLIMITED = 2**20
 """Longest sequence of an architecture that names none (recurrent ones)."""
 _OF_FILES = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -109,7 +111,32 @@ def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
         max_position_embeddings=_number(text, _LENGTH, None) or UNLIMITED,
         vocab_size=vocabulary,
         untie_embeddings_and_output_weights=not getattr(text, "tie_word_embeddings", False),
+        scalar_head=_gives_scores(content, where),
     )
+
+
+def _gives_scores(content: Mapping[str, Any], where: str) -> bool:
+    """Whether the files are of a reward model.
+
+    Raises:
+        ConfigError: they are of a classifier.
+    """
+    [name, *_] = content.get("architectures") or [""]
+    if not name.endswith(CLASSIFIER):
+        return False
+    count = content.get("num_labels", len(content.get("id2label") or "12"))  # transformers' default is two
+    if count != 1:
+        raise ConfigError(f"{where}: a classifier of {count} labels is not supported, only a reward model of one")
+    return True
+
+
+def require_classifier(model: ModelConfig) -> None:
+    """Raise ConfigError where transformers has no class that gives a text a score, of this type."""
+    from transformers.models.auto import modeling_auto
+
+    kind = json.loads(model.transformers_config or "{}").get("model_type")
+    if model.sees_images or kind not in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise ConfigError(f"--objective reward: transformers has no {CLASSIFIER} of {kind} for texts")
 
 
 def _number(config: Any, names: tuple[str, ...], otherwise: int | None) -> int | None:

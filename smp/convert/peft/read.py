@@ -66,17 +66,7 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     modules, found = linear_modules(config, family), dict(_pairs(folder, tensors))
     # Taken out before the rest is compared: they belong to no linear layer.
     of_experts = _experts(content, config, family, found, folder)
-    # An adapter that nothing here takes would be lost without a word.
-    if strange := sorted(found.keys() - modules.keys()):
-        raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
-    if alone := sorted(magnitudes.keys() - found.keys()):
-        raise CheckpointError(f"{folder / TENSORS}: the magnitude of {alone[0]} has no adapter")
-    # peft leaves out nothing that its targets choose, so what is missing means another model.
-    if missing := [module for module in _targets(content, modules, folder) if module not in found]:
-        raise CheckpointError(
-            f"{folder / TENSORS} has no adapter for {missing[0]}, which its target_modules choose: it belongs to "
-            "another model"
-        )
+    _check_modules(content, found, magnitudes, modules, folder)
     adapters: dict[str, Adapter] = {}
     for module in (module for module in modules if module in found):
         a, b = found[module]
@@ -91,10 +81,58 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     adapters |= of_experts
     if not adapters:
         raise CheckpointError(f"{folder / TENSORS} holds no adapter")
+    return Adapters(adapters, score), _dropout(content, folder)
+
+
+def read_own_names(folder: str | Path, matrices: Mapping[str, tuple[int, ...]]) -> tuple[Adapters, float]:
+    """The same for a model whose layers have Hugging Face's names already: ``matrices``, (out, in) by name."""
+    folder = Path(folder)
+    content = _read_config(folder)
+    tensors = _read_tensors(folder)
+    for key in ("modules_to_save", "target_parameters"):
+        if content.get(key):
+            raise ConfigError(
+                f"{folder / CONFIG}: {key} is {_short(content[key])}, and of a model that transformers computes only "
+                f"linear layers of blocks have adapters: {_MERGE}"
+            )
+    magnitudes, found = _magnitudes(tensors), dict(_pairs(folder, tensors))
+    _check_modules(content, found, magnitudes, matrices.keys(), folder)
+    adapters: dict[str, Adapter] = {}
+    for module, (a, b) in found.items():
+        check_shapes(a, b, matrices[module], f"{folder / TENSORS}: the adapter of {module}")
+        m = _magnitude(content, module, magnitudes, b.shape[0], folder)
+        adapters[module] = Adapter(a, b, _scale(content, module, a.shape[0], folder), m)
+    if not adapters:
+        raise CheckpointError(f"{folder / TENSORS} holds no adapter")
+    return Adapters(adapters), _dropout(content, folder)
+
+
+def _dropout(content: Mapping[str, Any], folder: Path) -> float:
     dropout = _number(content.get("lora_dropout", 0.0), "lora_dropout", folder)
     if not 0 <= dropout < 1:
         raise CheckpointError(f"{folder / CONFIG}: lora_dropout {dropout} must be at least 0 and below 1")
-    return Adapters(adapters, score), dropout
+    return dropout
+
+
+def _check_modules(
+    content: Mapping[str, Any],
+    found: Mapping[str, Any],
+    magnitudes: Mapping[str, Any],
+    modules: Collection[str],
+    folder: Path,
+) -> None:
+    """What is in the file is of linear layers of this model, and of all that its configuration chooses."""
+    # An adapter that nothing here takes would be lost without a word.
+    if strange := sorted(found.keys() - set(modules)):
+        raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
+    if alone := sorted(magnitudes.keys() - found.keys()):
+        raise CheckpointError(f"{folder / TENSORS}: the magnitude of {alone[0]} has no adapter")
+    # peft leaves out nothing that its targets choose, so what is missing means another model.
+    if missing := [module for module in _targets(content, modules, folder) if module not in found]:
+        raise CheckpointError(
+            f"{folder / TENSORS} has no adapter for {missing[0]}, which its target_modules choose: it belongs to "
+            "another model"
+        )
 
 
 def _check_in_blocks(tensors: Collection[str], family: Family, folder: Path) -> None:

@@ -43,9 +43,6 @@ def write_adapters(
             if (magnitude := _magnitude(members)) is not None:
                 tensors[f"{FRONT}{module}.{MAGNITUDE}.weight"] = magnitude
     targets = _targets(ranks, modules.keys())
-    score = adapters.score if isinstance(adapters, Adapters) else None
-    if score is not None:
-        tensors[f"{FRONT}{SCORE}.weight"] = score
     stacked = expert_tensors(config, family, lambda _, members: any(name in adapters for name in members))
     for tensor in stacked:
         a, b, scale = joined(tensor, adapters)
@@ -54,12 +51,10 @@ def write_adapters(
         alphas[tensor.name] = scale * ranks[tensor.name]
     content = _config(ranks, alphas, targets, [t.name for t in stacked], dropout, base, family.table.transposed)
     content["use_dora"] = any(adapter.magnitude is not None for adapter in adapters.values())
-    if score is not None:  # as peft does with a ...ForSequenceClassification
-        content |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
-    _write(folder, tensors, content)
+    _write(folder, *_with_score(tensors, content, adapters))
 
 
-def write_own_names(folder: Folder, adapters: Mapping[str, Adapter], *, base: str) -> None:
+def write_own_names(folder: Folder, adapters: Mapping[str, Adapter], *, dropout: float, base: str) -> None:
     """The same for layers that have Hugging Face's names already. Their names are whole: peft takes the last parts of
     some, as up_proj, for experts as well."""
     tensors: dict[str, torch.Tensor] = {}
@@ -70,7 +65,20 @@ def write_own_names(folder: Folder, adapters: Mapping[str, Adapter], *, base: st
     ranks = {name: adapter.rank for name, adapter in adapters.items()}
     alphas = {name: adapter.alpha for name, adapter in adapters.items()}
     use_dora = any(adapter.magnitude is not None for adapter in adapters.values())
-    _write(folder, tensors, _config(ranks, alphas, sorted(ranks), [], 0.0, base, False) | {"use_dora": use_dora})
+    content = _config(ranks, alphas, sorted(ranks), [], dropout, base, False) | {"use_dora": use_dora}
+    _write(folder, *_with_score(tensors, content, adapters))
+
+
+def _with_score(
+    tensors: dict[str, torch.Tensor], content: dict[str, Any], adapters: Mapping[str, Adapter]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What is written with the head of a reward model, if there is one, as peft does with a
+    ...ForSequenceClassification."""
+    score = adapters.score if isinstance(adapters, Adapters) else None
+    if score is None:
+        return tensors, content
+    whole = {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
+    return {**tensors, f"{FRONT}{SCORE}.weight": score}, content | whole
 
 
 def _write(folder: Folder, tensors: Mapping[str, torch.Tensor], content: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from smp.hf.planning.rows import (
     rows_of,
 )
 from smp.hf.planning.unnamed import lent_rows, unnamed_experts, unnamed_rows
+from smp.layers.adapters.lora import Lora
 
 _DROPOUTS = (
     "activation_dropout",
@@ -373,6 +374,8 @@ def dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
     """Modules that drop anything in training, with the name of the number that says so, above 0, or
     of DINOv3's noise."""
     for name, module in model.named_modules():
+        if isinstance(module, Lora):  # its masks are keyed by tokens
+            continue
         numbers = {key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)}
         if isinstance(module, _DropoutNd):
             numbers["p"] = module.p

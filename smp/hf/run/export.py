@@ -28,7 +28,7 @@ def write_folder(weights: Weights, folder: Path, reference: Path | None, dtype: 
     """
     content = weights.config.transformers_config
     assert content is not None, "the model of another implementation"
-    module = new_module(content)
+    module = new_module(content, scores=weights.config.scalar_head)
     whole: dict[str, torch.Tensor] = {}
     for name, stored in weights.tensors.items():
         read = torch.empty(stored.shape, dtype=stored.dtype)

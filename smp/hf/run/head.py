@@ -8,7 +8,7 @@ around a stand-in of the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -24,6 +24,7 @@ from smp.layers.heads.answers import linear_answers
 from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy
 from smp.layers.heads.distillation import linear_divergence
 from smp.layers.heads.head import DISTILLED, ModelOutput, chunk_tokens
+from smp.layers.parameter import local
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group, copy_to_group
 
@@ -165,6 +166,55 @@ def _unknown(module: Any, why: str) -> ConfigError:
 
 
 @torch.no_grad()
+def check_scores(module: Any) -> None:
+    """The score of a text is the product of its last hidden state and ``score``, found by numbers as logits are.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    head = module.score
+    if not isinstance(head, nn.Linear) or head.bias is not None or head.out_features != 1:
+        raise ConfigError(f"--objective reward: {type(module).__name__}.score is no row without a bias")
+    given = torch.tensor([0.5, -2.0])
+    text = module.config.get_text_config()
+    ids = torch.full((1, 2), 0 if text.pad_token_id != 0 else 1)
+    base, table = module.base_model, module.get_input_embeddings()
+    stand_ins: dict[Any, Callable[..., Any]] = {
+        base: lambda *args, **kwargs: _Decoded(given),
+        table: lambda *args, **kwargs: given,
+        head: lambda hidden: given.clone().view(1, 2, 1),
+    }
+    try:
+        with _replaced(stand_ins):
+            out = module(input_ids=ids).logits
+    except Exception as error:  # of any kind: what the class does is not known
+        raise _unknown(module, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+    if out.shape != (1, 1) or out.item() != given[-1]:
+        raise _unknown(module, "its score is not that of the last token")
+
+
+def row_of(head: Any, dtype: torch.dtype) -> torch.Tensor:
+    """(1, hidden) of a head of scores, which every rank has whole."""
+    weight = head.weight
+    return local(weight, dtype) if isinstance(weight, DTensor) else weight.to(dtype)
+
+
+@contextmanager
+def _replaced(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, modules have these forward passes."""
+    kept = {part: vars(part).get("forward") for part in forwards}
+    for part, forward in forwards.items():
+        part.forward = forward
+    try:
+        yield
+    finally:
+        for part, before in kept.items():
+            del part.forward
+            if before is not None:
+                part.forward = before
+
+
+@torch.no_grad()
 def _logits_of(module: Any, head: Any, columns: torch.Tensor) -> torch.Tensor:
     """What the model makes of ``columns``, (ids,), where its output matrix gives them; its decoder does not run."""
     base = module.base_model
@@ -176,18 +226,14 @@ def _logits_of(module: Any, head: Any, columns: torch.Tensor) -> torch.Tensor:
         base = inner
     hidden = torch.zeros(1, 1, head.in_features, device="meta")
     table = module.get_input_embeddings()
-    kept = {part: vars(part).get("forward") for part in (base, head, table)}
-    base.forward = lambda *args, **kwargs: _Decoded(hidden)
-    table.forward = lambda *args, **kwargs: hidden
-    head.forward = lambda *args, **kwargs: columns.clone().view(1, 1, -1)
-    try:
+    stand_ins: dict[Any, Callable[..., Any]] = {
+        base: lambda *args, **kwargs: _Decoded(hidden),
+        table: lambda *args, **kwargs: hidden,
+        head: lambda *args, **kwargs: columns.clone().view(1, 1, -1),
+    }
+    with _replaced(stand_ins):
         out: torch.Tensor = module(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta")).logits
-        return out.view(-1).float()
-    finally:
-        for part, forward in kept.items():
-            del part.forward
-            if forward is not None:
-                part.forward = forward
+    return out.view(-1).float()
 
 
 class _Decoded:

@@ -17,6 +17,8 @@ A reads what the layer reads, behind the point where gradients of that are summe
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
@@ -29,8 +31,9 @@ from torch.distributed.tensor import DTensor, Placement
 from smp.config import ConfigError
 from smp.hf.modules import Cut, summed_over
 from smp.hf.planning.rows import LATENT
+from smp.hf.products import take_product
 from smp.kernels.matmul import linear
-from smp.layers.adapters.dora import begin_magnitudes, row_norms
+from smp.layers.adapters.dora import begin_magnitudes, matrix_of, row_norms
 from smp.layers.adapters.lora import Lora
 from smp.layers.parameter import REPLICATE, local, tp_parameter
 from smp.models.foreign import blocks_of
@@ -42,22 +45,65 @@ from smp.parallel.collectives import (
     reduce_scatter_tokens,
     split_features,
 )
+from smp.parallel.dtensor_box import local_part
 
 KNOWN = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "replicate", LATENT)
 
 
-def offer(module: Any, tp: DeviceMesh) -> None:
-    """Let every linear layer of the decoder's blocks take an adapter, but for those whose weight a fused kernel reads
-    past their forward pass (Mamba's output)."""
+@dataclass
+class TokenNumbers:
+    """What dropout of adapters is keyed by, in a model whose layers are not told of tokens.
+
+    Attributes:
+        index: int64 (batch, length), of the micro-batch that trains, until the next one does: recomputation asks for it
+            again.
+    """
+
+    index: torch.Tensor | None = None
+
+    def of(self, x: torch.Tensor, name: str, group: Group | None) -> torch.Tensor:
+        """(tokens,) of the input (..., channels) of a layer, which has all tokens or the group's rank's part.
+
+        Raises:
+            ConfigError: it has neither.
+        """
+        assert self.index is not None, "set by the forward pass of the model"
+        index, count = self.index, math.prod(x.shape[:-1])
+        if group is not None and count * group.size == index.numel():
+            index = index.chunk(group.size, 1)[group.rank]
+        if count != index.numel():
+            raise ConfigError(
+                f"--lora-dropout: {name} reads {count} rows, which are not the {index.numel()} tokens: masks would "
+                "depend on the layout; give 0, or leave that layer out of --lora-target-modules"
+            )
+        return index.reshape(-1)
+
+
+def offer(module: Any, tp: DeviceMesh, numbers: TokenNumbers) -> None:
+    """Let every linear layer of the decoder's blocks take an adapter, and rest in 4 bits, but for those whose weight a
+    fused kernel reads past their forward pass (Mamba's output)."""
     for _, block in blocks_of(module):
         for name, layer in block.named_modules():
             parent = block.get_submodule(name.rpartition(".")[0])
             fused = name.rpartition(".")[2] == "out_proj" and "mamba" in type(parent).__name__.lower()
             if type(layer) is nn.Linear and not fused:
-                layer.takes_adapter = partial(_attach, layer, tp)  # type: ignore[assignment]
+                layer.takes_adapter = partial(_attach, layer, tp, numbers)  # type: ignore[assignment]
+                layer.product = "dense"  # type: ignore[assignment]
+                layer.take_product = partial(take_product, layer)  # type: ignore[assignment]
 
 
-def _attach(layer: Any, tp: DeviceMesh, name: str, rank: int, alpha: float, dora: bool) -> None:
+def _attach(
+    layer: Any,
+    tp: DeviceMesh,
+    numbers: TokenNumbers,
+    name: str,
+    rank: int,
+    alpha: float,
+    *,
+    dora: bool,
+    dropout: float,
+    key: int,
+) -> None:
     """Give ``layer`` an adapter, as ``smp.layers.adapters.lora.attach`` asks for it."""
     style = _style(layer)
     if style not in KNOWN or (dora and style == LATENT):
@@ -68,7 +114,9 @@ def _attach(layer: Any, tp: DeviceMesh, name: str, rank: int, alpha: float, dora
         [placement] = weight.placements
     with torch.device("meta"):
         like = tp_parameter(tuple(weight.shape), placement, tp)
-    layer.lora = Lora(SimpleNamespace(weight=like), rank, alpha, dora=dora)  # type: ignore[arg-type]
+    shapes: Any = SimpleNamespace(weight=like)
+    layer.lora = Lora(shapes, rank, alpha, dropout, key, dora=dora)
+    layer.token_numbers = partial(numbers.of, name=name)
     layer.without_adapter = vars(layer).get("forward") or MethodType(type(layer).forward, layer)
     layer.forward = MethodType(_forward, layer)
 
@@ -104,11 +152,12 @@ def _scaled(layer: Any, y: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     if cut is not None and (heads or (by_rows and cut.tokens and layer.training)):
         summed = cut.group
     magnitude, b = (local(x, dtype, summed_over=summed) for x in (adapter.magnitude, adapter.b))
-    weight = _frozen(layer.weight, dtype)
+    weight = local_part(layer.weight.detach())
     bias = None if layer.bias is None else _frozen(layer.bias, dtype)
     if heads:
         magnitude, b, weight = (x.narrow(0, *heads) for x in (magnitude, b, weight))
         bias = None if bias is None else bias.narrow(0, *heads)
+    weight = matrix_of(layer, weight, dtype)
     over = (cut.group,) if cut is not None and by_rows else ()
     norms = row_norms(weight.to(dtype), local(adapter.a, dtype), b, adapter.scale, over)
     ratio = magnitude.to(norms.dtype) / torch.where(norms > 0, norms, 1.0)  # a row of zeros stays one
@@ -130,15 +179,27 @@ def begin_norms(model: nn.Module) -> None:
     layers = {id(m): m for m in model.modules() if "without_adapter" in vars(m)}.values()
     groups = ((layer, vars(layer).get("smp_cut")) for layer in layers)
     begin_magnitudes(
-        SimpleNamespace(lora=layer.lora, weight=layer.weight, product="dense", group=cut.group if cut else None)
+        SimpleNamespace(lora=layer.lora, weight=layer.weight, product=layer.product, group=cut.group if cut else None)
         for layer, cut in groups
     )
+
+
+def _down(layer: Any, x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """(..., in) -> (..., rank), of the tokens that ``x`` has."""
+    adapter = layer.lora
+    if not (adapter.dropout and layer.training):
+        low: torch.Tensor = adapter.down(x, a, None)
+        return low
+    cut: Cut | None = vars(layer).get("smp_cut")
+    index = layer.token_numbers(x, group=None if cut is None or not cut.tokens else cut.group)
+    flat: torch.Tensor = adapter.down(x.flatten(0, -2), a, index)
+    return flat.unflatten(0, x.shape[:-1])
 
 
 def _of_columns(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cut, adapter = layer.smp_cut, layer.lora
     x = cut.inside.copied(input, cut.group).to(dtype)
-    low = adapter.down(x, local(adapter.a, dtype, summed_over=cut.group), None)  # (..., rank)
+    low = _down(layer, x, local(adapter.a, dtype, summed_over=cut.group))  # (..., rank)
     b = local(adapter.b, dtype, summed_over=cut.group if cut.step.heads else None)
     if cut.step.heads:
         b = b.narrow(0, *cut.step.heads)
@@ -149,7 +210,7 @@ def _of_columns(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Te
 def _of_rows(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cut, adapter = layer.smp_cut, layer.lora
     x = split_features(input, cut.group) if cut.step.style == "rowwise_split_input" else input
-    low = adapter.down(x.to(dtype), local(adapter.a, dtype), None)  # (..., rank), a part of the sum
+    low = _down(layer, x.to(dtype), local(adapter.a, dtype))  # (..., rank), a part of the sum
     scattered = cut.tokens and layer.training
     if scattered:
         low = reduce_scatter_tokens(low.transpose(0, 1), cut.group).transpose(0, 1)  # (batch, n/tp, rank)
@@ -162,7 +223,7 @@ def _of_whole(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     cut: Cut | None = vars(layer).get("smp_cut")
     over: Group | None = None if cut is None else summed_over(layer)
     adapter = layer.lora
-    low = adapter.down(input.to(dtype), local(adapter.a, dtype, summed_over=over), None)
+    low = _down(layer, input.to(dtype), local(adapter.a, dtype, summed_over=over))
     out = linear(low, local(adapter.b, dtype, summed_over=over))
     if cut is None or cut.step.style != LATENT:
         return out

@@ -19,20 +19,23 @@ from torch import nn
 
 from smp.config import ConfigError, ModelConfig
 from smp.hf.loading.delayed import DelayedParamIniter, allocate
+from smp.hf.loading.first_values import FirstValues
 from smp.hf.planning.module_plan import dropouts
 from smp.hf.run.cross_attention import attends_across, hide_filler, keep_apart
 from smp.hf.run.documents import refusal_of_documents
-from smp.hf.run.head import OutputMatrix
+from smp.hf.run.head import OutputMatrix, check_scores, row_of
 from smp.hf.run.images import document_positions, take_pixels, with_filler
-from smp.hf.run.lora import offer
+from smp.hf.run.lora import TokenNumbers, offer
 from smp.hf.state import adopt
 from smp.hf.transform import transform
 from smp.kernels import TORCH, Kernels
 from smp.layers.heads.head import ModelOutput
-from smp.models.foreign import blocks_of, decoder_of, new_module, tower_blocks
+from smp.layers.heads.score import scored
+from smp.models.foreign import SCORE, blocks_of, decoder_of, new_module, output_matrix, tower_blocks
 from smp.models.micro_batch import MicroBatch, OwnCache
 from smp.models.protocol import Model, OutputShard
 from smp.parallel.context import ParallelContext
+from smp.parallel.dtensor_box import local_box, local_part
 
 _CACHES = ("past_key_values", "cache_params")
 """Names of a forward pass for what it has kept."""
@@ -62,7 +65,7 @@ class TransformersModel(Model):
         super().__init__()
         assert config.transformers_config is not None, "the model of another implementation"
         self.config, self.notes = config, []
-        module = new_module(config.transformers_config)
+        module = new_module(config.transformers_config, scores=config.scalar_head)
         _refuse_inner_images(module, context)
         self.notes += _without_dropout(module)
         adopt(context)
@@ -71,18 +74,21 @@ class TransformersModel(Model):
             experts.smp_cut.ep_mean = False  # runs add gradients up
         keep_apart(module)
         take_pixels(module)
-        offer(module, context.tp)
+        self._numbers = TokenNumbers()
+        offer(module, context.tp, self._numbers)
         # Next to the children, not as one: then names are Hugging Face's.
         self._module = (module,)
         for name, child in module.named_children():
             self.add_module(name, child)
         if own := [name for name, _ in module.named_parameters(recurse=False)]:
             raise ConfigError(f"--model-implementation transformers: {type(module).__name__} itself has {own[0]}")
-        self._output = OutputMatrix(module, kernels.cross_entropy)
+        self._output = None if config.scalar_head else OutputMatrix(module, kernels.cross_entropy)
+        if config.scalar_head:
+            check_scores(module)
         self._blocks = [_as_block(layer) for layer in [*tower_blocks(module), *(b for _, b in blocks_of(module))]]
         names = inspect.signature(type(module).forward).parameters
         self._asked = {"use_cache": False} if "use_cache" in names else {}
-        takes = [name for name in _CACHES if name in names]
+        takes = [name for name in _CACHES if name in names and not config.scalar_head]
         self._cache_name = takes[0] if takes and module._supports_default_dynamic_cache() else ""
         self._slices = context.tp.size() if context.sequence_parallel else 1
         self.no_documents = refusal_of_documents(module)
@@ -93,7 +99,7 @@ class TransformersModel(Model):
 
     @property
     def head(self) -> nn.Module | None:  # type: ignore[override]
-        return self.module.get_output_embeddings()
+        return output_matrix(self.module)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.module.get_input_embeddings()
@@ -102,7 +108,9 @@ class TransformersModel(Model):
         """The head, as of every transformers model; optimizers ask it which matrices are those of the vocabulary."""
         return self.head
 
-    def output_shard(self) -> OutputShard:
+    def output_shard(self) -> OutputShard | None:
+        if self._output is None:
+            return None
         return OutputShard(self._output.shard, sequence_parallel=False)  # tokens are together in front of it
 
     def blocks(self) -> list[Any]:
@@ -113,6 +121,8 @@ class TransformersModel(Model):
         then all the rest is one unit, which is gathered around the whole forward pass."""
         units: list[nn.Module | list[nn.Module]] = list(self._blocks)
         table, head = self.module.get_input_embeddings(), self.head
+        if self.config.scalar_head:  # the row is read here, not by its own forward pass
+            return [*units, table]
         shared = {id(p) for p in table.parameters()} & {id(p) for p in head.parameters()}  # type: ignore[union-attr]
         return units if shared or head is None else [*units, table, head]
 
@@ -130,12 +140,24 @@ class TransformersModel(Model):
     def draw(self, device: torch.device, seed: int) -> None:
         DelayedParamIniter(self.module, seed).init()
 
+    @torch.no_grad()
+    def draw_scores(self, seed: int) -> None:
+        """First values of the row of scores, by transformers' rule, where weights are those of a language model."""
+        row = self.module.get_parameter(f"{SCORE}.weight")
+        box, whole = local_box(row), FirstValues(self.module).draw(f"{SCORE}.weight", seed)
+        for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            whole = whole.narrow(dim, first, size)
+        if not box.empty:
+            local_part(row).copy_(whole)
+
     def forward(self, micro_batch: MicroBatch) -> ModelOutput:
         batch = micro_batch
         if (batch.labels is None) != (batch.loss_weights is None):
             raise ValueError("a loss needs labels and loss_weights, logits neither")
         if batch.own_cache is not None:
             return self._next(batch, batch.own_cache)
+        if self.training and batch.token_index is not None:
+            self._numbers.index = self._even(batch.token_index)
         arguments: dict[str, Any] = {"input_ids": self._even(with_filler(batch)), **self._asked}
         if batch.images is not None:
             arguments |= batch.images.values
@@ -147,6 +169,12 @@ class TransformersModel(Model):
             # Documents are known by positions that begin anew: transformers masks what lies before.
             assert batch.position_ids is not None, "positions of documents begin anew"
             arguments["position_ids"] = self._even_columns(document_positions(self.module, batch))
+        if self._output is None:
+            hidden = self.module.base_model(**arguments).last_hidden_state[:, : batch.input_ids.shape[1]]
+            weight = row_of(self.head, hidden.dtype)
+            weights = None if batch.loss_weights is None else batch.loss_weights.flatten()
+            shape = hidden.shape[0], hidden.shape[1]
+            return scored(hidden.flatten(0, 1), weight, weights, batch.answers, shape)
         with self._output.wanted(batch) as result:
             logits = self.module(**arguments).logits[:, : batch.input_ids.shape[1]]
         return ModelOutput(logits=logits) if result.output is None else result.output
@@ -160,6 +188,7 @@ class TransformersModel(Model):
 
                 cache.value = DynamicCache(config=self.module.config.get_text_config(decoder=True))
             arguments = {"use_cache": True, self._cache_name: cache.value}
+        assert self._output is not None, "a reward model writes nothing"
         with self._output.wanted(batch):
             out = self.module(input_ids=batch.input_ids, **arguments)
         shard = self._output.shard

@@ -217,7 +217,7 @@ def choose(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
 
 def adaptable(model: nn.Module) -> dict[str, Any]:
     """Linear layers that take an adapter, by name: those of this package, and others with a method ``takes_adapter``,
-    (name, rank, alpha, dora), which puts one on the layer as its attribute ``lora``."""
+    (name, rank, alpha, and by name dora, dropout, key), which puts one on the layer as its attribute ``lora``."""
     others = {name: module for name, module in model.named_modules() if "takes_adapter" in vars(module)}
     return {**linear_layers(model), **others}
 
@@ -266,8 +266,8 @@ def attach(
             layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"), dora=dora)
     for name, layer in adaptable(model).items():
         if name in sizes and "takes_adapter" in vars(layer):
-            assert not dropout, "refused with the settings"
-            layer.takes_adapter(name, *sizes[name], dora)
+            key = dropout_key(seed, f"{name}.lora")
+            layer.takes_adapter(name, *sizes[name], dora=dora, dropout=dropout, key=key)
 
 
 def adapters_of(model: nn.Module) -> dict[str, Lora | ExpertLora]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp.config import ConfigError
 from smp.kernels.precision import nf4
 from smp.layers.linear import linear_layers
 from smp.layers.parameter import SHARD_COLUMNS, tp_parameter
@@ -44,27 +45,46 @@ class Blocks:
 
 def quantize_layers(model: nn.Module, *, double: bool) -> None:
     """Give all linear layers of ``model``, on the meta device, weights in 4 bits. After adapters were attached, before
-    ``fully_shard``.
+    ``fully_shard``. Layers of other packages whose rows are not made of whole blocks stay as they are.
 
     Raises:
-        ValueError: a rank's part of a row is not made of whole blocks.
+        ConfigError: a rank's part of a row is not made of whole blocks.
     """
-    for layer in linear_layers(model).values():
-        weight = cast(DTensor, layer.weight)
+    for name, layer in _layers(model).items():
+        weight = layer.weight
+        if weight.shape[1] % nf4.BLOCK and "take_product" in vars(layer):  # in no layout
+            continue
         # A row of the weight is quantized in blocks of 64 elements: where columns are cut, each rank's
         # part is a row of its own.
-        ranks = weight.device_mesh.size() if weight.placements[0] == SHARD_COLUMNS else 1
-        packed = nf4.width(weight.shape[1] // ranks, double=double)
+        placed = isinstance(weight, DTensor)  # transformers' layers on one tensor-parallel rank are plain
+        ranks = weight.device_mesh.size() if placed and weight.placements[0] == SHARD_COLUMNS else 1
+        try:
+            packed = nf4.width(weight.shape[1] // ranks, double=double)
+        except ValueError as error:
+            raise ConfigError(
+                f"--load-in-4bit: {name}, cut over {ranks} tensor-parallel ranks: {error}; take fewer"
+            ) from None
+        shape = weight.shape[0], packed * ranks
         with torch.device(weight.device):
-            wide = tp_parameter((weight.shape[0], packed * ranks), weight.placements[0], weight.device_mesh)
+            wide = tp_parameter(shape, weight.placements[0], weight.device_mesh) if placed else torch.empty(shape)
         # Packed bytes under a dtype that FSDP gathers without a change.
         layer.weight = nn.Parameter(wide.to(torch.bfloat16), requires_grad=False)
-        layer.product = PRODUCTS[double]
+        if "take_product" in vars(layer):
+            layer.take_product(PRODUCTS[double])
+        else:
+            layer.product = PRODUCTS[double]
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """Linear layers that can rest in 4 bits, by name: those of this package, and others with a method ``take_product``,
+    which gets the name of a product."""
+    others = {name: module for name, module in model.named_modules() if "take_product" in vars(module)}
+    return {**linear_layers(model), **others}
 
 
 def quantized_layers(model: nn.Module) -> dict[str, Any]:
     """Layers with weights in 4 bits, by name."""
-    return {name: layer for name, layer in linear_layers(model).items() if layer.product in PRODUCTS.values()}
+    return {name: layer for name, layer in _layers(model).items() if layer.product in PRODUCTS.values()}
 
 
 def box_of_weight(layer: Any) -> Box:

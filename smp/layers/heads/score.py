@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.layers.heads.answers import AnswerLoss, judged, with_gradient_of
 from smp.layers.heads.head import ModelOutput
 from smp.layers.parameter import REPLICATE, Initializer, Normal, local, tp_parameter
-from smp.parallel.collectives import gather_tokens
+from smp.parallel.collectives import Group, gather_tokens
 from smp.parallel.context import ParallelContext
 
 
@@ -58,18 +58,38 @@ class ScoreHead(nn.Module):
             answers: what is wanted of the scores.
             shape: (rows, length) of the texts; behind these tokens is padding.
         """
-        # fp32 after the product, whose inputs are rounded already; each rank has its own tokens.
-        scores = F.linear(x, local(self.weight, x.dtype, summed_over=self.shared_by)).squeeze(1).float()
-        # Outside of autograd: the gradient is put together below, for this rank's tokens alone.
-        with torch.no_grad():
-            everywhere = scores if self.shared_by is None else gather_tokens(scores, self.shared_by)  # (tokens,)
-            if answers is None or loss_weights is None or shape is None:
-                return ModelOutput(logits=everywhere[:, None])
-            values, result = judged(answers, everywhere, loss_weights, shape, self.cp)
-        if result is None:
-            return ModelOutput(values=values)
-        loss = result.loss
-        if torch.is_grad_enabled():
-            first = 0 if self.shared_by is None else self.shared_by.rank * len(scores)
-            loss = with_gradient_of(loss, (scores * result.slopes[first : first + len(scores)]).sum())
-        return ModelOutput(loss=loss, metrics=result.metrics)
+        weight = local(self.weight, x.dtype, summed_over=self.shared_by)
+        return scored(x, weight, loss_weights, answers, shape, shared_by=self.shared_by, cp=self.cp)
+
+
+def scored(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    loss_weights: torch.Tensor | None,
+    answers: AnswerLoss | None,
+    shape: tuple[int, int] | None,
+    *,
+    shared_by: Group | None = None,
+    cp: Group | None = None,
+) -> ModelOutput:
+    """What :class:`ScoreHead` gives, of a row ``weight`` (1, hidden).
+
+    Args:
+        shared_by: ranks that have some of the tokens each.
+        cp: ranks that share every sequence.
+    """
+    # fp32 after the product, whose inputs are rounded already; each rank has its own tokens.
+    scores = F.linear(x, weight).squeeze(1).float()
+    # Outside of autograd: the gradient is put together below, for this rank's tokens alone.
+    with torch.no_grad():
+        everywhere = scores if shared_by is None else gather_tokens(scores, shared_by)  # (tokens,)
+        if answers is None or loss_weights is None or shape is None:
+            return ModelOutput(logits=everywhere[:, None])
+        values, result = judged(answers, everywhere, loss_weights, shape, cp)
+    if result is None:
+        return ModelOutput(values=values)
+    loss = result.loss
+    if torch.is_grad_enabled():
+        first = 0 if shared_by is None else shared_by.rank * len(scores)
+        loss = with_gradient_of(loss, (scores * result.slopes[first : first + len(scores)]).sum())
+    return ModelOutput(loss=loss, metrics=result.metrics)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
+import torch
+
+from smp.checkpoint import CheckpointError
 from smp.convert.huggingface.config import is_hf_folder
 from smp.convert.load import load_hf, load_weights
 from smp.convert.weights import Weights
 from smp.layers.adapters.lora import adapters_of
 from smp.models.protocol import Model
 
+Form = tuple[tuple[int, ...], torch.dtype]
+Matrices = tuple[Callable[[str], Form], Callable[[str, Sequence[int], torch.Tensor], None]]
 
-def fill_from_folder(model: Model, folder: str) -> list[str]:
+
+def fill_from_folder(model: Model, folder: str, leave: Collection[str] = ()) -> list[str]:
     """Fill a model, which has memory, with the weights of a Hugging Face folder; returns what the user should hear.
-    Adapters stay as they are.
+    Adapters, and of a model that transformers computes tensors in ``leave``, stay as they are.
 
     Raises:
         CheckpointError: on all ranks, when they cannot be read or are of another model.
@@ -25,15 +32,36 @@ def fill_from_folder(model: Model, folder: str) -> list[str]:
     from smp.hf.loading.delayed import load_weights as load_module
     from smp.hf.run.model import TransformersModel
 
-    load_module(cast(TransformersModel, model).module, folder, _of_adapters(model))
+    load_module(cast(TransformersModel, model).module, folder, {*_of_adapters(model), *leave})
     return []
 
 
-def fill_foreign(model: Model, load: str, opened: Callable[[], Weights]) -> list[str]:
+def fill_foreign(model: Model, load: str, opened: Callable[[], Weights], leave: Collection[str] = ()) -> list[str]:
     """The same from what --load names, a folder of either kind; ``opened`` opens one of this project."""
     if is_hf_folder(load):
-        return fill_from_folder(model, load)
-    return load_weights(model, opened, leave=_of_adapters(model))
+        return fill_from_folder(model, load, leave)
+    return load_weights(model, opened, leave={*_of_adapters(model), *leave})
+
+
+@contextmanager
+def stored_matrices(model: Model, load: str, opened: Callable[[], Weights]) -> Iterator[Matrices]:
+    """(shape and dtype by a tensor's name, reads a box of one) of what --load names, for weights that are rounded on
+    the way. Both raise CheckpointError for a tensor that is not there."""
+    if model.config.is_foreign and is_hf_folder(load):
+        from smp.hf.loading.stored_tensors import StoredTensors
+        from smp.hf.run.model import TransformersModel
+
+        with StoredTensors(cast(TransformersModel, model).module, load) as stored:
+            yield stored.form, stored.read_into
+        return
+    with opened() as weights:
+
+        def form(name: str) -> Form:
+            if (tensor := weights.tensors.get(name)) is None:
+                raise CheckpointError(f"tensor {name} is not in the files")
+            return tuple(tensor.shape), tensor.dtype
+
+        yield form, weights.read_into
 
 
 def begin_foreign_magnitudes(model: Model) -> None:
@@ -41,6 +69,13 @@ def begin_foreign_magnitudes(model: Model) -> None:
     from smp.hf.run.lora import begin_norms
 
     begin_norms(model)
+
+
+def begin_foreign_scores(model: Model, seed: int) -> None:
+    """Of a reward model that is made of a language model."""
+    from smp.hf.run.model import TransformersModel
+
+    cast(TransformersModel, model).draw_scores(seed)
 
 
 def _of_adapters(model: Model) -> set[str]:

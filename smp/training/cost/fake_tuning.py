@@ -9,8 +9,6 @@ from functools import partial
 
 from smp.config import Config
 from smp.config.rules.finetune import targets_of
-from smp.convert.peft.adapters import family_for
-from smp.convert.peft.read import read_adapters
 from smp.layers.adapters.lora import adapters_off, choose
 from smp.layers.heads.answers import AnswerLoss
 from smp.models.micro_batch import MicroBatch
@@ -19,7 +17,7 @@ from smp.sharding.parallelize import free_gathered
 from smp.training.forward_backward import ForwardBackward
 from smp.training.micro_batches import MicroBatches
 from smp.training.objectives import implementation_of
-from smp.training.tuning.adapter_files import reference_config
+from smp.training.tuning.adapter_files import read_start
 from smp.training.tuning.model import AdapterPlan, tune
 
 Build = Callable[[bool], tuple[Model, ForwardBackward]]
@@ -42,9 +40,7 @@ def _adapters(model: Model, config: Config) -> AdapterPlan:
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
     if lora.load_adapter is not None:
-        family = family_for(config.model, reference_config(config))
-        found, _ = read_adapters(lora.load_adapter, config.model, family)
-        return AdapterPlan.of_files(found, lora)
+        return AdapterPlan.of_files(read_start(config)[0], lora)
     return AdapterPlan.asked((name for names in choose(model, targets_of(config)).values() for name in names), lora)
 
 

@@ -12,7 +12,7 @@ from smp.config.batch import count_micro_batches
 from smp.config.parallel import ParallelConfig
 from smp.config.rules.dsa import learns
 from smp.config.rules.mtp import mtp_layers
-from smp.config.rules.qlora import packed_row_bytes
+from smp.config.rules.qlora import BLOCK, packed_row_bytes
 from smp.config.schema import OptimizerConfig
 from smp.models.inventory import Parameter, block_parameters, inventory
 from smp.training.cost.model_share import Share, Tuned, elements
@@ -148,7 +148,7 @@ def _on_owner(parameter: Parameter, layout: Layout) -> int:
 def _frozen_bytes(parameter: Parameter, layout: Layout, tuned: Tuned, b: int) -> int:
     """Bytes of a frozen parameter, before FSDP."""
     shape = parameter.local_shape(layout)
-    if tuned.in_4_bits is None or not parameter.linear:
+    if tuned.in_4_bits is None or not parameter.linear or shape[1] % BLOCK:
         return b * math.prod(shape)
     return shape[0] * packed_row_bytes(shape[1], double=tuned.in_4_bits)
 

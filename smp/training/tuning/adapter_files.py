@@ -22,10 +22,12 @@ from smp.convert.describe import read_architecture
 from smp.convert.formats import Opened
 from smp.convert.huggingface.config import CONFIG, is_hf_folder, read_hf_config
 from smp.convert.huggingface.folder import BESIDE, carried, copy_companions
+from smp.convert.layout import SCORE
 from smp.convert.peft.adapters import HEAD, Adapter, Adapters, family_for, is_adapter_folder
-from smp.convert.peft.read import read_adapters
+from smp.convert.peft.read import read_adapters, read_own_names
 from smp.convert.peft.write import write_adapters, write_own_names
 from smp.data.tokenizers.files import HuggingFaceTokenizer
+from smp.models.foreign import matrices_of
 from smp.training.checkpoints.saved_run import SavedRun
 
 OF_HEADS = ("scalar_head", "untie_embeddings_and_output_weights")
@@ -47,6 +49,19 @@ def require_adapter(path: Path) -> None:
             f"--adapter {path}: there is no such folder. A run writes the folder adapter when it ends; until then give "
             "the one of its checkpoints"
         )
+
+
+def read_start(config: Config) -> tuple[Adapters, float]:
+    """What --load-adapter names, by the name of its layer, and its dropout.
+
+    Raises:
+        CheckpointError, ConfigError: it cannot be read, or is of another model.
+    """
+    assert config.lora is not None and config.lora.load_adapter is not None
+    folder, model = config.lora.load_adapter, config.model
+    if model.transformers_config is not None:
+        return read_own_names(folder, matrices_of(model.transformers_config))
+    return read_adapters(folder, model, family_for(model, reference_config(config)))
 
 
 def open_adapters(path: Path, model: Opened) -> Adapters:
@@ -101,8 +116,9 @@ def read_saved_adapters(folder: Folder, manifest: Manifest) -> Adapters:
         a, b = (_read(folder, manifest, f"model.{layer}.lora.{part}") for part in ("a", "b"))
         magnitude = f"model.{layer}.lora.magnitude"
         out[layer] = Adapter(a, b, scale, _read(folder, manifest, magnitude) if magnitude in manifest.tensors else None)
-    head = f"model.{HEAD}"
-    return Adapters(out, _read(folder, manifest, head) if head in manifest.tensors else None)
+    heads = (f"model.{HEAD}", f"model.{SCORE}.weight")  # the second as transformers names it
+    head = next((name for name in heads if name in manifest.tensors), None)
+    return Adapters(out, None if head is None else _read(folder, manifest, head))
 
 
 def _read(folder: Folder, manifest: Manifest, name: str) -> torch.Tensor:
@@ -128,7 +144,7 @@ def publish_adapter(config: Config, iteration: int) -> list[str]:
     dropout, base = config.lora.lora_dropout or 0.0, str(config.checkpoint.load)
     try:
         if config.model.is_foreign:
-            write_own_names(folder, adapters, base=base)
+            write_own_names(folder, adapters, dropout=dropout, base=base)
             return [f"adapter in peft's format: {folder}"]
         family = family_for(config.model, reference_config(config))
         write_adapters(folder, adapters, config.model, family, dropout=dropout, base=base)

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from smp.checkpoint import CheckpointError
 from smp.config import Config, ConfigError, Layout
-from smp.convert.peft.adapters import Adapters, family_for
-from smp.convert.peft.read import read_adapters
+from smp.convert.peft.adapters import Adapters
 from smp.data.build import Datasets
 from smp.data.loader import ReadBatch
 from smp.data.tuning.batches import PairBatch, TuningDataset
@@ -41,7 +40,7 @@ from smp.training.kind import RunKind, Say, Trainable
 from smp.training.objectives import build_objective
 from smp.training.objectives.contract import Reference, Teacher
 from smp.training.objectives.reference import ModelReference, TableReference
-from smp.training.tuning.adapter_files import publish_adapter, reference_config
+from smp.training.tuning.adapter_files import publish_adapter, read_start
 from smp.training.tuning.model import build_finetune_model
 from smp.training.tuning.settings import teacher_config
 
@@ -90,9 +89,7 @@ def _read_adapters(config: Config) -> tuple[Config, Adapters | None]:
     assert lora is not None, "settings of a fine-tuning run"
     if lora.load_adapter is None:
         return config, None
-    adapters, dropout = read_adapters(
-        lora.load_adapter, config.model, family_for(config.model, reference_config(config))
-    )
+    adapters, dropout = read_start(config)
     if adapters.score is not None:
         raise ConfigError(
             f"--load-adapter {lora.load_adapter} is of a reward model, with its head of scores: merge it into --load "

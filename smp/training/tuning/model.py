@@ -38,7 +38,12 @@ from smp.parallel.agree import gather
 from smp.parallel.dtensor_box import local_box
 from smp.sharding.parallelize import parallelize
 from smp.training.build import RunSetup, assemble, compiles_experts
-from smp.training.checkpoints.foreign_weights import begin_foreign_magnitudes, fill_foreign
+from smp.training.checkpoints.foreign_weights import (
+    begin_foreign_magnitudes,
+    begin_foreign_scores,
+    fill_foreign,
+    stored_matrices,
+)
 from smp.training.tuning.adapter_files import OF_HEADS, reference_config
 
 _OWN_TO_TUNING = ("mtp_num_layers", "mtp_loss_scaling_factor", *OF_HEADS)
@@ -123,26 +128,19 @@ def build_finetune_model(
     model.allocate(setup.device)
     if config.model.is_foreign:
         assert config.checkpoint.load is not None, "checked with the settings"
-        if config.has_adapters:
-            init_weights(model, config.training.seed, only="lora")
-        foreign_notes = fill_foreign(model, config.checkpoint.load, lambda: open_base(config))
-        if config.has_adapters:
-            begin_foreign_magnitudes(model)
-        return model, foreign_notes
+        return model, _fill_foreign(model, config, start)
     if config.has_adapters:
         init_weights(model, config.training.seed, only="lora")
     adapters = adapters_of(model)
     of_adapters = {f"{layer}.lora.{name}" for layer, m in adapters.items() for name, _ in m.named_parameters()}
-    if config.objective_facts.has_scores and not (read_architecture(config.checkpoint.load or "") or {}).get(
-        "scalar_head"
-    ):
+    if begins_scores(config):
         init_weights(model, config.training.seed, only="head")  # the files are of a language model
         of_adapters.add("head.weight")
     # What the files do not have, or have in another form.
     elsewhere = of_adapters | {f"{layer}.weight" for layer in quantized_layers(model)}
     notes = load_weights(model, lambda: open_base(config), leave=elsewhere)
     if "head.weight" in of_adapters:
-        notes.append(f"note: the head of scores begins at random, by --seed {config.training.seed}")
+        notes.append(_BEGUN.format(config.training.seed))
     if in_4_bits:
         _load_in_4_bits(model, config)
     if start is not None:
@@ -161,6 +159,43 @@ def build_finetune_model(
     return model, notes
 
 
+_BEGUN = "note: the head of scores begins at random, by --seed {}"
+
+
+def begins_scores(config: Config) -> bool:
+    """Whether this run makes a reward model of a language model."""
+    said = read_architecture(
+        config.checkpoint.load or "", config.checkpoint.ckpt_step, config.model.model_implementation
+    )
+    return config.objective_facts.has_scores and not (said or {}).get("scalar_head")
+
+
+def _fill_foreign(model: Model, config: Config, start: Mapping[str, Adapter] | None) -> list[str]:
+    """Fill a model that transformers computes; returns what the user should hear."""
+    load = config.checkpoint.load
+    assert load is not None, "checked with the settings"
+    if config.has_adapters:
+        init_weights(model, config.training.seed, only="lora")
+    packed = {f"{layer}.weight" for layer in quantized_layers(model)}
+    begins = begins_scores(config)
+    notes = fill_foreign(model, load, lambda: open_base(config), packed | ({"score.weight"} if begins else set()))
+    if begins:
+        begin_foreign_scores(model, config.training.seed)
+        notes.append(_BEGUN.format(config.training.seed))
+    if packed:
+        _load_in_4_bits(model, config)
+        inside = {id(p) for block in model.blocks() for p in block.parameters()}
+        matrices = [name for name, p in model.named_parameters() if p.ndim > 1 and id(p) in inside]
+        wide = [name for name in matrices if name not in packed and ".lora." not in name]
+        if wide:
+            notes.append(f"WARNING: --load-in-4bit: {len(wide)} tensors are not in 4 bits: {wide[0]} ...")
+    if start is not None:
+        _fill_adapters(model, start)
+    elif config.has_adapters:
+        begin_foreign_magnitudes(model)
+    return notes
+
+
 def _load_in_4_bits(model: Model, config: Config) -> None:
     """Fill the weights that rest in 4 bits. Each rank reads and rounds its own part, some rows at a time; only then,
     when no rank can fail alone any more, ranks exchange scales."""
@@ -168,13 +203,14 @@ def _load_in_4_bits(model: Model, config: Config) -> None:
     found: dict[str, Blocks] = {}
 
     def read() -> None:
-        with open_base(config) as weights:
+        assert config.checkpoint.load is not None, "checked with the settings"
+        with stored_matrices(model, config.checkpoint.load, lambda: open_base(config)) as (form, read_into):
             for name, layer in layers.items():
                 weight, shape = f"{name}.weight", whole_shape(layer)
-                stored = weights.tensors.get(weight)
-                if stored is None or tuple(stored.shape) != shape:
+                stored, dtype = form(weight)
+                if stored != shape:
                     raise CheckpointError(f"tensor {weight} of shape {list(shape)} is not in the files")
-                found[name] = read_blocks(layer, partial(weights.read_into, weight), stored.dtype)
+                found[name] = read_blocks(layer, partial(read_into, weight), dtype)
 
     together("", read, lambda _: None)
     for name, layer in layers.items():
@@ -215,6 +251,11 @@ def _adapter_plan(model: Model, config: Config, start: Mapping[str, Adapter] | N
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
     if start is not None:
+        if config.model.is_foreign and (others := sorted(start.keys() - adaptable(model).keys())):
+            raise ConfigError(
+                f"--load-adapter {lora.load_adapter}: {others[0]} takes no adapter: transformers has a fused kernel "
+                "read its weight; merge it with peft, or train it without that"
+            )
         return AdapterPlan.of_files(start, lora)
     return AdapterPlan.asked(_chosen_layers(model, config, lora), lora)
 

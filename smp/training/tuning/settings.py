@@ -28,6 +28,7 @@ from smp.config.schema import LoraConfig
 from smp.convert.changes import misfit
 from smp.convert.describe import read_architecture
 from smp.convert.huggingface.config import family_of, is_hf_folder, read_hf_config
+from smp.convert.huggingface.foreign import require_classifier
 from smp.data.tokenizers.files import no_tokenizer
 from smp.data.tuning.build import PromptData, TuningData, read_data
 from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
@@ -189,7 +190,13 @@ def _with_architecture(config: Config, given: set[str]) -> tuple[Config, ModelCo
         raise ConfigError(f"--load {load} holds neither a Hugging Face model nor a checkpoint of a training run")
     if found["transformers_config"] is not None:
         refuse_architecture({name: getattr(config.model, name, None) for name in given}, found)
+        if found["scalar_head"] and not config.objective_facts.has_scores:
+            raise _no_output_matrix(load)
+        if config.objective_facts.has_scores:
+            found |= _WITH_SCORES
         model = replace(config.model, **found)
+        if model.scalar_head:
+            require_classifier(model)
         require_implementation(replace(config, model=model))
         return replace(config, model=model), model
     found["mtp_num_layers"] = None  # they are not fine-tuned; who opens the weights says so
@@ -199,13 +206,20 @@ def _with_architecture(config: Config, given: set[str]) -> tuple[Config, ModelCo
             raise ConfigError(
                 f"--objective reward: {family.architecture} has no ...ForSequenceClassification to be saved as"
             )
-        found |= {"scalar_head": True, "untie_embeddings_and_output_weights": True}
+        found |= _WITH_SCORES
     elif found["scalar_head"]:
-        raise ConfigError(f"--load {load} is a reward model, without an output matrix: give --objective reward")
+        raise _no_output_matrix(load)
     asked = {name: getattr(config.model, name) for name in found if name in given}
     # What a given setting leaves without an effect goes, unless it was given as well.
     model = effective(replace(config.model, **{**found, **asked}), keep=given)
     return replace(config, model=model), resolve_model(replace(config.model, **found))
+
+
+_WITH_SCORES = {"scalar_head": True, "untie_embeddings_and_output_weights": True}
+
+
+def _no_output_matrix(load: str) -> ConfigError:
+    return ConfigError(f"--load {load} is a reward model, without an output matrix: give --objective reward")
 
 
 def reward_model_config(config: Config, world_size: int) -> Config:
