@@ -246,7 +246,10 @@ def _fill_again(arguments: Any) -> None:
 
 
 def _inputs(call: Operator) -> tuple[list[Any], dict[str, Any]]:
-    return [_made(value) for value in call.arguments], {name: _made(value) for name, value in call.keywords}
+    arguments, keywords = [_made(value) for value in call.arguments], {name: _made(v) for name, v in call.keywords}
+    if call.name == "aten.repeat_interleave.Tensor" and keywords.get("output_size"):
+        arguments[0][0] = keywords["output_size"]  # counts, whose sum it checks
+    return arguments, keywords
 
 
 def _made(value: Any) -> Any:

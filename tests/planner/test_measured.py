@@ -138,6 +138,12 @@ def test_an_argument_is_made_as_it_was() -> None:
     assert spread.stride() == (0, 1) and (spread == 0).all()
 
 
+def test_counts_add_up_to_the_size_that_is_given_with_them() -> None:
+    counts = TensorLike((3,), (1,), torch.int64)
+    arguments, keywords = machine._inputs(Operator("aten.repeat_interleave.Tensor", (counts,), (("output_size", 8),)))
+    assert len(torch.ops.aten.repeat_interleave.Tensor(*arguments, **keywords)) == 8
+
+
 def test_nan_is_found_again_after_it_came_from_another_process() -> None:
     times = {like(float("nan")): 1.0}
     assert times[pickle.loads(pickle.dumps(like(float("nan"))))] == 1.0 and math.isnan(machine._made(like(math.nan)))
