@@ -28,7 +28,6 @@ from smp.hf.sagemaker.checkpoint import (
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    smp.state.reset()
     smp.init({})
     yield
     smp.state.reset()

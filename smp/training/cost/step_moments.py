@@ -98,12 +98,8 @@ def gradients_at_moments(
     found |= {"own": b * block, "own_first": 0 if adapters else b * max(last, default=0), "tied": 0, "experts": 0}
     if layout.pp > 1:
         # A stage's gradients are reduced before its weights are freed: what is sent, and what comes.
-        sent = 4 * max(block, ends)
-        return found | {
-            "head": 0,
-            "block": 0,
-            "ends": weights.gathered + sent + (sent // sharing if sharing > 1 else 0),
-        }
+        sent = _with_share(4 * max(block, ends), sharing)
+        return found | {"head": 0, "block": 0, "ends": weights.gathered + sent}
     at_the_end = vocabulary * config.model.untie_embeddings_and_output_weights
     if (both := _used_at_both_ends(config, layout, share)) > 0:
         at_the_end = ends
@@ -171,21 +167,21 @@ def bytes_of_parts(config: Config, layout: Layout, share: Share, weights: Weight
         gradients, first = 4 * counted, 4 * (own.blocks[:1] or [0])[0]
         if part.embedding and not tied:
             first += 4 * own.vocabulary
+        sent = _sent(layout, own, weights.sharing)
         if weights.adapters:
             gradients, first = weights.gradients * len(own.layers) // len(share.layers), 0
-        found.append(PartBytes(gradients, gradients // weights.sharing, first, gathered, _sent(layout, own, weights)))
+            sent = _with_share(4 * weights.adapters // len(share.layers), weights.sharing)
+        found.append(PartBytes(gradients, gradients // weights.sharing, first, gathered, sent))
     return found
 
 
-def _sent(layout: Layout, part: Share, weights: Weights) -> int:
+def _sent(layout: Layout, part: Share, sharing: int) -> int:
     """Bytes that come while a part's gradients are reduced, unit by unit: what is sent, and the share that arrives. The
     vocabulary's matrix is first, and its whole gradient is freed then."""
-    if weights.adapters:
-        return _with_share(4 * weights.adapters // max(1, len(part.layers)), weights.sharing)
     own = part.experts * (layout.ep > 1)
     # A unit of several weights frees most of what it has sent before the share arrives.
-    unit, freed = 4 * max(part.block - own, own), 4 * part.vocabulary - 4 * part.vocabulary // weights.sharing
-    return max(_with_share(4 * part.vocabulary, weights.sharing), unit - freed)
+    unit, freed = 4 * max(part.block - own, own), 4 * part.vocabulary - 4 * part.vocabulary // sharing
+    return max(_with_share(4 * part.vocabulary, sharing), unit - freed)
 
 
 def _with_share(size: int, sharing: int) -> int:
