@@ -1,8 +1,10 @@
-"""Texts of a model that keeps what it has read by itself (``MicroBatch.own_cache``): those of one length together, so
-that there is no padding, which not every architecture can leave out. Otherwise as :mod:`smp.generation.slots`.
+"""Generation with a model that has a cache of its own (``MicroBatch.own_cache``), in batches of texts of equal length.
 
-What such a model keeps is not known here, so it is tried once (:func:`keeps`). Where it gives other logits than whole
-texts do, whole texts go through the model for every token.
+Equal lengths need no padding: not every architecture can mask it (a recurrent state takes every token that it reads).
+Everything else is as in :mod:`smp.generation.slots`.
+
+The content of such a cache is not known here, so it is tried once (:func:`keeps`). Where it gives other logits than
+whole texts do, whole texts go through the model for every token.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from smp.parallel.collectives import max_over
 
 
 class EqualTexts:
-    """Texts that are written together. All have as many tokens, and all end before others come in.
+    """A batch of texts of equal length. Waiting texts come in when all of them have ended.
 
     Args:
         count: of them at most.
@@ -46,6 +48,8 @@ class EqualTexts:
             return None
         if not self.texts:
             self._begin()
+        # A new cache: the old one holds texts that have ended; without ``cached`` each pass reads
+        # whole texts.
         self._cache = OwnCache()
         # The samples of a prompt begin alike: they are computed once.
         prompts = {tuple(text.ids): text.ids for text in self.texts}
@@ -53,6 +57,7 @@ class EqualTexts:
         return self._forward(list(prompts.values()), [places[tuple(text.ids)] for text in self.texts])
 
     def _begin(self) -> None:
+        # The longest come first, so texts of one length are neighbours in the queue.
         length = len(self.waiting[0].ids)
         while self.waiting and len(self.texts) < self.count and len(self.waiting[0].ids) == length:
             self.texts.append(self.waiting.popleft())
@@ -75,6 +80,8 @@ class EqualTexts:
         take(forward.texts, ids, log_probs, stops)
         stay = [row for row, text in enumerate(self.texts) if text.finish is None]
         if self.texts and len(self.texts[0].ids) in self.new_rope_at:
+            # The cached keys are rotated by the old frequencies. The texts go back to the head of
+            # the queue in their order, and are computed from their first token.
             self.waiting.extendleft(self.texts[row] for row in reversed(stay))
             stay = []
         if self.cached and stay and len(stay) < len(self.texts):
@@ -95,6 +102,8 @@ def keeps(model: Model) -> bool:
     device, output = next(model.parameters()).device, model.output_shard()
     assert output is not None, "it has no stages"
     shard, vocab = output.shard, model.config.vocab_size or 1
+    # Two prompts of three tokens, then three single tokens. The rows are swapped and one is doubled
+    # in between, as samples of a prompt and ended texts do it.
     ids = torch.tensor([[1, 3, 5, 2, 7, 4], [6, 2, 3, 8, 1, 5]], device=device).remainder(vocab)
     rows, cache = torch.tensor([1, 0, 1], device=device), OwnCache()
     model(MicroBatch(ids[:, :3], own_cache=cache))
@@ -103,6 +112,10 @@ def keeps(model: Model) -> bool:
     cache.select(rows)
     found = [model(MicroBatch(ids[rows, i : i + 1], own_cache=cache)).logits for i in range(3, ids.shape[1])][-1]
     wanted = model(MicroBatch(ids[rows])).logits[:, -1, shard.start : shard.start + shard.valid]
+    # Relative error of the last logits. A wrong cache gives other logits altogether; the order of
+    # sums alone changes them by far less than this.
     near = 1e-3 if wanted.dtype == torch.float32 else 0.1
     apart = (found.float() - wanted.float()).norm() / wanted.float().norm()
+    # Each rank compares its columns of the vocabulary, and one verdict holds for all: ranks that
+    # disagreed would run different numbers of passes.
     return not bool(max_over(apart > near, [shard.group]))

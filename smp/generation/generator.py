@@ -73,10 +73,14 @@ class Generator:
         self._together: tuple[Group, ...] = ()
         if context is not None and (shares or context.ep is not None):
             self._together = context.data_groups
+        # They meet in collectives inside of the layers, so a rank without texts computes an idle
+        # pass.
         self._ring: Ring | None = None
         if stages is not None and context is not None and context.pp is not None:
             staged = require_stages(model, "--pipeline-model-parallel-size")
             self._ring = Ring(staged, context.pp, stages, dtype, self.device)
+        # One group of texts for each pipeline rank: while the tokens of one travel back to the
+        # first stage, the stages compute the others.
         self._groups = 1 if self._ring is None or context is None else min(context.pp_size, batch_size)
 
     def write(self, requests: Iterable[Request], sampling: Sampling, stops: Stops = NO_STOPS) -> Iterator[Completion]:
@@ -91,6 +95,8 @@ class Generator:
             ValueError: a request that cannot be, before anything is computed; while it writes: logits that are no
                 numbers.
         """
+        # Not inside of the generator below: a bad request is an error here, not at the first
+        # ``next()``.
         texts = [self._text(request, sampling, stops) for request in requests]
         passes = self._passes([text for text in texts if text.finish is None], sampling, stops)
         ended = chain([text for text in texts if text.finish is not None], chain.from_iterable(passes))
@@ -133,7 +139,11 @@ class Generator:
         # Long ones first: prompts of about one length come in together, without much padding.
         waiting = deque(sorted(texts, key=lambda text: -len(text.ids)))
         longest, rope = self.model.config.max_position_embeddings, _new_rope_at(self.model.config)
+        # The batch in groups whose sizes differ by one at most. All groups take from one queue.
         counts = [len(range(i, self.batch_size, self._groups)) for i in range(self._groups)]
+        # What each group computed in the round before. Its tokens are taken only when its turn
+        # comes again, so that under pipeline parallelism they travel while the other groups
+        # compute.
         pending: list[tuple[Forward, Sampled | None] | None] = [None] * len(counts)
         busy = True
         with _evaluating(self.model), gathered(self.model):
@@ -149,6 +159,9 @@ class Generator:
                     if (passed := pending[i]) is not None:
                         yield self._finish(slots, *passed, stops)
                     forward = slots.next()
+                    # A collective over the ranks that share experts or scales: every rank asks once
+                    # for each group and round, whether it has texts or not, so that all leave the
+                    # loop in the same round.
                     if self._somebody_works(forward is not None):
                         busy = True
                         pending[i] = self._pass(slots, forward, sampling)
@@ -191,8 +204,11 @@ class Generator:
         output = self.model.output_shard()
         assert output is not None, "the last stage has it"
         rows = torch.tensor(forward.rows, device=self.device)
+        # The samples of a prompt share a row of logits and differ by their keys alone.
         if len(forward.rows) != len(logits):
             logits = logits[rows]
+        # One key for each text and position: the draw does not depend on the batch that the text is
+        # in.
         keys = [text.key + text.written for text in forward.texts]
         sampled = choose(logits, output.shard, sampling, torch.tensor(keys, device=self.device))
         if self._cp is not None:
@@ -215,6 +231,8 @@ class Generator:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Within, evaluation mode; then each module is in the mode in which it was."""
+    # Of each module: parts that a caller froze in evaluation mode stay there, as ``model.train()``
+    # at the end would not leave them.
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

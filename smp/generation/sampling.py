@@ -90,10 +90,12 @@ def choose(logits: torch.Tensor, shard: VocabShard, sampling: Sampling, keys: to
     Log-probabilities are not finite where a logit is no number.
     """
     group = shard.group
+    # Padded columns of the vocabulary must not be drawn.
     logits = logits[:, : shard.valid].float()
     if sampling.temperature not in (0.0, 1.0):
         # In fp64 where fp32 cannot divide: the smallest temperatures make all but the largest logits infinitely small.
         logits = _tempered(logits, sampling.temperature, group)
+    # The largest logit of all ranks is taken off before exp, or exp overflows.
     peaks = logits.max(1) if shard.valid else _nothing(logits)
     peak = max_over(peaks.values, [group])
     exponentials = (logits - peak[:, None]).exp_()
@@ -104,9 +106,12 @@ def choose(logits: torch.Tensor, shard: VocabShard, sampling: Sampling, keys: to
         first = torch.where(peaks.values == peak, peaks.indices + shard.start, shard.vocab_size)
         return Sampled(-max_over(-first, [group]), -total.log())
     if sampling.top_k or sampling.top_p < 1.0:
+        # ``total`` stays that of the whole vocabulary: log-probabilities are those that a trainer computes.
         least = _least(logits, peak, total, shard, sampling)
         kept = logits >= least[:, None]
         logits, sums = logits.masked_fill(~kept, -torch.inf), _block_sums(exponentials.mul_(kept), shard)
+    # P(token) = P(block) P(token | block). A block of which nothing is left sums to 0: its score is
+    # -inf and it never wins.
     blocks = torch.arange(sums.shape[1], device=logits.device)[None]
     block = (sums.double().log() + _gumbel(_OF_BLOCKS, keys, blocks)).argmax(1)
     columns = block[:, None] * BLOCK + torch.arange(BLOCK, device=logits.device)  # (rows, BLOCK), global ids
@@ -132,12 +137,16 @@ def _nothing(logits: torch.Tensor) -> torch.return_types.max:
 def _block_sums(exponentials: torch.Tensor, shard: VocabShard) -> torch.Tensor:
     """Sums over the blocks of the whole vocabulary, (rows, blocks), the same on all ranks. A block may lie on two."""
     blocks = -(-shard.vocab_size // BLOCK)
+    # Blocks are counted from token id 0, not from this rank's first column, so that the draw of a
+    # block means the same tokens in every layout.
     before = shard.start % BLOCK
     after = -(before + shard.valid) % BLOCK
     padded = F.pad(exponentials, (before, after)) if before or after else exponentials
     own = padded.unflatten(1, (-1, BLOCK)).sum(2) if shard.valid else padded[:, :0]
     if shard.group.size == 1:
         return own
+    # Gathered and added in the order of the ranks, which gives the same bits on each; ranks whose
+    # sums differed in the last bit could choose different blocks.
     sums = own.new_zeros(len(own), blocks)
     sums[:, shard.start // BLOCK :][:, : own.shape[1]] = own
     return _from_all(sums, shard.group).sum(0)
@@ -154,12 +163,14 @@ def _columns(logits: torch.Tensor, columns: torch.Tensor, shard: VocabShard) -> 
     here = (own >= 0) & (own < shard.valid)
     if not shard.valid:
         return max_over(logits.new_full(columns.shape, -torch.inf), [shard.group])
+    # Each id lies on one rank; the maximum takes its logit there, and -inf is below every logit.
     found = logits.gather(1, own.clamp(0, shard.valid - 1)).masked_fill(~here, -torch.inf)
     return max_over(found, [shard.group])
 
 
 def _gumbel(draw: int, keys: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """fp64 (rows, columns): in fp32 the largest numbers would round to 1, whose Gumbel number is infinite."""
+    # Half a step off both ends: uniform numbers in (0, 1), whose logarithms are finite.
     uniform = (keyed_bits_at(draw, keys, columns).double() + 0.5) * 2.0**-32
     return uniform.log_().neg_().log_().neg_()
 
@@ -168,6 +179,8 @@ def _least(
     logits: torch.Tensor, peak: torch.Tensor, total: torch.Tensor, shard: VocabShard, sampling: Sampling
 ) -> torch.Tensor:
     """(rows,): the least logit that top-k and top-p leave."""
+    # ``_largest`` is a collective. The loop ends by numbers that are equal on all ranks, so all of
+    # them make the same number of turns.
     count = min(sampling.top_k or FIRST_CANDIDATES, shard.vocab_size)
     while True:
         values = _largest(logits, count, shard)  # (rows, count), falling
@@ -185,6 +198,7 @@ def _least(
 def _largest(logits: torch.Tensor, count: int, shard: VocabShard) -> torch.Tensor:
     """(rows, count): the largest logits of all ranks, falling."""
     own = logits.topk(min(count, shard.valid), dim=1).values
+    # Equal shapes on all ranks, for the gather.
     own = F.pad(own, (0, count - own.shape[1]), value=-torch.inf)
     if shard.group.size == 1:
         return own

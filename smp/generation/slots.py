@@ -1,4 +1,4 @@
-"""Which texts are in the cache, and what is computed next: prompts that wait for a slot, or a token of every text.
+"""Continuous batching: which texts are in the cache, and whether prompts or one token of every text come next.
 
 Finished texts leave at once, and the last text moves into their slot, so that texts are always in the first slots and
 rows of a batch are views of the cache. Waiting prompts come in when an eighth of the slots is free. Texts that begin
@@ -72,6 +72,8 @@ class Slots:
         free = self.cache.slots - len(self.texts)
         if self._coming is not None:
             return self._piece(*self._coming)
+        # Prompts come in several at a time: a pass over the prompt of each text that ends would
+        # stop all other texts for one prompt.
         if self.waiting and (not self.texts or free >= max(1, self.cache.slots // 8)):
             return self._prompts(*self._taken(free))
         return self._tokens() if self.texts else None
@@ -87,6 +89,8 @@ class Slots:
         for slot in reversed(range(len(self.texts))):
             text = self.texts[slot]
             if text.finish is None and len(text.ids) in self.new_rope_at:
+                # Its cached keys are rotated by frequencies that no longer hold: it comes in again
+                # as a prompt.
                 self.waiting.appendleft(text)
             elif text.finish is None:
                 continue
@@ -109,6 +113,7 @@ class Slots:
         while self.waiting and len(texts) < free:
             ids = tuple(self.waiting[0].ids)
             longest = max(longest, len(ids))
+            # Padded to the longest: so many tokens would go through the model. A copy adds none.
             if texts and ids not in sequences and longest * (len(sequences) + 1) > PROMPT_TOKENS:
                 break
             sequences.setdefault(ids, len(sequences))
@@ -128,6 +133,8 @@ class Slots:
             return self._piece(sequences, texts, rows)
         length = max(map(len, sequences))
         positions = torch.arange(length, device=self.device).expand(len(sequences), length)
+        # Index of each prompt's last token among batch x length: its logits give the first new
+        # token.
         last = [row * length + len(ids) - 1 for row, ids in enumerate(sequences)]
         ids = _padded(sequences, length)
         return self._enter(ids, positions, positions, last, 0, sequences, texts, rows)
@@ -137,6 +144,8 @@ class Slots:
         (ids,), start = sequences, self._done
         self._done = end = min(start + PROMPT_TOKENS, len(ids))
         positions = torch.arange(start, end, device=self.device)[None]
+        # The first piece sees itself alone (keys 0, the training kernels); later ones see the cache
+        # up to their own end.
         new, keys = torch.tensor([ids[start:end]]), end if start else 0
         if end < len(ids):
             return Forward(self._micro_batch(new, positions, positions, None, keys, [len(ids)], len(self.texts)))
@@ -147,6 +156,7 @@ class Slots:
         """The pass of prompts of which this rank has its part of each."""
         assert self.cp is not None
         length = max(map(len, sequences))
+        # Zig-zag chunks, two for each rank, see smp.kernels.sequence_cut.
         length += -length % (2 * self.cp.size)
         cut = cut_sequences(len(sequences), length, self.cp.size)
         index = cut.index(self.cp.rank)  # (batch, length / cp): places of this rank's tokens
@@ -154,12 +164,16 @@ class Slots:
         last = [row * index.shape[1] + found[0] if found else -1 for row, found in enumerate(places)]
         columns = torch.arange(index.shape[1], device=self.device).expand_as(index)
         ids, start = _padded(sequences, length).gather(1, index), len(self.texts)
+        # Before ``positions`` is written: growing the cache makes a new tensor of it.
         self.cache.reserve(index.shape[1])
+        # What a former text of the slot left must not be seen.
         self.cache.positions[start : start + len(sequences)] = NOWHERE
         lengths = torch.tensor([[len(ids)] for ids in sequences])
         # Padding stands nowhere, or written tokens would see it in the place of their own.
         known = index.masked_fill(index >= lengths, NOWHERE).to(self.device)
         self.cache.positions[start : start + len(sequences), : index.shape[1]] = known
+        # Padding may reach past the model's longest sequence, where there is no rotary table or
+        # embedding.
         positions = index.clamp(max=self.longest - 1).to(self.device)
         forward = self._enter(ids, positions, columns, last, 0, sequences, texts, rows)
         return replace(forward, micro_batch=replace(forward.micro_batch, cut=cut))
@@ -179,6 +193,8 @@ class Slots:
         start, lengths = len(self.texts), [len(ids) for ids in sequences]
         micro_batch = self._micro_batch(ids, positions, columns, last, keys, lengths, start)
         self.texts += texts
+        # Under context parallelism a slot is filled to the padded length of the batch. Its padding
+        # has position NOWHERE and is not seen. Otherwise tokens overwrite the padding.
         filled = columns.shape[1] if self.cp is not None else 0
         self.columns += [filled or lengths[row] for row in rows]
         return Forward(micro_batch, tuple(texts), tuple(rows))
@@ -187,6 +203,7 @@ class Slots:
         """After a pass: let the other samples of its prompts begin as the one that was computed."""
         view = forward.micro_batch.cache
         assert view is not None
+        # ``_taken`` put the computed texts first and their copies after them.
         for slot, row in enumerate(forward.rows[len(view.columns) :], view.start + len(view.columns)):
             self.cache.copy(view.start + row, slot, self.columns[slot])
 
@@ -201,6 +218,9 @@ class Slots:
         if self.cp is None:
             self.columns = [column + 1 for column in self.columns]
         else:
+            # A written token n of a text is kept by rank n mod cp. The layers of every rank write its key to
+            # the next free column; on the ranks that do not keep it the column is marked as
+            # NOWHERE.
             own = [position % self.cp.size == self.cp.rank for position in positions]
             known = places[:, 0].masked_fill(torch.tensor(own).logical_not().to(self.device), NOWHERE)
             self.cache.positions[torch.arange(len(own), device=self.device), columns[:, 0]] = known
@@ -235,5 +255,5 @@ def idle(device: torch.device) -> Forward:
 
 
 def _padded(sequences: list[list[int]], length: int) -> torch.Tensor:
-    """int64 (sequences, length): zeros behind, which none of the tokens before them sees."""
+    """int64 (sequences, length), padded with zeros at the end, which the causal mask hides from all other tokens."""
     return torch.tensor([ids + [0] * (length - len(ids)) for ids in sequences])

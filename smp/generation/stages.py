@@ -42,9 +42,11 @@ class Ring:
     ) -> None:
         self.model, self.dtype, self.device = model, dtype, device
         self.stages, self.rank = list(stages), mesh.get_local_rank()
+        # Neighbouring stages of one rank, at the turn of a v, pass hidden states without a message.
         ranks, size = [rank for _, rank in stages], mesh.size()
         onward = {(a, b) for a, b in itertools.pairwise(ranks) if a != b}
         self.last = ranks[-1]
+        # size - 1 hops in a ring, from the rank of the last stage to the one before it.
         around = {((self.last + i) % size, (self.last + i + 1) % size) for i in range(size - 1)}
         self._hidden, self._tokens = Links(mesh, onward), Links(mesh, around)
         self._before, self._behind = (self.rank - 1) % size, (self.rank + 1) % size
@@ -56,6 +58,8 @@ class Ring:
         for i, (part, rank) in enumerate(self.stages):
             if rank != self.rank:
                 continue
+            # A first stage embeds token ids, and a stage of this rank left ``hidden`` in the turn
+            # before.
             if i > 0 and self.stages[i - 1][1] != self.rank:
                 shape = self.model.hidden_shape(*micro_batch.input_ids.shape)
                 hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -67,6 +71,8 @@ class Ring:
             hidden, to = output.hidden, self.stages[i + 1][1]
             if to != self.rank:
                 assert hidden is not None
+                # A message is sent as the memory lies; of a strided view that would be other
+                # elements.
                 self._send(self._hidden, hidden.contiguous(), to)
         return None
 
@@ -92,5 +98,6 @@ class Ring:
         self._sent.clear()
 
     def _send(self, links: Links, tensor: torch.Tensor, to: int) -> None:
+        # Tensors stay alive until their messages are sent.
         self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
         self._sent.append((links.send(tensor, to), tensor))

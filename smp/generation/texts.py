@@ -136,6 +136,7 @@ def take(texts: Sequence[Text], ids: Sequence[int], log_probs: Sequence[float], 
         ValueError: they came of logits that are no numbers.
     """
     for text, token, log_prob in zip(texts, ids, log_probs, strict=True):
+        # NaN fails both comparisons.
         if not -1e30 < log_prob < 1e30:
             raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
         text.add(token, log_prob, stops)

@@ -1,13 +1,13 @@
-"""AdamW whose moments and steps are on the host.
+"""AdamW on the host: moments are kept and steps are computed there.
 
-Of each parameter: its gradient is copied out, the host computes the step on its own copy of the weight, and the new
-weight is copied back, while the host computes the next one's. Gradients leave as soon as they are there, beside the
-last backward pass of the step (:meth:`HostAdamW.stream`). Whether there is a step, and by what clipping scales
-gradients, is known when all are there: so they leave as they are, and the host multiplies them, only where the factor
-is not 1. Without ``stream`` a few are under way while the host computes.
+For each parameter the gradient is copied to the host, the host computes the step on its own copy of the weight, and the
+new weight is copied back while the host computes the next one. With :meth:`HostAdamW.stream` a gradient leaves as soon
+as the step's last backward pass has made it. Whether there is a step, and the factor of clipping, are known only when
+all gradients are there: so they leave unscaled, and the host multiplies them where the factor is not 1. Without
+``stream`` up to ``AHEAD`` gradients are under way while the host computes.
 
-The device has no moments: 8 bytes per parameter less. The host has 8 bytes of moments and 4 of weights for each of
-them, and 4 of gradients, without ``stream`` those of a few.
+The device saves 8 bytes of moments per parameter. The host holds 8 bytes of moments and 4 of weights per parameter, and
+with ``stream`` 4 of gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ AHEAD = 4
 
 @dataclass
 class _Arriving:
-    """A gradient on its way to the host, ``there`` as it is on the device; ``source`` is what is copied of it."""
+    """A gradient on its way to the host.
+
+    Attributes:
+        there: ``parameter.grad``, by which a replaced gradient is noticed.
+        source: its contiguous local part, kept alive until the copy has ended.
+        gradient: where it arrives, in ``buffer`` of the pool.
+        events: of the copies of gradient and weight.
+    """
 
     there: torch.Tensor
     source: torch.Tensor
@@ -159,6 +166,8 @@ class HostAdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = self.zeros_like(parameter), self.zeros_like(parameter)
+        # The function and not the class: its tensors are the host's copies, and DTensors' local
+        # parts.
         adamw(
             [twin],
             [arriving.gradient],
@@ -175,6 +184,7 @@ class HostAdamW(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
+        # No event: the host waited for the copy and has read it.
         self._gradients.give(arriving.buffer, None)
         weight = local_part(parameter.detach())
         # The device must not read the weight before it is back.

@@ -115,6 +115,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         size = max(1, _CHUNK // max(1, weight.shape[1]))
         for start in range(0, weight.shape[0], size):
             at = slice(start, start + size)
+            # Copies, but for moments that rest in fp32, which AdamW then updates in place.
             wide = {moment: self._widened(p, moment, parts, at) for moment in MOMENTS}
             torch._fused_adamw_(
                 [weight[at]],

@@ -57,6 +57,7 @@ def _height(style: str, parts: Lengths, end: int, done: int) -> float:
     """Where between ``min_lr`` (0) and ``lr`` (1) the rate is, after the warm-up and before the end."""
     if style == "WSD":
         assert parts.final is not None, "resolved before"
+        # Negative before the last stretch begins, where the rate is still the full one.
         share = 1 - (end - done) / parts.final
         return 2 * math.pow(0.5, max(0.0, share)) - 1
     share = (done - parts.warmup) / (end - parts.warmup)

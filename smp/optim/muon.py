@@ -157,4 +157,5 @@ class Muon(torch.optim.Optimizer):
             # Decay first, of the old weight, as AdamW's.
             local_part(p.detach()).mul_(1 - lr * group["weight_decay"]).add_(part, alpha=-lr * scale)
 
+        # Collective: ranks that share matrices go through the same list in the same order.
         on_owners(trained, smoothed, direction, add)

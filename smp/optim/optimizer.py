@@ -140,6 +140,7 @@ def _decoupled(groups: list[dict[str, Any]], vocabulary: set[nn.Parameter]) -> l
 def _is_sharded(parameter: torch.Tensor, fsdp: DeviceMesh) -> bool:
     if not isinstance(parameter, DTensor):
         return False
+    # FSDP2's sharded parameter is a DTensor on the mesh of FSDP and TP, its gathered one on TP alone.
     names = fsdp.mesh_dim_names
     return names is None or set(names) <= set(parameter.device_mesh.mesh_dim_names or ())
 
@@ -299,5 +300,6 @@ def _copies(tensor: torch.Tensor | None, group: dist.ProcessGroup | None) -> int
     if not isinstance(tensor, DTensor):
         # An ordinary parameter: every rank of the group has it.
         return dist.get_world_size(group)
+    # Replicated over a mesh dimension of n ranks: n equal copies.
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if isinstance(placement, Replicate))

@@ -88,6 +88,8 @@ class Schedule:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the hash: those of strings differ between processes."""
+        # Python salts hashes of strings: a process that got another one's would never find a
+        # schedule in its caches.
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
@@ -127,6 +129,7 @@ def completed(action: Action) -> tuple[Action, ...]:
     """What is done once the action is: a whole backward is its input part and its weight part."""
     if action.op is not Op.BACKWARD:
         return (action,)
+    # The input part first: the runner files the result of a whole backward pass under it.
     split = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     return tuple(Action(op, action.stage, action.micro_batch) for op in split)
 

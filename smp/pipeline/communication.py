@@ -88,6 +88,7 @@ def _channels(schedule: Schedule) -> dict[tuple[int, int], list[tuple[int, int, 
     channels: defaultdict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
     for rank, compute in enumerate(schedule.actions):
         for reader, action in enumerate(compute):
+            # Driven by the readers: a result that no other rank reads is not sent.
             for receive in (need for need in needs(schedule, action) if need.op in RECEIVE):
                 # A send needs exactly one action: the one that computes what it sends.
                 (result,) = needs(schedule, counterpart(receive))
@@ -101,6 +102,8 @@ def _uses(rank: _Rank, reshard_after_use: bool) -> list[tuple[int, int, int]]:
     """(stage, first, last index) of the stretches over which the parameters of a stage stay unsharded."""
     indexed = list(enumerate(rank.compute))
     if reshard_after_use:
+        # ``groupby`` joins neighbours only, so a later computation on the same stage is a use of
+        # its own.
         runs = [list(run) for _, run in groupby(indexed, key=lambda item: (item[1].stage, item[1].micro_batch))]
         return [(run[0][1].stage, run[0][0], run[-1][0]) for run in runs]
     # A later entry replaces an earlier one of its stage: this is the last use, and from the end the first.
@@ -124,6 +127,7 @@ def _reshard(rank: _Rank, reshard_after_use: bool) -> None:
 
 
 def _reduce(rank: _Rank) -> None:
+    # A later entry replaces an earlier one: what is left is each stage's last weight gradient.
     weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
     last = {action.stage: index for index, action in enumerate(rank.compute) if action.op in weights}
     for stage, index in last.items():
@@ -134,6 +138,8 @@ def _reduce(rank: _Rank) -> None:
 def known_to_have_arrived(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     """For each message that ``rank`` receives, the sends of its own that have arrived when it is there: those that the
     other rank's actions read before it was sent."""
+    # The other rank runs its actions in order. A computation of its that reads this rank's message
+    # stands before its next send to this rank, so that send proves that the message has arrived.
     found = dict[Action, list[Action]]()
     for other, actions in enumerate(schedule.actions):
         read: list[Action] = []

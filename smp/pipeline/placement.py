@@ -120,6 +120,8 @@ def _repeat(layout: str, most: int) -> str:
         return match[1] * int(digits or "0")
 
     written = layout.replace(",", "")
+    # A group within a group is not matched: its parentheses stay, and are refused as unknown
+    # characters.
     for pattern in (r"\(([^()]*)\)\*([0-9]+)", r"([^*])\*([0-9]+)"):
         written = re.sub(pattern, repeated, written)
     return written

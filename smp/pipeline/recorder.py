@@ -90,5 +90,7 @@ class Recorder:
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         own = [Span(rank, action, self._seconds(start), self._seconds(end)) for action, start, end in self._marks]
         every: list[list[Span]] | None = [[] for _ in range(size)] if rank == 0 else None
+        # Collective: every rank of the pipeline has to call it. ``group_dst`` is a rank of the
+        # group, not of the world.
         dist.gather_object(own, every, group=self._group, group_dst=0)
         return None if every is None else Timeline(size, tuple(span for spans in every for span in spans))

@@ -98,6 +98,7 @@ class _Step:
         arguments = self._arguments(action)
         recorded = nullcontext() if self.recorder is None else self.recorder.running(action)
         with naming(f"pipeline rank {self.runner.links.rank}: {action}", function=False), recorded:
+            # The values of ``Op`` are the names of the methods of ``Stages``.
             result = getattr(self.stages, action.op.value)(action.stage, *arguments)
         # A backward pass in one piece and one in two are known by the same name, so that what
         # reads it need not know which.

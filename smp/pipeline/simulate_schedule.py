@@ -52,6 +52,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCosts], link: float = 0) -
     if min(link, *(time for stage in costs for time in astuple(stage))) < 0:
         raise ValueError(f"times are at least 0, not {costs} and {link} per message")
     engines = _Engines(schedule, costs, link)
+    # In this order all that an action waits for has its time already.
     for rank, position in execution_order(schedule):
         engines.run(rank, schedule.actions[rank][position])
     return Timeline(schedule.ranks, tuple(engines.spans))
@@ -110,4 +111,5 @@ class _Engines:
         # Both sides have posted it, and the channel has carried all messages before it.
         start = max(self.posted[receive], self.clock[rank], self.channel[source, destination])
         self._span(source, send, start)
+        # One message, two spans: both ends show it for as long as it travels.
         self.channel[source, destination] = self.ready[receive] = self._span(destination, receive, start)

@@ -80,6 +80,7 @@ def _place(
     """The part of each stage, as the user says, or balanced by the FLOPs of a whole step."""
     if parallel.pipeline_model_parallel_layout is not None:
         return parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, stages)
+    # More stages than layers, embedding and head cannot all have something to compute.
     if stages > model.num_layers + 2:
         raise ConfigError(
             f"--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank is {stages} stages, more than "
@@ -107,6 +108,8 @@ def _costs(part: ModelPart, flops: ForwardFlops, replays: int, tokens: int) -> S
     # Multi-token predictions are computed by layers of their own, which lie next to the head.
     layers += part.head * flops.mtp * tokens
     both = layers + (part.embedding * flops.embedding + part.head * flops.around) * tokens
+    # The fused loss computes the output matrix's product and both its gradients in the forward
+    # pass.
     head = part.head * flops.head * tokens
     return StageCosts(both + 3 * head, both + replays * layers, both)
 

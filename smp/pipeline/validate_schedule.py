@@ -42,6 +42,7 @@ def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -
         schedule: valid.
         sizes: of each stage, what a micro-batch through it counts; by default 1.
     """
+    # A split backward keeps its activations until the weight part, which reads the layers' inputs.
     change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}
     return tuple(
         max(accumulate((change.get(one.op, 0) * _size(sizes, one.stage) for one in actions), initial=0))
@@ -64,6 +65,7 @@ def split_activations(
         waiting, pending, apart, losses, states = 0.0, 0.0, 0, 0, set[tuple[float, float, int]]()
         for action in actions:
             size = _size(sizes, action.stage)
+            # Booleans as numbers: +1 when a micro-batch enters the state, -1 when it leaves it.
             comes = (action.op is Op.FORWARD) - (action.op in (Op.BACKWARD, Op.BACKWARD_INPUT))
             waiting, losses = waiting + comes * size, losses + comes * (action.stage == schedule.stages - 1)
             between = (action.op is Op.BACKWARD_INPUT) - (action.op is Op.BACKWARD_WEIGHT)
@@ -131,9 +133,12 @@ def _states_of_rank(
                 reduced |= own
             case Op.FORWARD:
                 losses += loss
+                # The state during the pass: a forward pass already holds its own activations, and a
+                # backward pass still does.
                 yield PassState(part, False, loss, held + size, held, losses, done, reduced, unsharded, False)
                 held += size
             case Op.BACKWARD:
+                # ``add_communication`` reduces right after a stage's last backward pass.
                 reduces, others = last[action.stage] == action, held - size
                 yield PassState(part, True, loss, held, others, losses, done, reduced, unsharded, reduces)
                 held, losses, done = others, losses - loss, done | own

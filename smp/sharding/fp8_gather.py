@@ -60,6 +60,8 @@ class GatherFp8:
         if scales is None:
             return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
         sent = [input_tensor[part.start : part.end].view(torch.uint8) for part in self._plain]
+        # Plain parts come first, and each rank's row is padded to a multiple of 8 bytes: what is
+        # viewed as a wider dtype below then begins at a multiple of its element.
         sent += [
             quantise(x[None], scale, E4M3).data.view(torch.uint8)[0] for x, scale in zip(scaled, scales, strict=True)
         ]
@@ -67,6 +69,8 @@ class GatherFp8:
         rest = -sum(sizes) % _ALIGNED
         coded = torch.cat([*sent, input_tensor.new_zeros(rest, dtype=torch.uint8)])
         gathered = coded.new_empty(group.size() * coded.numel())
+        # Waited for, whatever ``async_op`` says: what arrives is written as numbers in the next
+        # lines.
         all_gather_flat(gathered, coded, group=group)
         out, columns = output_tensor.view(group.size(), -1), gathered.view(group.size(), -1).split([*sizes, rest], 1)
         for part, found in zip(self._plain, columns, strict=False):

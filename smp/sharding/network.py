@@ -64,6 +64,7 @@ class GatherWeights(_Allocates):
         secondary = self._secondary
         if secondary is None:
             return self._gather(output_tensor, input_tensor, group, async_op, _nothing)
+        # Before the first forward pass there is no copy yet.
         if secondary.own is not None and _in_backward():
             return secondary.gather(output_tensor, async_op=async_op)
         # Waited for: the copies that stay on the node are taken from what arrived.
@@ -138,6 +139,8 @@ def communicate_by(
     """Let the FSDP units among ``modules``, sharded over the last dimension of ``mesh``, gather and reduce as was
     chosen for that group. Those in ``gathered_again`` are gathered for the backward pass once more: they have secondary
     shards where the group has."""
+    # Only this group is asked for: sums over replicas (``dp_replicate``) stay FSDP2's own
+    # all-reduce.
     group = mesh.get_group(mesh.ndim - 1)
     network, secondary = collectives.of(group), collectives.secondary.get(group.group_name)
     coded = collectives.quantization

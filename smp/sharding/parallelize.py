@@ -33,6 +33,8 @@ from smp.sharding.network import communicate_by
 from smp.sharding.offload import Offload
 
 _aten = torch.ops.aten
+# What selective recompute keeps. An operator of smp counts as one for the dispatcher: products
+# inside of it are not seen, so it is named itself.
 _KEPT = {
     _aten.mm.default,
     _aten.addmm.default,

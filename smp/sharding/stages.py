@@ -141,6 +141,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         yield
         return
     fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]  # as the first forward pass would
+    # The list exists only after the lazy initialization above.
     groups = [group for unit in units for group in _groups(unit)]
     policies = [group.post_forward_mesh_info for group in groups]
     try:

@@ -32,6 +32,8 @@ def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
     check_sizes("interleaved", ranks, micro_batches, chunks, least_chunks=2)
     forwards = grouped(Op.FORWARD, ranks, micro_batches, range(chunks))
     backwards = grouped(Op.BACKWARD, ranks, micro_batches, reversed(range(chunks)))
+    # No backward pass begins before the first group has passed all chunks, so its size sets the
+    # warm-up.
     first_group = groups(ranks, micro_batches)[0]
 
     def order(rank: int) -> list[Step]:

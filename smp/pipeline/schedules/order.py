@@ -28,6 +28,7 @@ def ordered(
     forward_only: bool = False,
 ) -> Schedule:
     """The schedule, computation only, whose rank r runs the steps ``order(r)``."""
+    # Without actions at first: sizes and placement alone say which stages a rank has.
     empty = Schedule(name, ranks, micro_batches, chunks, (), placement, forward_only=forward_only)
     return replace(empty, actions=tuple(_count(order(rank), empty.stages_of(rank)) for rank in range(ranks)))
 

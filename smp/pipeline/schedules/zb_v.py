@@ -52,6 +52,7 @@ def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
 
 def _order(ranks: int, rank: int, micro_batches: int) -> list[Step]:
     below = ranks - rank  # ranks from here to the turn
+    # The rows of the module's table, in its order.
     warm_up = [F] * (2 * below - 1) + [f, F] * rank + [f, i, w] * below
     steady = [F, I, W, f, i, w] * (micro_batches - 2 * below + 1 - rank) + [I, W, f, i, w] * (below - 1)
     cool_down = [I, i] * rank + [I, W] * below + [w] * rank + [W] * rank
