@@ -1,10 +1,10 @@
 """Parallel layers for any ``nn.Module``. They take a 1-D DeviceMesh or a ``ParallelContext``, and need no config, no
 trainer and no global state.
 
-Read ``block`` first: norms and residual around a mixer (``attention``, ``latent_attention``,
-``sparse_attention``, ``recurrences``) and
-``mlp`` or :mod:`smp.layers.moe`; all of them stand on ``linear``. :mod:`smp.layers.heads` has losses,
-:mod:`smp.layers.adapters` LoRA, :mod:`smp.layers.context_parallel` attention and recurrences over cut sequences.
+Read ``block`` first: norms and residual around a mixer (``attention``, ``latent_attention``, ``sparse_attention``,
+``recurrences``) and ``mlp`` or :mod:`smp.layers.moe`; all of them stand on ``linear``. :mod:`smp.layers.heads` has
+losses, :mod:`smp.layers.adapters` LoRA, :mod:`smp.layers.context_parallel` attention and recurrences over cut
+sequences.
 """
 
 from smp.data.sample import IGNORE_INDEX

@@ -139,6 +139,7 @@ class SelfAttention(nn.Module):
         if sinks:
             self.sinks = tp_parameter((num_heads,), SHARD_ROWS, context.tp)
             self.initializers: dict[str, Initializer] = {"sinks": Normal(init_std)}
+        # Global number of this rank's first head: dropout masks and ALiBi slopes must not depend on TP.
         self.spec = replace(spec, first_head=self.query.group.rank * (num_heads // ranks))
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
@@ -161,12 +162,14 @@ class SelfAttention(nn.Module):
                 in_place = False
             q, k = rope(q, k, *table, self.head_dim, self.kernels.rope, in_place=in_place)
         q, k, v = (self._heads(y) for y in (q, k, v))
+        # After RoPE, as in Llama 4; learned norms come before it.
         if self.query_key.l2_norm_eps is not None:
             q, k = (l2_normed(y, self.query_key.l2_norm_eps) for y in (q, k))
         if self.query_key.query_scale is not None:
             q = (q * prepared(layout, self.query_key.query_scale)).to(q.dtype)
         token_index, cache = layout.token_index, layout.cache
         if self.chunk is not None:
+            # From here on the layout in which a chunk is a document.
             layout = prepared(layout, chunks_key(self.chunk))
         # By the numbers of the queries: the mask of a pair does not change when keys are cut or cached.
         dropped = dropout_key_of(self, key, token_index)
@@ -177,6 +180,7 @@ class SelfAttention(nn.Module):
         else:
             out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped, sinks)
         out = out.flatten(1)
+        # (tokens, heads/p x head_dim)
         for of_gate in gates_of:
             out = out * of_gate.sigmoid()
         return self.output(out, token_index=token_index)

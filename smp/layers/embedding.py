@@ -59,6 +59,7 @@ class VocabParallelEmbedding(nn.Module):
         rows = padded_vocab_size(vocab_size, divisible_by, self.group.size)
         self.weight = tp_parameter((rows, hidden_size), SHARD_ROWS, context.tp)
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std)}
+        # Read by ``init_weights`` and by checkpoints: padding is zero, and is not saved.
         self.logical_rows = {"weight": vocab_size}
         self.rows_per_rank = rows // self.group.size
 

@@ -105,6 +105,7 @@ class SeenKeysNeed:
                 "it out"
             )
         if layout.query_positions is not None:  # of texts that are being written, whose keys are kept
+            # A text's keys lie from column 0 of its slot on, so the position of a query is its last key's number.
             queries, keys = layout.query_positions, layout.keys
             numbers = _numbers(torch.zeros_like(queries), queries, keys, layout.padding)
             return SeenKeys(*numbers, Pairs(batch, length, keys, aligned=False))
@@ -115,6 +116,7 @@ class SeenKeysNeed:
         if layout.document_ids is not None:
             places = of_documents(to_device(layout.document_ids, device)).places
             assert places is not None
+            # A document's first token: nothing before it may be seen.
             begins = column - places
         return SeenKeys(*_numbers(begins, column, length, layout.padding), Pairs(batch, length, length))
 
@@ -132,6 +134,7 @@ def _numbers(begins: torch.Tensor, ends: torch.Tensor, keys: int, padding: int) 
     base = torch.arange(len(begins), device=begins.device)[:, None] * keys
     first, last = (begins + base).flatten(), (ends + base).flatten()
     none = first.new_zeros(padding)
+    # Padding: first 0, last -1, an empty range.
     return torch.cat((first, none)), torch.cat((last, none - 1))
 
 
@@ -217,6 +220,7 @@ class Indexer(nn.Module):
         table: RotaryTable = prepared(layout, rotary)
         if self.sequence_parallel:
             rows = x.shape[0]
+            # The table has a row for every token, this rank has a slice of the tokens.
             cos, sin = (part.narrow(0, self.group.rank * rows, rows) for part in table)
             table = cos, sin
         if self.interleaved:
@@ -256,6 +260,7 @@ class Indexer(nn.Module):
         own, rows, target = self._own(index, seen), slice(None), sums.detach()
         if self.sequence_parallel:
             rows = slice(own.pairs.start, own.pairs.start + index.q.shape[0])
+            # Heads of attention are cut over TP; their probabilities are summed, and each rank gets its tokens.
             target = reduce_scatter_tokens(target, self.group)
         else:
             target = reduce_from_group(target, self.group)

@@ -69,6 +69,7 @@ class KVCache:
         for states in self.states.values():
             for x in states:
                 x[target] = x[source]
+        # Read under context parallelism only.
         self.positions[target] = self.positions[source]
 
     def tensors(self, layer: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -113,6 +114,7 @@ class CacheView:
         if not self.keys:
             return replace(layout, cache=self)
         rows = slice(self.start, self.start + layout.batch)
+        # Without context parallelism column n holds token n of its text.
         known = torch.arange(self.keys, device=positions.device)[None]
         if not self.whole:
             known = self.cache.positions[rows, : self.keys]
@@ -137,6 +139,7 @@ class CacheView:
             known = [torch.zeros((slots, *x.shape[1:]), dtype=x.dtype, device=device) for x in like]
             self.cache.states[self.layer] = known
         rows = [x[self.start : self.start + len(self.columns)] for x in known]
+        # ``keys`` 0: the texts begin here, and a former text's state is still in the slot.
         return rows if self.keys else [torch.zeros_like(x) for x in rows]
 
     def keep(self, *states: torch.Tensor) -> None:
@@ -148,6 +151,7 @@ class CacheView:
         """int64 (batch x length x heads,): rows of a tensor of the cache with so many heads; once for all layers."""
         if heads not in self.places:
             slots = torch.arange(self.start, self.start + len(self.columns), device=self.columns.device)
+            # A cache tensor seen as (slots x heads x capacity, channels): one index for all heads of a token.
             lines = slots[:, None] * heads + torch.arange(heads, device=slots.device)  # (batch, heads)
             self.places[heads] = (lines[:, None] * self.cache.capacity + self.columns[..., None]).flatten()
         return self.places[heads]
@@ -195,11 +199,13 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayo
     operator = operator_for("flash" if q.device.type == "cpu" else "efficient", q.device)
     mask = layout.mask(spec.pattern(layout), q.dtype, q.device)
     assert mask is not None
+    # (batch, groups, heads / groups, head_dim)
     queries, scale = q[:batch].unflatten(1, (groups, -1)), width**-0.5 if spec.scale is None else spec.scale
     queries, k, v = (widened(x, operator.multiple) for x in (queries, k, v))
     scores = Scores(False, mask.expand(-1, -1, queries.shape[2], -1), scale)
     out, lse = operator.forward(queries, k, v, scores)
     out, lse = out[..., :width].reshape(batch, -1, width), lse.reshape(batch, -1).t()  # (heads, batch)
+    # Under context parallelism this rank may hold no key that a token sees: then it adds nothing.
     if not layout.sees_itself:
         blind = mask.isneginf().all(dim=-1).view(-1)  # (batch or 1,)
         out, lse = out.masked_fill(blind[:, None, None], 0.0), lse.masked_fill(blind, -torch.inf)
@@ -209,6 +215,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayo
 def _merged(out: torch.Tensor, lse: torch.Tensor, cp: Group) -> Pair:
     """Attention to the keys of all ranks, merged in the order of the ranks: the same bits on each."""
     outs = wait(start_all_gather(out.float()[None], cp), cp)
+    # (cp, heads, tokens)
     sums = wait(start_all_gather(lse[None], cp), cp)
     whole, total = outs[0], sums[0]
     for part, its in zip(outs[1:], sums[1:], strict=True):

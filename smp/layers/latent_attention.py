@@ -126,6 +126,7 @@ class LatentAttention(nn.Module):
         plain, rotated, key_rope = self._rotated(q, key_rope, layout)
         if layout.cache is not None:
             # The latents are kept, not keys and values: that is what this kind of attention is for.
+            # (tokens, 1, kv_lora_rank + rope_dim): one head that all query heads read
             (kept,) = layout.cache.append(self._table(latent, key_rope)[:, None])
             if layout.cache.keys:
                 return self.output(self._to_latents(plain, rotated, kept, layout).flatten(1))
@@ -195,6 +196,8 @@ class LatentAttention(nn.Module):
         whatever adapter or precision it has."""
         ranks = self.group.size if self.sequence_parallel else 1
         rows = -(-self.kv_lora_rank // ranks)
+        # The layer gathers its input under sequence parallelism, so each rank gives its slice of
+        # the unit vectors; padded, for the ranks to have equal slices.
         units = torch.eye(rows * ranks, self.kv_lora_rank, dtype=like.dtype, device=like.device)
         own = units[self.group.rank * rows :][:rows] if self.sequence_parallel else units
         return self.key_value_up(own)[: self.kv_lora_rank].unflatten(1, (-1, self.qk_head_dim + self.v_head_dim))
@@ -222,6 +225,7 @@ class LatentAttention(nn.Module):
         """Keys and values, each (keys, heads/p, width), from the up projection and the rotated part."""
         up = up.unflatten(1, (-1, self.qk_head_dim + self.v_head_dim))
         k, v = up.split((self.qk_head_dim, self.v_head_dim), dim=-1)
+        # (tokens, heads/p, qk_head_dim + rope_dim)
         k = torch.cat((k, key_rope.expand(-1, k.shape[1], -1)), dim=-1)
         return self._filled(k), self._filled(v)
 

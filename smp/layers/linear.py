@@ -94,6 +94,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight = tp_parameter((out_features, in_features), placement, context.tp)
         self.bias = tp_parameter((out_features,), placement, context.tp) if bias else None
         self.initializers: dict[str, Initializer] = {"weight": Normal(init_std), "bias": Constant(0.0)}
+        # So many neighbouring ranks compute the same part.
         shared_by = self.group.size // parts if self.replicated and parts else 1
         self._first_row = (self.group.rank // shared_by) * self.part_features
         self.product = "dense"
@@ -129,8 +130,10 @@ def column_parallel(
     first = layers[0]
     linear = _call([first], x.dtype)
     for m in layers[1:]:
+        # Compared without their scaling, which each layer has of its own.
         if _call([m], x.dtype) != linear or m.sink != first.sink:
             raise ValueError("layers with one input differ in their group, sequence_parallel, product or sink")
+    # Again with all layers: in FP8 they share one exchange of maxima.
     linear = _call(layers, x.dtype)
     weights = [layer.own_rows(layer.weight, x.dtype) for layer in layers]
     outputs = list(column_parallel_function(x, weights, linear, first.sink, layers if first.sink else ()))
@@ -199,6 +202,7 @@ class RowParallelLinear(nn.Module):
         y = row_parallel_function(inputs, weight, linear, activation, self.sink, self if self.sink else None)
         if self.add_low_rank is not None:
             y = self.add_low_rank(inputs[0], y, token_index)
+        # After the sum over ranks: before it the bias would be added once per rank.
         return y if self.bias is None else y + local(self.bias, y.dtype, summed_over=self.shared_by)
 
 

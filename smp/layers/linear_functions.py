@@ -102,6 +102,7 @@ class Linear:
             return x
         if isinstance(x, torch.Tensor):
             return start_all_gather(x, self.group)
+        # Scales of rows belong to the tokens; one of a whole tensor is the same on all ranks.
         scales = start_all_gather(x.inverse, self.group) if x.inverse.ndim else x.inverse
         return Quantised(start_all_gather(x.data.view(torch.uint8), self.group), scales)
 
@@ -184,6 +185,7 @@ class _Column(torch.autograd.Function):
         linear: Linear = ctx.linear
         made = linear.operands(x, weights)
         kept = _parts(made.kept) if any(ctx.needs_input_grad[4:]) else [x.new_empty(0)]
+        # Saved tensors come back as one flat list: this says where the operand ends.
         ctx.kept = len(kept)
         ctx.save_for_backward(*kept, *weights, *made.scales)
         if linear.group.size == 1:
@@ -204,6 +206,8 @@ class _Column(torch.autograd.Function):
         if ctx.sink is not None:
             now = [wanted and layer.replicated for layer, wanted in zip(ctx.layers, trained, strict=True)]
             owners = zip(ctx.layers, pairs, trained, now, strict=True)
+            # A replicated weight (key/value heads shared by ranks) is summed over them by autograd,
+            # which needs its gradient now; all others wait for the sink.
             later = [(layer, grad) for layer, (_, grad), t, n in owners if t and not n]
             ctx.sink(lambda: _later_gradients(x, later, linear))
         wanted, last_first = [ctx.needs_input_grad[0], *now], ctx.sink is not None
@@ -259,6 +263,7 @@ def _column_gradients(
         dx = linear.run.input_gradient(*first)  # (tokens, ..., in), this rank's part of the sum
         for pair in others:
             dx = dx + linear.run.input_gradient(*pair)
+    # The gather had the time of the product above; the reduction has that of the products below.
     full = linear.wait(gathering, x) if gathers else x
     reducing = [] if dx is None else [linear.start_reduce(dx)]
     dws = [linear.run.weight_gradient(grad, full) for (_, grad), want in zip(grads, wanted[1:], strict=True) if want]

@@ -120,10 +120,12 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor, dtype: torch.dtype | None) -> torch.Tensor:
+        # None for a weight that a loss does not reach, and not a tensor of zeros.
         ctx.set_materialize_grads(False)
         ctx.dtensor_spec, part = dtensor._spec, dtensor._local_tensor
         ctx.dtype, ctx.stride = part.dtype, part.stride()
         made = _cast(part, dtype)
+        # Autograd attaches the graph to the tensor object that is returned: it must not be the parameter's own.
         return made.view_as(made) if made is part else made
 
     @staticmethod
@@ -131,6 +133,7 @@ class _Local(torch.autograd.Function):
         if grad is None:
             return None, None
         spec: Any = ctx.dtensor_spec
+        # fp32 for fp32 master weights: gradients of several micro-batches add up in it.
         grad = grad.to(ctx.dtype)
         if grad.stride() != ctx.stride:  # of which a spec says nothing; fused optimizers take them to be equal
             grad = grad.new_empty_strided(grad.shape, ctx.stride).copy_(grad)

@@ -116,6 +116,9 @@ class SparseLatentAttention(LatentAttention):
         chosen: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, heads/p, v_head_dim), and the probabilities of the chosen keys summed over these heads."""
+        # (kv_lora_rank, heads/p, channels). The up projection is absorbed, as in
+        # ``LatentAttention._to_latents``: scores are with rows of the table, and no keys or values
+        # of single heads are made.
         keys, values = matrix.split((self.qk_head_dim, self.v_head_dim), dim=-1)
         q = torch.cat((torch.einsum("thd,rhd->thr", plain, keys), rotated), dim=-1)
         out, sums = _Selected.apply(q, table, *chosen, self.spec.scale, self.kv_lora_rank)

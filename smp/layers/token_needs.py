@@ -60,6 +60,7 @@ class RopeTable:
         assert positions is not None, "a model gives them"
         freqs = rope_frequencies(self.channels, self.base, scaling, positions.device)
         if isinstance(scaling, LongRopeScaling):
+            # Called only here: lengths cost a tensor, and only LongRoPE and dynamic NTK depend on them.
             freqs = scaling.frequencies(freqs, sequence_lengths())
         elif isinstance(scaling, DynamicScaling):
             freqs = scaling.frequencies(freqs, self.base, sequence_lengths())

@@ -81,6 +81,7 @@ class ForwardFlops:
 
 def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     """Where a resolved model's FLOPs are; see :func:`training_flops_per_token` for what counts."""
+    # The specs of multi-token prediction come after these; their blocks are counted as copies of the last.
     specs = layer_specs(model)[: model.num_layers]
     # Mixers that are alike are counted once.
     mixed = {
@@ -94,6 +95,7 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
     return ForwardFlops(
         layers=tuple(blocks),
         embedding=2 * model.hidden_size,
+        # Each layer of multi-token prediction multiplies by the output matrix once more.
         head=(1 + number) * head,
         mtp=number * blocks[-1],  # they are made as the last one
         around=number * around,
@@ -132,6 +134,7 @@ def _mixing_flops(mixer: Any, seq_length: int) -> float:
         return float(of_states(mixer))
     if not (each := _pair_flops(mixer)):
         return 0.0
+    # Pairs / tokens is the mean number of tokens that a token sees.
     return each * int(visible_pairs(seq_length, *_sees(mixer))) / seq_length + _scoring_flops(mixer, seq_length)
 
 
@@ -149,6 +152,7 @@ def _flops_of_score(mixer: Any) -> int:
 
 def _scoring_flops(mixer: Any, seq_length: int) -> float:
     """FLOPs per token of an indexer's scores in a forward pass. The choice that they make has no backward pass."""
+    # Scores of all pairs: the choice is made among them.
     each = _flops_of_score(mixer)
     return each * int(visible_pairs(seq_length, None)) / seq_length if each else 0.0
 
@@ -174,6 +178,7 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
     model = resolve_model(replace(model, vocab_size=vocab_size))
     flops = forward_flops(model, seq_length)
     once = sum(_scoring_flops(mixer, seq_length) for mixer in _all_mixers(model))
+    # A backward pass is two forward passes, but for the indexers' scores, which were counted in it too.
     return 3 * (sum(flops.layers) + flops.head + flops.mtp + flops.around) - 2 * once
 
 
@@ -191,6 +196,7 @@ def visible_pairs_of_layers(lengths: npt.ArrayLike, model: ModelConfig) -> int:
     scored = sum(map(_flops_of_score, mixers))
     if not scored:
         return pairs
+    # Expressed as pairs of attention, the one unit that the caller multiplies by ``pair_training_flops``.
     return pairs + round(scored / pair_training_flops(model) * int(visible_pairs(lengths, None).sum()))
 
 
@@ -202,4 +208,5 @@ def visible_pairs(lengths: npt.ArrayLike, window: int | None, chunk: int | None 
         # Whole chunks, and the rest of the last one.
         return length // chunk * visible_pairs(chunk, window) + visible_pairs(length % chunk, window)
     w = length if window is None else np.minimum(window, length)
+    # 1 + 2 + ... + w for the first w tokens.
     return w * (w + 1) // 2 + (length - w) * w

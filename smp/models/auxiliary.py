@@ -57,6 +57,7 @@ def auxiliary_outputs(config: ModelConfig, found: Found, mtp: torch.Tensor | Non
     if found.indexers:
         total = torch.stack(found.indexers).double().sum()
         losses[INDEXER_LOSS] = indexer_coefficient(config) * total
+        # Layers of multi-token prediction have an indexer as well.
         metrics[INDEXER_KL] = total.detach() / (sum(attends(config)) + len(mtp_layers(config)))
     if found.balance:
         total, coefficients = torch.stack(found.balance).double().sum(0), aux_losses(config)

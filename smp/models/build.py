@@ -37,6 +37,7 @@ def new_model(
         )
     model = GPT(config, parallel, seed=seed, compute_dtype=compute_dtype, parts=parts, kernels=kernels)
     if chooses_keys(config):
+        # In each stage of DSA's training some parameters are frozen. Here, before FSDP and the optimizer.
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(learns(config, name))
     return model

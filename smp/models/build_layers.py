@@ -68,6 +68,8 @@ class Build:
     def of(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> Build:
         """What the layers of a model of this configuration are built with."""
         std = config.init_method_std
+        # GPT-2 (Radford et al. 2019): 2 x layers terms are added to the residual stream, so what
+        # writes to it starts smaller. Layers of the whole model, on every pipeline stage.
         return Build(config.hidden_size, std, std / (2 * config.num_layers) ** 0.5, context, kernels)
 
     def norm(self, spec: NormSpec) -> Norm:
@@ -80,6 +82,7 @@ class Build:
     def block(self, spec: LayerSpec) -> TransformerBlock:
         """One layer: the mixer and the feed-forward network with norms and residual connections around them."""
         before, after = spec.norm_before, spec.norm_after
+        # A hybrid's layer (``hybrid_layer_pattern``) may be one of the two alone, with one norm.
         mixes, feeds = spec.mixer is not None, spec.feed_forward is not None
         # In the order mixer, feed-forward network, after the mixer, after the feed-forward network.
         wanted = before and mixes, before and feeds and not spec.shared_norm, after and mixes, after and feeds
@@ -177,6 +180,7 @@ def activation_of(spec: specs.Activation) -> Activation | QuickGeglu:
 def _attention(spec: AttentionMixer, build: Build) -> SelfAttention:
     rope, temperature = spec.rope, spec.temperature
     table = None if rope is None else RopeTable(rope.base, rope.channels, scaling_of(rope.scaling))
+    # Tables are made once for each micro-batch and shared by the layers that name the same key.
     scaled = None if temperature is None else QueryScale(temperature.floor_scale, temperature.scale)
     return SelfAttention(
         build.hidden_size,
@@ -200,6 +204,7 @@ def _attention(spec: AttentionMixer, build: Build) -> SelfAttention:
             scale=spec.scale,
             dropout=spec.dropout,
             softcap=spec.softcap,
+            # The number of heads of the whole model: slopes follow from it, whatever TP cuts.
             alibi_heads=spec.heads if spec.alibi else None,
         ),
         chunk=spec.chunk,

@@ -69,6 +69,7 @@ def _heads(model: ModelConfig) -> str:
 
 def _recurrence(model: ModelConfig) -> str:
     """Description of the layers with a linear recurrence, each kind once."""
+    # Without the layers of multi-token prediction, which the counts of the other parts leave out too.
     layers = layer_specs(model)[: model.num_layers]
     found = Counter(str(mixer) for spec in layers for mixer in spec.mixers if isinstance(mixer, Recurrence))
     both = " next to attention" if model.linear_attention_parallel else ""
@@ -128,10 +129,12 @@ def _positions(model: ModelConfig) -> str:
     part = "" if model.rotary_percent == 1 else f" on {model.rotary_channels} channels"
     factor = model.rope_scaling_factor
     if model.rope_scaling_type == "longrope":
+        # LongRoPE has a factor for each channel: what can be said in one number is how far the context grows.
         factor = model.max_position_embeddings / model.rope_original_max_position
     scaling = f", {model.rope_scaling_type} scaling by {factor:g}" if model.use_rope_scaling else ""
     skipped, local = no_rope(model), ""
     if model.rotary_base_local is not None:
+        # The local base is that of layers with a window; those without RoPE have no base at all.
         own = sum(window and not skips for window, skips in zip(windowed(model), skipped, strict=True))
         local = f"; {model.rotary_base_local:g} in {own} layers"
     without = f", none in {sum(skipped)} layers" if any(skipped) else ""

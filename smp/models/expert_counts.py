@@ -40,6 +40,8 @@ class ExpertCounts:
 
     def before(self, layer: int, counted: Counted | None) -> Counted | None:
         """``counted`` with what the layer's experts got in the step so far."""
+        # An argument of the block and not a state of its router: recompute calls the block with the
+        # same arguments, and gets the same balance.
         return None if counted is None else counted._replace(seen=self.seen.get(layer, counted.seen))
 
     def after(self, layer: int, measured: Balance | None) -> list[torch.Tensor]:
@@ -56,6 +58,7 @@ class ExpertCounts:
             mlp = cast(TransformerBlock, layers[str(layer)]).mlp
             assert isinstance(mlp, MoE), "only they count"
             router = mlp.router
+            # A frozen router keeps its bias too: adapters leave the base model as it is.
             if router.expert_bias is not None and router.weight.requires_grad:
                 router.update_bias(seen, applied)
         self.seen.clear()

@@ -89,6 +89,7 @@ def blocks_of(module: Any) -> list[tuple[str, nn.Module]]:
     outer = {n: c for n, c in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
     if not outer:
         raise ConfigError(f"--model-implementation transformers: {type(module).__name__} has no list of layers")
+    # A model may have other lists (of heads, of layers of multi-token prediction): the decoder is the largest.
     name = max(outer, key=lambda name: sum(p.numel() for p in outer[name].parameters()))
     return [(f"{name}.{i}", layer) for i, layer in enumerate(outer[name])]
 
@@ -111,6 +112,8 @@ def tower_blocks(module: Any) -> list[nn.Module]:
     if not top:
         return []
     lists = [c for n, c in module.named_modules() if _is_list(c) and not f"{n}.".startswith(f"{top}.") and len(c)]
+    # By its name: the layers of every tower of transformers derive from it, and where it is
+    # imported from differs between versions.
     layers = [c for c in lists if all("GradientCheckpointingLayer" in map(_name, type(m).__mro__) for m in c)]
     return [layer for layers in layers for layer in layers]
 
@@ -127,6 +130,7 @@ _TOWERS = ("visual", "vision", "image_encoder", "vit")
 def vision_part(name: str) -> str:
     """Which of :data:`PARTS` a parameter of a vision-language model belongs to, by its name."""
     words = name.split(".")
+    # Before the towers: a projector often lies inside of the module that is called visual.
     if any(part in word for word in words for part in _PROJECTORS) and "language_model" not in words:
         return "projector"
     return "vision_model" if any(word.startswith(part) for word in words for part in _TOWERS) else "language_model"
@@ -160,9 +164,11 @@ def parts_of(content: str, *, scores: bool = False) -> Parts:
 
     def made(name: str, p: torch.Tensor) -> Parameter:
         shape = tuple(p.shape)
+        # transformers keeps a projection of all experts in one parameter, with the experts as dimension 0.
         experts = chosen if p.ndim == 3 and chosen is not None and ".experts" in name else None
         linear = id(p) in matrices and p.ndim == 2
         used = math.prod(shape[1:]) * experts if experts is not None else math.prod(shape)
+        # A lookup costs no FLOPs. A tied table is also the output matrix, whose product does.
         counts = p.ndim > 1 and (id(p) not in tables or p is head.weight)
         if images and vision_part(name) != "language_model":  # of images, of which the text does not tell how many
             counts = False
@@ -172,8 +178,10 @@ def parts_of(content: str, *, scores: bool = False) -> Parts:
     for prefix, _ in blocks_of(module):
         blocks.append(tuple(made(n, p) for n, p in named.items() if n.startswith(f"{prefix}.")))
     inside = {parameter.name for block in blocks for parameter in block}
+    # Adapters go into blocks only.
     ends = tuple(replace(made(n, p), linear=False) for n, p in named.items() if n not in inside)
     state = module.state_dict(keep_vars=True)
+    # With duplicates: a tied matrix has two names in the state, and neither is a buffer.
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     buffers = tuple(Parameter(n, tuple(b.shape)) for n, b in state.items() if n not in known)
     return Parts(ends, tuple(blocks), buffers, type(module).__name__)

@@ -68,6 +68,7 @@ class GPT(StagedModel):
         self.parts = tuple(parts) if parts is not None else (whole(config.num_layers),)
         self.group, self.sequence_parallel = context.tp_group, context.sequence_parallel
         self.expert_counts = ExpertCounts(self.specs)
+        # On "meta" no memory is taken: FSDP shards first, and a rank allocates its shards alone.
         with torch.device(device):
             self._build(context, kernels, compute_dtype)
         self.tokens = TokenPreparation(
@@ -173,6 +174,7 @@ class GPT(StagedModel):
         tied_weight = None
         if self.embeds_at_the_end and part.head and self.embedding is not None:
             tied_weight = self.embedding.table()  # one for both ends, so that its gradients add as FSDP adds them
+        # (tokens [/tp], hidden)
         x = self.embed(batch.input_ids, tokens, tied_weight) if hidden is None else hidden
         # Not in evaluation, nor for losses of answers, which say nothing of how experts are loaded.
         measured = weights if self.training and batch.answers is None else None
@@ -182,6 +184,7 @@ class GPT(StagedModel):
         for i in part.layers:
             x = self.run_layer(i, x, tokens, counted, found)
         if not part.head:
+            # Losses of this stage's routers: each stage computes the gradients of its own.
             return ModelOutput(hidden=x)._replace(**auxiliary_outputs(self.config, found))
         assert self.final_norm is not None and self.head is not None
         x = self.final_norm(x)
@@ -196,6 +199,7 @@ class GPT(StagedModel):
             if matrix is None:  # one for all uses, so that its gradients add as FSDP adds them
                 matrix = cast(VocabParallelHead, self.head).matrix(x.dtype)
             mtp = mtp_loss(self, x, batch, tokens, (tied_weight, matrix), found)
+        # Every TP rank has all labels, also where the hidden states are split by tokens: the head gathers them.
         flat, shape = (tokens.flat(labels), tokens.flat(weights)), batch.input_ids.shape
         output = self.head(self.scaled(x), *flat, matrix, batch.distilled or batch.answers, shape)
         return output._replace(**auxiliary_outputs(self.config, found, mtp))

@@ -76,6 +76,7 @@ class Parameter:
         """What one rank of ``group`` (of experts, of ep and etp) holds, padding included, before FSDP."""
         dim, shape, ranks = self.placement(layout), list(self.shape), getattr(layout, self.group)
         if self.chosen is not None:
+            # Experts are cut evenly by ep, and inside each one its width by etp, which may differ from tp.
             shape[0] //= layout.ep
             ranks = layout.expert_tp
         if dim is not None:
@@ -179,6 +180,7 @@ def of_each_block(model: ModelConfig, layers: Iterable[int], measure: Callable[[
         return [measure(iter(_foreign(model).blocks[layer])) for layer in layers]
     specs = layer_specs(model)
     layers = list(layers)
+    # Specs are frozen dataclasses: equal ones are one key.
     kinds = {specs[layer]: layer for layer in layers}
     measured = {kind: measure(layer_parameters(kind, model.hidden_size, layer)) for kind, layer in kinds.items()}
     return [measured[specs[layer]] for layer in layers]
@@ -187,6 +189,7 @@ def of_each_block(model: ModelConfig, layers: Iterable[int], measure: Callable[[
 def _attention(mixer: AttentionMixer, hidden: int, name: str) -> Iterator[Parameter]:
     q, kv = mixer.heads * mixer.head_dim, mixer.groups * mixer.head_dim
     if mixer.norm == "all heads":
+        # One norm over all heads: its weight is cut where the heads are.
         yield Parameter(f"{name}.query_norm.weight", (q,), 0)
         yield Parameter(f"{name}.key_norm.weight", (kv,), 0)
     elif mixer.norm == "per head":
@@ -211,6 +214,7 @@ def _latent_attention(mixer: LatentMixer, hidden: int, name: str) -> Iterator[Pa
     else:
         yield from linear(f"{name}.query_down", hidden, low, None, False)
         yield from linear(f"{name}.query_up", low, queries, 0, False)
+    # The rotated key channels are one head that all heads share; they come out of the same projection.
     yield from linear(f"{name}.key_value_down", hidden, latent + mixer.rope_dim, None, False)
     yield from linear(f"{name}.key_value_up", latent, heads * (mixer.plain_dim + mixer.value_dim), 0, False)
     yield from linear(f"{name}.output", heads * mixer.value_dim, hidden, 1, False)
@@ -219,6 +223,7 @@ def _latent_attention(mixer: LatentMixer, hidden: int, name: str) -> Iterator[Pa
         if low is not None:
             yield Parameter(f"{name}.query_norm.weight", (low,))
     if mixer.indexer is not None:
+        # The indexer's queries are made of the latent of the queries (DeepSeek-V3.2).
         yield from _indexer(mixer.indexer, hidden, low or hidden, f"{name}.indexer")
 
 
@@ -243,6 +248,7 @@ def _delta_net(mixer: DeltaNetMixer, hidden: int, name: str) -> Iterator[Paramet
         yield Parameter(f"{name}.{part}_conv", (width, mixer.conv), 0, flops=2 * mixer.conv * width)
     yield Parameter(f"{name}.decay_log", (mixer.value_heads,), 0)
     yield Parameter(f"{name}.decay_bias", (mixer.value_heads,), 0)
+    # One weight for all heads, so every rank has it.
     yield Parameter(f"{name}.norm.weight", (mixer.value_dim,))
     yield from linear(f"{name}.output", values, hidden, 1, False)
 
@@ -258,6 +264,7 @@ def _kimi_delta(mixer: KimiDeltaMixer, hidden: int, name: str) -> Iterator[Param
         yield from linear(f"{name}.{part}_down", hidden, low, None, False)
         yield from linear(f"{name}.{part}_up", low, width, 0, False)
     yield Parameter(f"{name}.decay_log", (heads,), 0)
+    # A bias for each channel: unlike in the gated delta net a head's channels decay at rates of their own.
     yield Parameter(f"{name}.decay_bias", (width,), 0)
     yield Parameter(f"{name}.norm.weight", (low,))
     yield from linear(f"{name}.output", width, hidden, 1, False)
@@ -267,6 +274,7 @@ def _mamba(mixer: MambaMixer, hidden: int, name: str) -> Iterator[Parameter]:
     """Queries and keys of a single group are every rank's."""
     groups, heads = mixer.key_heads, mixer.value_heads
     keys, values = groups * mixer.key_dim, heads * mixer.value_dim
+    # ``heads=groups``: with fewer groups than TP ranks every rank has all of them (see ``placement``).
     widths = {"query": (keys, groups), "key": (keys, groups), "value": (values, None)}
     for part, (width, shared) in {**widths, "gate": (values, None), "step": (heads, None)}.items():
         yield from linear(f"{name}.{part}", hidden, width, 0, False, shared)
@@ -313,6 +321,7 @@ def _experts(spec: ExpertsSpec, hidden: int, name: str) -> Iterator[Parameter]:
     flops = 2 * k * hidden * ffn
     if bias:
         yield Parameter(f"{name}.router.bias", (count,))
+    # (experts, out, in): gate and up are column-parallel (dimension 1), down is row-parallel (2).
     for projection, shape, dim in (
         *((("gate", (ffn, hidden), 1),) if spec.expert.activation.gated else ()),
         ("up", (ffn, hidden), 1),

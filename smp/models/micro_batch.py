@@ -93,5 +93,6 @@ class MicroBatch:
         """``sequence_lengths``, made where they are not given."""
         if self.sequence_lengths is not None:
             return self.sequence_lengths
+        # Under context parallelism a rank has some columns of each sequence; its length is that of the whole.
         whole = self.input_ids.shape[1] if self.cut is None else self.cut.length
         return torch.full_like(self.input_ids, whole)

@@ -37,11 +37,14 @@ def mtp_loss(
     """
     assert model.head is not None
     (table, matrix), losses = matrices, []
+    # Dropout sites are numbered over the model's own layers; those of multi-token prediction have none.
     without_dropout = replace(tokens, keys=None)
     # Each goes on from the hidden states of the one before.
     for layer, module, target in zip(mtp_layers(model.config), model.predictions.values(), batch.mtp, strict=True):
         prediction = cast(Prediction, module)
+        # Hidden states of token t and the embedding of token t + k: it predicts token t + k + 1.
         x = prediction(hidden, model.embed(target.input_ids, without_dropout, table))
+        # Tokens whose target lies behind the document's end count neither in the loss nor in the balance.
         counted = model.expert_counts.of(tokens, target.loss_weights)
         weighted = model.tokens.weighted(without_dropout, target.loss_weights)
         x = model.run_layer(layer, x, weighted, counted, found)

@@ -54,6 +54,7 @@ _LLAMA31: Preset = _LLAMA3 | {
 }
 _LLAMA32: Preset = _LLAMA31 | _TIED | {"rope_scaling_factor": 32.0}
 _MISTRAL: Preset = _LLAMA2 | {"max_position_embeddings": 32768, "window_size": 4096}
+# One tokenizer: the models up to 3B pad it to 151,936 rows, the larger ones to 152,064.
 _QWEN25: Preset = {
     "vocab_size": 152064,
     "max_position_embeddings": 131072,
@@ -64,6 +65,7 @@ _QWEN25: Preset = {
 _QWEN25_SMALL: Preset = _QWEN25 | _TIED | {"vocab_size": 151936}
 _QWEN25_BIG: Preset = _QWEN25 | {"norm_epsilon": 1e-5}
 _32K: Preset = {"max_position_embeddings": 32768}
+# Heads of 128 whatever hidden_size / heads is: ``kv_channels`` has to be given.
 _QWEN3: Preset = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
@@ -83,6 +85,7 @@ def _shared(width: int) -> Preset:
 
 
 _MIXTRAL: Preset = _LLAMA2 | {"rotary_base": 1000000.0, "max_position_embeddings": 32768}
+# norm_topk_prob is false in its file: the softmax over all experts is not normalized again (pre_softmax).
 _QWEN2_MOE: Preset = _QWEN25 | {
     "vocab_size": 151936,
     "moe_router_pre_softmax": True,
@@ -124,6 +127,8 @@ _GEMMA2: Preset = _TIED | {
     **{"window_size": 4096, "window_attn_skip_freq": "2"},
     **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 }
+# Five layers with a window and a base of their own, then a global one. Norms of queries and keys
+# stand in for Gemma 2's soft caps.
 _GEMMA3: Preset = _GEMMA2 | {
     **{"vocab_size": 262144, "max_position_embeddings": 131072, "qk_layernorm": True, "window_attn_skip_freq": "6"},
     **{"rotary_base": 1000000.0, "rotary_base_local": 10000.0, "window_size": 1024},
@@ -138,6 +143,7 @@ _GPT_OSS: Preset = {
     **{"disable_bias_linear": False, "softmax_type": "learnable"},
 }
 
+# Three layers with RoPE and chunks, then one without positions whose queries grow with them (iRoPE).
 _LLAMA4: Preset = {
     **{"vocab_size": 202048, "norm_epsilon": 1e-5, "kv_channels": 128, "rotary_base": 500000.0},
     **{"rotary_interleaved": True, "no_rope_freq": "4", "attention_chunk_size": 8192, "attn_temperature_tuning": True},
@@ -145,6 +151,7 @@ _LLAMA4: Preset = {
 }
 
 
+# Every fourth layer is gated attention, the others are gated delta nets.
 _QWEN3_NEXT: Preset = {
     **{"vocab_size": 151936, "max_position_embeddings": 262144, "norm_epsilon": 1e-6, "kv_channels": 256},
     **{"rotary_base": 10000000.0, "rotary_percent": 0.25, "qk_layernorm": True, "apply_layernorm_1p": True},
@@ -154,12 +161,15 @@ _QWEN3_NEXT: Preset = {
 
 
 _MAMBA2: Preset = {"max_position_embeddings": 2**20, "norm_epsilon": 1e-5}
+# Attention in layers 5, 15, 25 and 35, Mamba-2 in all others.
 _GRANITE4: Preset = _TIED | {
     **{"vocab_size": 100352, "max_position_embeddings": 131072, "norm_epsilon": 1e-5, "mamba_num_groups": 1},
     **{"position_embedding_type": "none", "linear_attention_type": "mamba2", "residual_multiplier": 0.22},
     **{"linear_attention_freq": str([int(layer % 10 != 5) for layer in range(40)]).replace(" ", "")},
     "embedding_multiplier": 12.0,
 }
+# Attention and Mamba-2 side by side in every layer. Its muP multipliers that only scale a product
+# are folded: key_multiplier into softmax_scale, ssm_in_multiplier into ssm_multipliers.
 _FALCON_H1: Preset = {
     **{"norm_epsilon": 1e-5, "rotary_base": 1e11, "embedding_multiplier": 5.656854249492381, "mamba_num_groups": 1},
     **{"linear_attention_type": "mamba2", "linear_attention_parallel": True},
@@ -168,6 +178,7 @@ _NEMOTRON_H: Preset = {
     **{"vocab_size": 131072, "norm_epsilon": 1e-5, "kv_channels": 128, "swiglu": False, "squared_relu": True},
     **{"position_embedding_type": "none", "mamba_num_groups": 8},
 }
+# M: Mamba-2; *: attention; -: MLP; E: experts (``hybrid_layer_pattern``).
 _NEMOTRON_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 _NANO_30B = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 
@@ -280,6 +291,7 @@ PRESETS: dict[str, Preset] = {
     "gemma-2-27b": _GEMMA2
     | _size(46, 4608, 32, 16, 36864)
     | _embedded(4608)
+    # query_pre_attn_scalar is 144 = hidden / heads, not the width of a head.
     | {"kv_channels": 128, "softmax_scale": 144**-0.5},
     "gemma-3-1b": _GEMMA3
     | _size(26, 1152, 4, 1, 6912)

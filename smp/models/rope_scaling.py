@@ -23,6 +23,8 @@ def latent_scale(mixer: LatentMixer) -> float:
     scaling = None if mixer.rope is None else mixer.rope.scaling
     if scaling is None or scaling.kind != "yarn" or scaling.mscale_all_dim is None:
         return scale
+    # Squared, for queries and keys. ``yarn_amplitude`` divides cos and sin by the same number, so
+    # with equal mscales the growth is in this scale alone.
     return scale * yarn_growth(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
@@ -36,6 +38,7 @@ def scaling_of(spec: RopeScalingSpec | None) -> Scaling | None:
     if spec.kind == "dynamic":
         return DynamicScaling(factor, original)
     if spec.kind == "longrope":
+        # As transformers computes it where a config.json names no attention factor.
         usual = longrope_amplitude(spec.max_position / original, original)
         return LongRopeScaling(spec.short, spec.long, original, spec.attention_factor or usual)
     if spec.kind == "llama3":

@@ -39,6 +39,7 @@ def windows(count: int, length: int, stride: int) -> Iterator[Window]:
     while scored < count:
         end = min(count, scored + (length if scored == 1 else stride))
         # As much context as fits, whatever the stride is.
+        # ``length`` tokens are inputs, and the last one is only predicted: one more is read.
         yield Window(max(0, end - 1 - length), scored, end)
         scored = end
 
@@ -96,6 +97,8 @@ def _logits(model: Model, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
         cache.reserve(at + len(new))
         every = torch.arange(len(new), device=device)
         view = CacheView(cache, 0, position_ids, at + len(new) if at else 0, every)
+        # Of the whole window, not of the piece: LongRoPE chooses its factors by it.
         lengths = torch.full_like(position_ids, len(inputs))
         piece = MicroBatch(new[None], position_ids=position_ids, sequence_lengths=lengths, cache=view)
+        # (tokens, vocab / tp) of each rank -> (tokens, vocab), without the vocabulary's padding.
         yield gather_features(model(piece).logits, head.group)[:, : head.vocab_size]

@@ -86,6 +86,7 @@ class TokenPreparation:
         num_layers: int,
         drops: bool,
     ) -> None:
+        # A layer with parallel mixers (Falcon-H1) has several.
         mixers = [one for mixer in mixers for one in mixers_of(mixer)]
         self.measures = any(getattr(mixer, "measures", False) for mixer in mixers)
         self.attention, self.group = attention, group if sequence_parallel else None
@@ -141,6 +142,7 @@ class TokenPreparation:
         """
         # Kept keys are seen by masks of positions, whatever core the run has.
         core = self.attention if tokens.layout.key_positions is None else DEFAULT_ATTENTION
+        # Not in :meth:`of`: a mask has the dtype of the scores, which is known from the activations.
         layout = core.prepare(tokens.layout, self.specs[None], x.dtype, x.device)
         chunked = {
             chunks_key(size): core.prepare(tokens.layout.in_chunks(size), specs, x.dtype, x.device)

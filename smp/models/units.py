@@ -28,9 +28,11 @@ def fsdp_units(model: GPT) -> list[nn.Module | list[nn.Module]]:
     if not model.is_whole:
         ends += [model.positions, model.embedding_norm]
     units = [*blocks, *(module for module in ends if module is not None), *model.predictions.values()]
+    # The predictions use the head again, long after the final norm has run: no unit together.
     if len(model.predictions) and model.head is not None and model.final_norm is not None:
         return [*units, model.final_norm, *([] if model.tied else [model.head])]
     if model.head is not None and model.final_norm is not None:
+        # The head runs right after the norm: one gather for both.
         units.append(model.final_norm if model.tied else [model.final_norm, model.head])
     return units
 
@@ -45,4 +47,5 @@ def stage_units(model: GPT, part: ModelPart) -> list[nn.Module]:
         last += [model.head if len(model.predictions) and not model.tied else None]
     layers = (*part.layers, *(mtp_layers(model.config) if part.head else ()))
     modules = (*first, *(model.layers[str(i)] for i in layers), *last)
+    # Each once, in order: a tied matrix is in both ends of a rank that has both.
     return list(dict.fromkeys(module for module in modules if module is not None))

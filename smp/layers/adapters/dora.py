@@ -46,7 +46,9 @@ def row_norms(
     a_wide, b_wide = a.to(wide), b.to(wide)
     # Rows of W, of B A and what they have in common, each in fp32 and without a matrix of the size of W.
     of_weight = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+    # (A w_i) . b_i of each row i of W; the intermediate is (out, rank).
     mixed = (F.linear(weight, a.to(weight.dtype)).to(wide) * b_wide).sum(1)
+    # A A^T is (rank, rank): B A, of the size of W, is never made.
     of_adapter = ((b_wide @ (a_wide @ a_wide.t())) * b_wide).sum(1)
     # Squares are summed over ranks, not norms.
     squares = sum_over(of_weight + 2 * scale * mixed + scale**2 * of_adapter, cut_over)
@@ -64,6 +66,7 @@ def with_magnitude(
 ) -> torch.Tensor:
     """A layer's product and its adapter's together, (tokens, ..., out), scaled to the trained row norms (out,);
     the other arguments are those of :func:`row_norms`."""
+    # Without a gradient: the paper (4.3) treats the norms as constants, which saves memory.
     norms = row_norms(weight, *factors, scale, cut_over)
     norms = torch.where(norms > 0, norms, 1.0)  # a row of zeros stays one
     # not rounded to bf16 before the product: all outputs of a row would be off alike

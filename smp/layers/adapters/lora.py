@@ -135,6 +135,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         # All adapters' activations side by side: one collective for all of them.
         low = torch.cat([m.down(x, a, token_index) for m, a in zip(used, factors, strict=True)], dim=-1)
         low = gather_tokens(low, group) if split else copy_to_group(low, group)  # (tokens, ..., sum of ranks)
+        # Taken one by one below, in the order of the layers, by those that have an adapter.
         parts = iter(zip(factors, low.split([m.rank for m in used], dim=-1), strict=True))
         return [
             y if m is None else _added_to_column(y, layer, m, *next(parts))
@@ -146,6 +147,7 @@ def _added_to_column(
     y: torch.Tensor, layer: ColumnParallelLinear, adapter: Lora, a: torch.Tensor, low: torch.Tensor
 ) -> torch.Tensor:
     """``y`` of a column-parallel layer with its adapter, of which ``a`` is A and ``low`` the low-rank activations."""
+    # B is cut as W is, also where ranks share a key/value head: the layer knows which rows it uses.
     b = layer.own_rows(adapter.b, y.dtype)
     y = y + linear(low, b)
     if adapter.magnitude is None:
@@ -173,6 +175,7 @@ class LoraRowParallelLinear(RowParallelLinear):
         a = local(self.lora.a, x.dtype)
         low = self.lora.down(x, a, token_index)  # (tokens, ..., rank), a part of the sum
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
+        # Whole on every rank; under sequence parallelism each multiplies its own tokens.
         b = local(self.lora.b, output.dtype, summed_over=self.shared_by)
         # Summed before B, when it is (tokens, rank).
         y = output + linear(reduce(low, self.group), b)
@@ -218,6 +221,7 @@ def choose(model: nn.Module, targets: Sequence[str]) -> dict[str, list[str]]:
 def adaptable(model: nn.Module) -> dict[str, Any]:
     """Linear layers that take an adapter, by name: those of this package, and others with a method ``takes_adapter``,
     (name, rank, alpha, and by name dora, dropout, key), which puts one on the layer as its attribute ``lora``."""
+    # An attribute of the instance: set on layers of transformers, whose classes are not this project's.
     others = {name: module for name, module in model.named_modules() if "takes_adapter" in vars(module)}
     return {**linear_layers(model), **others}
 
@@ -261,6 +265,7 @@ def attach(
             if type(layer) not in (ColumnParallelLinear, RowParallelLinear):
                 raise ValueError(f"{name} is a {type(layer).__name__}: adapters go on plain layers, once")
             column = isinstance(layer, ColumnParallelLinear)
+            # In place: whatever holds the layer (lists of projections, FSDP units made later) sees the adapter.
             layer.__class__ = LoraColumnParallelLinear if column else LoraRowParallelLinear
             # By the layer's name, so that every layout drops the same.
             layer.lora = Lora(layer, *sizes[name], dropout, dropout_key(seed, f"{name}.lora"), dora=dora)

@@ -59,6 +59,7 @@ def quantize_layers(model: nn.Module, *, double: bool) -> None:
         placed = isinstance(weight, DTensor)  # transformers' layers on one tensor-parallel rank are plain
         ranks = weight.device_mesh.size() if placed and weight.placements[0] == SHARD_COLUMNS else 1
         try:
+            # Width of a rank's packed rows, in 16-bit numbers; raises where blocks would be split.
             packed = nf4.width(weight.shape[1] // ranks, double=double)
         except ValueError as error:
             raise ConfigError(
@@ -89,6 +90,7 @@ def quantized_layers(model: nn.Module) -> dict[str, Any]:
 
 def box_of_weight(layer: Any) -> Box:
     """Which part of the whole matrix (out, in) this rank has in 4 bits."""
+    # All column parts are equal, so packed offset / packed width is the number of the part.
     box, columns = local_box(layer.weight), _columns(layer)
     return Box((box.offsets[0], box.offsets[1] // box.sizes[1] * columns), (box.sizes[0], columns))
 

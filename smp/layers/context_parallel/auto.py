@@ -181,12 +181,15 @@ def _estimate(kind: str, size: int, of: Exchanged, flops: float, documents: int,
     compute = flops / machine.flops
     exchange = waiting = 0.0
     steps = of.cp // size if kind in ("p2p", "a2a+p2p") else 1
+    # Zig-zag: a rank has two pieces of each document.
     blocks = 2 if machine.one_call else 2 * documents
     calls = 2 * machine.call * (1 if kind == "a2a" else steps * blocks)  # forward and backward
     if kind in ("a2a", "a2a+p2p"):
+        # The all-to-all is among ``size`` neighbours only, the ring below among the groups.
         heads = replace(of, cp=size)
         exchange = waiting = sum(_all_to_all(sent, size, machine) for sent in bytes_sent("a2a", heads))
     if steps > 1:
+        # Repeated key/value heads travel around the ring as often as they were repeated.
         copies = key_copies(of.heads, of.groups, size)
         ring = replace(of, groups=of.groups * copies, cp=steps)
         taken, exposed = _ring(ring, compute, _speed(of.cp, machine), machine.message)
@@ -202,6 +205,7 @@ def _speed(ranks: int, machine: Machine) -> float:
 
 
 def _all_to_all(sent: int, size: int, machine: Machine) -> float:
+    # Share of the other ranks that are on this node.
     near = (min(size, machine.local) - 1) / (size - 1)
     return 2 * machine.message + sent * (near / machine.inside + (1 - near) / machine.between)
 
@@ -211,6 +215,8 @@ def _ring(of: Exchanged, compute: float, speed: float, message: float) -> tuple[
     hops, step = of.cp - 1, compute / of.cp
     keys, gradients = (size / speed + message for size in (of.key_bytes(), of.key_bytes() * 4 // of.element))
     later = BACKWARD * step
+    # Forward: each hop of keys runs under one step. Backward: keys and the gradients behind them
+    # run under a step that takes ``BACKWARD`` times as long.
     exposed = hops * max(keys - step, 0.0) + (hops - 1) * max(keys + gradients - later, 0.0)
     exposed += max(keys - later / 2, 0.0) + max(gradients - later / 2, 0.0)  # halves of the own block at both ends
     return hops * (2 * keys + gradients), exposed

@@ -153,6 +153,7 @@ def _meet(query: Run, key: Run, causal: bool, window: int | None) -> list[Block]
     if start >= stop:
         return []
     last = query.stop if window is None else min(query.stop, stop - 1 + window)  # the others see none of these keys
+    # The window cuts through the block: its last query does not see its first key.
     hidden = window is not None and last - 1 - start >= window
     near = max(start, query.start) if causal else stop  # from here on keys may stand behind queries
 
@@ -160,6 +161,7 @@ def _meet(query: Run, key: Run, causal: bool, window: int | None) -> list[Block]
         rows = (query.row, query.row + last - query.start), (key.row + first - key.start, key.row + behind - key.start)
         return Block((rows[0],), (rows[1],), distance=query.start - first, column=first, **rest)  # type: ignore[arg-type]
 
+    # Then one block with a window; else what all queries see in full, and what is causal.
     if hidden:
         return [block(start, stop, causal=near < stop, window=window)]
     found = [block(start, min(near, stop))] if start < near else []

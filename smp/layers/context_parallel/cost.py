@@ -54,9 +54,11 @@ def bytes_sent(kind: str, of: Exchanged) -> Sent:
     """
     size = {"p2p": 1, "all_gather": 1, "a2a": of.cp, "a2a+p2p": of.heads_group}[kind]  # processes that exchange heads
     keys = of.key_bytes(key_copies(of.heads, of.groups, size))
+    # Queries there and the output back, and keys and values there; a rank keeps 1 / size of each.
     both = (size - 1) * (2 * of.query_bytes + keys) // size
     statistics = (size - 1) * of.tokens * of.heads * 4 // size  # log-sum-exps
     rest = of.cp // size
+    # Gradients of keys travel in fp32 beside the keys themselves.
     return Sent(both + statistics + (rest - 1) * keys, both + (rest - 1) * (keys + keys * 4 // of.element))
 
 

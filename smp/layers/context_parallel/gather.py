@@ -62,6 +62,7 @@ class AllGatherAttention(CutAttention):
         plan = {}
         for kind in dict.fromkeys(kind_of(spec, cut) for spec in specs):
             calls = planner.calls(queries, keys, kind)
+            # Calls number keys in the order of the sequences; gathered keys lie rank by rank.
             placed = (replace(call, keys=order if call.keys is None else order[call.keys]) for call in calls)
             plan[kind] = tuple(placed)
         return plan
@@ -139,6 +140,7 @@ def _gathered(
     """Some query heads after the other: which, the layer of these alone, and all ranks' keys and values."""
     groups, repeats = k.shape[1], q.shape[1] // k.shape[1]
     bytes_of_one = 2 * group.size * k.shape[0] * k.shape[2] * k.element_size()
+    # Every rank computes the same number, so all post the same gathers.
     size = heads_at_once(groups, bytes_of_one)
     parts = [slice(i, min(i + size, groups)) for i in range(0, groups, size)]
 

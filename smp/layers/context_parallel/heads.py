@@ -39,6 +39,7 @@ class WholePlan:
         size = self.cp.size
         shares = [part.flatten(0, 1).unflatten(1, (size, -1)) for part in parts]  # (tokens, cp, channels / cp)
         sent = torch.cat(shares, 2).transpose(0, 1).flatten(0, 1)  # (cp x tokens, channels / cp of all)
+        # (tokens of all ranks, channels / cp of all), rank by rank -> in the order of the sequences
         whole = Permuted.apply(all_to_all(sent, self.cp), self.order, self.back)
         widths = [share.shape[2] for share in shares]
         return [x.unflatten(0, (self.batch, -1)) for x in whole.split(widths, dim=1)]

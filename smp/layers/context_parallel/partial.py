@@ -93,9 +93,9 @@ class Layer:
 
 
 def finished(sums: Pair | None, q: torch.Tensor, rows: int, sinks: torch.Tensor | None = None) -> Pair:
-    # A rank whose queries see no key at all, such as padding alone.
     """(out, lse) in the dtype of ``q`` and with ``rows`` rows; rows of padding have out 0 and lse -inf. ``sinks`` are
     those of the heads in ``q``, if there are any."""
+    # None: this rank's queries see no key at all, such as padding alone.
     out, lse = _nothing(q, torch.promote_types(q.dtype, torch.float32)) if sums is None else sums
     out, lse = (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     padding = rows - out.shape[0]

@@ -110,6 +110,7 @@ class _Ring(torch.autograd.Function):
         out, lse = finished(sums, q, q.shape[0], sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.steps, ctx.layer, ctx.group = steps, layer, group
+        # Its gradient would be wrong, see ``partial``.
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -133,6 +134,7 @@ class _Ring(torch.autograd.Function):
             if coming is not None:
                 dkv += wait(coming, group)  # what the ranks before found for the same keys
             coming = start_shift(dkv, group, 1 if step < last else -last)  # with the keys; at last to their owner
+        # While the gradients of this rank's keys are on their way home.
         dq, dk, dv = ctx.layer.backward(given, k, v, late, own)
         if coming is not None:
             dk, dv = (x + y for x, y in zip((dk, dv), wait(coming, group), strict=True))

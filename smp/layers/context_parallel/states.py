@@ -76,10 +76,13 @@ class StatesPlan:
         is_number, shapes = factor.shape[3] == 1, (added.shape[1:], factor.shape[1:])
         # A piece that is none changes nothing.
         nothing = torch.eye(factor.shape[3], dtype=factor.dtype, device=factor.device).expand_as(factor[:1])
+        # (rows, heads, key_dim x value_dim + the elements of M): both in one message
         sent = torch.cat((added.flatten(2), factor.flatten(2)), 2)
         none = torch.cat((torch.zeros_like(added[:1]).flatten(2), nothing.flatten(2)), 2)
         whole = torch.cat((gather_tokens(sent, cp), none)).split([x[1] * x[2] for x in shapes], dim=2)
         added, factor = (x.unflatten(2, shape[1:]) for x, shape in zip(whole, shapes, strict=True))
+        # S -> M S + B from piece to piece, for all sequences at once. As many steps as a sequence
+        # has pieces, whatever its length. Every rank does all of them, so there is no second exchange.
         state = added.new_zeros(self.steps.shape[1], *added.shape[1:])
         found = []
         for step in self.steps:
@@ -135,6 +138,7 @@ def _all_pieces(cut: SequenceCut) -> tuple[int, list[list[_Piece]]]:
     held = [cut.index(rank).numpy() for rank in range(cut.cp)]
     best: tuple[int, int, list[list[_Piece]]] | None = None
     longest = cut.local_length
+    # Rows have one length for all ranks: short pieces waste less of them, long ones send fewer states.
     while best is None or longest >= _SHORTEST:
         pieces = [_pieces(cut, columns, longest) for columns in held]
         length = max(piece.end - piece.start for own in pieces for piece in own)

@@ -73,6 +73,7 @@ class UlyssesAttention(CutAttention):
         group = self.group
         # The cut that is left when a group of neighbours counts as one rank.
         merged = cut.merged(group.size)
+        # Neighbours in the cut form a group, so together they have consecutive chunks of it.
         back = cut.together(group.size, self.part)
         order = to_device(back.argsort(), device)
         index = layout.token_index
@@ -104,6 +105,7 @@ class UlyssesAttention(CutAttention):
         heads, copies = q.shape[1] // size, repeats_of_keys(q.shape[1], k.shape[1], size)
         # Dropout and ALiBi know heads by their number in the whole model.
         spec = replace(spec, first_head=spec.first_head + self.group.rank * heads)
+        # Each query head has to find its key/value head on the rank that it goes to.
         k, v = (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in (k, v))
         parts = [x[:count].unflatten(1, (size, -1)) for x in (q, k, v)]  # (tokens, cp, heads / cp, head_dim)
         # All three in one exchange.

@@ -46,6 +46,7 @@ def use_fp8(
         leave: names of layers that stay as they are.
     """
     layers = {name: layer for name, layer in fp8_layers(model).items() if name not in leave}
+    # The ranks that have parts of a layer's tensors: widths are cut over TP, tokens over the data ranks.
     groups = (context.tp_group, *context.data_groups)
     history = None
     if fp8.precision.recipe == "delayed":

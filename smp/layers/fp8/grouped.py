@@ -49,6 +49,7 @@ class _Scaled(torch.autograd.Function):
         x, counts, ctx.scaling, ctx.later, *weights = inputs
         ctx.product = ctx.scaling.product(x.dtype)
         made = ctx.scaling.forward(x, weights)
+        # The input is for the weights' gradients; frozen ones have none.
         kept = _parts(made.kept) if any(ctx.needs_input_grad[4:]) else [x.new_empty(0)]
         ctx.kept = len(kept)
         ctx.save_for_backward(counts, *kept, *weights, *made.scales)
@@ -65,6 +66,7 @@ class _Scaled(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             for (grad, _), weight in zip(pairs, ctx.scaling.weights(weights, scales), strict=True):
+                # Gradients by the same rows, through each projection, add up.
                 part = grouped_scaled.input_gradient(grad, weight, counts, ctx.product)
                 dx = part if dx is None else dx + part
         weight_gradient = partial(grouped_scaled.weight_gradient, x=x, counts=counts, product=ctx.product)

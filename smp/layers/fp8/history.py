@@ -56,6 +56,7 @@ class AmaxHistory:
         self._formats = (E4M3, E4M3, gradient)
         fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
         self._maxima = torch.zeros(len(names), length, 3, **fp32)  # newest first
+        # Separate tensors and not rows of one: see :data:`Maxima`.
         zeros = [torch.zeros((), **fp32) for _ in range(3 * len(names))]
         self.now: list[Maxima] = list(zip(zeros[::3], zeros[1::3], zeros[2::3], strict=True))
         self._step = torch.zeros(len(names), 3, **fp32)
@@ -80,6 +81,7 @@ class AmaxHistory:
         if self.now:
             own = torch.stack([maximum for maxima in self.now for maximum in maxima]).view(-1, 3)
             self._step = max_over(own, self.groups)
+        # The trainer asks for this before the optimizer step and skips a step whose norm is not finite.
         return torch.where(self._anywhere(self._step).isfinite(), norm, torch.nan)
 
     def saturated(self) -> torch.Tensor:
@@ -97,6 +99,7 @@ class AmaxHistory:
         if self.is_empty:
             self.is_empty = not bool(is_finite & (self._anywhere(self._step[:, GRADIENT]) > 0))
         if not self.is_empty:
+            # (layers, steps, 3), newest first; the oldest falls out
             newer = torch.cat((self._step[:, None], self._maxima[:, :-1]), dim=1)
             self._maxima.copy_(torch.where(is_finite, newer, self._maxima))
             self._set_scales()
@@ -118,6 +121,7 @@ def note(tensors: Sequence[torch.Tensor], maxima: Sequence[torch.Tensor]) -> Non
     """Note the largest magnitudes of tensors, one for each of ``maxima`` (fp32 0-dim) or one for all."""
     amaxes = [largest(tensor) for tensor in tensors]
     for maximum, amax in zip(maxima, amaxes * (len(maxima) // len(amaxes)), strict=True):
+        # In place: compiled code and the history share these tensors.
         torch.maximum(maximum, amax, out=maximum)
 
 

@@ -57,5 +57,6 @@ class Scales:
     @functools.cache
     def of(key: str) -> Scales:
         """The object that has this :attr:`key`."""
+        # Cached: an operator calls this in every step, with the few keys that a run has.
         precision, groups, kind = json.loads(key)
         return Scales(Precision(*precision), tuple(Group(*group) for group in groups), kind)

@@ -166,6 +166,7 @@ class RowScaling:
         return [part.view_as(amax) for part, amax in zip(parts, amaxes, strict=True)]
 
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
+        # A row-parallel layer has columns of the input and of the weight: maxima of rows are over TP ranks.
         scales = self._scales([largest(y, -1) for y in (x, *weights)], E4M3, cut=self.kind == "row")
         used, *others = (quantise(y, scale, E4M3) for y, scale in zip((x, *weights), scales, strict=True))
         return Operands(used, x, list(others), [])
@@ -180,6 +181,7 @@ class RowScaling:
 
     def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
         dtype = self.precision.gradient
+        # Of a column-parallel layer each rank has columns of the output, and so of its gradient.
         scales = self._scales([largest(grad, -1) for grad in grads], dtype, cut=self.kind == "column")
         return [(quantise(grad, scale, dtype), grad) for grad, scale in zip(grads, scales, strict=True)]
 
@@ -214,6 +216,7 @@ class BlockScaling:
 
     def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
         if self.precision.recipe == "mxfp8":
+            # Blocks along the other dimension than in the forward pass: this product sums over the outputs.
             return [transposed(along_rows(w, E4M3, MX_BLOCK)) for w in weights]
         return [quantise(w, inverse_scale(largest_of_blocks(w, square=True), E4M3), E4M3) for w in weights]
 

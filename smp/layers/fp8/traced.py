@@ -54,6 +54,7 @@ class TracedScaling:
         if self._is_empty:
             return Operands(x, x, list(weights), [])
         made = _operands_op(x, list(weights), self._inverse, self._key)
+        # Two tensors (numbers, scales) for each operand, then the scales that the backward pass needs.
         end = 2 * (1 + len(weights))
         used, *others = _pairs(made[:end])
         return Operands(used, x if self.gathers_first else used, list(others), made[end:])

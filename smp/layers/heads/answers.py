@@ -140,6 +140,7 @@ def linear_answers(
     arguments = hidden, weight, labels
     shard = replace(shard, temperature=answers.temperature)
     with torch.no_grad():
+        # First pass, without gradient: log-probabilities of all tokens, from which the loss gets its slopes.
         losses, entropy = linear_token_losses(
             *arguments, shard, chunk_tokens=chunk_tokens, backend=backend, with_entropy=answers.entropy
         )
@@ -148,6 +149,7 @@ def linear_answers(
         return log_probs, result
     # log p = - cross-entropy; taken from 0, so that no weight is -0.
     weights = 0.0 - result.slopes
+    # Second pass: d loss = sum of slope x d log p, which is a cross-entropy with these weights.
     weighted = linear_cross_entropy(*arguments, weights, shard, chunk_tokens=chunk_tokens, backend=backend)
     return log_probs, result._replace(loss=with_gradient_of(result.loss, weighted))
 

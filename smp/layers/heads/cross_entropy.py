@@ -170,6 +170,7 @@ def weighted_losses(
     if with_gradient:
         # Of the softmax's input; that of the logits is 1 / temperature times it.
         weights = loss_weights if shard.temperature == 1.0 else loss_weights / shard.temperature
+        # In place: softmax - onehot, times the weights, over the logits of the chunk.
         logits_to_gradient(seen, stats, columns, shard.valid, weights, backend)
         if seen is not logits:
             logits.copy_(seen)
@@ -277,6 +278,7 @@ def _entropies(logits: torch.Tensor, stats: torch.Tensor, shard: VocabShard) -> 
     token; of the logits another copy in fp32 exists."""
     peak, log_sum, _ = stats
     relative = logits[:, : shard.valid].to(accumulation_dtype(logits.dtype)) - peak[:, None]
+    # H = -sum p log p with log p = relative - log_sum, and p adds up to 1.
     mean = ((relative - log_sum[:, None]).exp() * relative).sum(1)
     return log_sum - reduce_from_group(mean, shard.group)
 

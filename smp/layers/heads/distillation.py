@@ -53,6 +53,7 @@ class TeacherHead:
     def aligned(self, shard: VocabShard) -> TeacherHead:
         """This head with the rows of ``shard``: vocabularies may be padded to different sizes. Token ids that one of
         both does not have get no row."""
+        # Once for a teacher, not for a step: gathered whole, then this rank's rows in the model's cut.
         own, whole = self.shard, wait(start_all_gather(self.matrix, shard.group), shard.group)
         common = min(own.vocab_size, shard.vocab_size)
         valid = min(max(common - shard.start, 0), shard.valid)
@@ -179,6 +180,7 @@ def linear_divergence(
 
     def chunk_loss(logits: torch.Tensor, part: slice, with_gradient: bool) -> torch.Tensor:
         weights, alpha = loss_weights[part], distilled.alpha
+        # Both losses overwrite logits with their gradient: each needs a copy of its own.
         other = logits.clone() if alpha < 1 else None
         loss = teacher.chunk_loss(logits, part, weights * alpha, with_gradient)
         if other is not None:
@@ -213,6 +215,7 @@ class _ByTeacher:
             teacher = teacher.padded(tokens).within(common)
             return _ByTeacher(replace(loss, teacher=teacher), replace(shard, valid=valid, vocab_size=common), backend)
         if teacher.head.sequence_parallel:
+            # The head needs all tokens on every rank, as the model's own does.
             teacher = replace(teacher, states=gather_tokens(teacher.states, shard.group))
             loss = replace(loss, teacher=teacher)
         if (missing := tokens - len(teacher.states)) > 0:  # the model fills its tokens up, the teacher does not
@@ -231,6 +234,7 @@ class _ByTeacher:
             scale = torch.where(counts, weights / self.loss.temperature, 0.0)[:, None]
             valid = self.shard.valid
             logits[:, :valid] = torch.where(counts[:, None], gradient * scale, 0.0).to(logits.dtype)
+            # Token ids that the teacher does not have, and padding, get no gradient.
             logits[:, valid:] = 0
             if slope is not None:
                 logits.mul_(slope)
@@ -256,6 +260,7 @@ class _ByTeacher:
         log_p = self._log_probs(logits, replace(head.shard, temperature=self.loss.temperature))
         terms = divergence_terms(log_q, log_p, self.loss.beta)
         values, mean = self._sums(terms.divergence.sum(1), terms.slopes.sum(1))
+        # q_i g_i - q_i sum_j q_j g_j; ``slopes`` are q g already.
         return values, terms.slopes.sub_(terms.q.mul_(mean[:, None])) if with_gradient else None
 
     def _by_likeliest(
@@ -263,11 +268,14 @@ class _ByTeacher:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shard, beta = self.shard, self.loss.beta
         here, columns = _columns(top.ids, shard)
+        # One more column stands for ids of other ranks; what is read there is set to 0 in the next line.
         found = F.pad(log_q, (0, 1)).gather(1, columns)
         terms = Terms(*(torch.where(here, x, 0.0) for x in divergence_terms(found, top.log_probs, beta)))
         others = _without(log_q.exp(), columns)
         values, mean, rest = self._sums(terms.divergence.sum(1), terms.slopes.sum(1), others.sum(1))
         factor = torch.zeros_like(mean)
+        # All other ids as one token with the sum of their probabilities, on both sides. Its slope g
+        # is by that sum, so each of them has the same g: q_i (g - mean).
         if top.ids.shape[1] < shard.vocab_size:
             one = divergence_terms(rest.clamp(min=_LEAST).log(), top.rest, beta)
             values, mean = values + one.divergence, mean + one.slopes
@@ -321,6 +329,7 @@ def _top(states: torch.Tensor, head: TeacherHead, shard: VocabShard, k: int, bac
     seen = shard.tempered(logits)
     seen = seen.to(accumulation_dtype(seen.dtype))
     peak, log_sum = softmax_normalizer(seen, shard, backend)
+    # The k largest of all are among the k largest of each rank.
     local = min(k, shard.valid)
     values, columns = seen[:, : shard.valid].topk(local, dim=1)
     values, ids = F.pad(values, (0, k - local), value=-math.inf), F.pad(columns + shard.start, (0, k - local))
@@ -329,6 +338,7 @@ def _top(states: torch.Tensor, head: TeacherHead, shard: VocabShard, k: int, bac
         values, order = every.topk(k, dim=1)
         ids = which.gather(1, order)
     own = (seen[:, : shard.valid] - peak[:, None] - log_sum[:, None]).exp()
+    # Summed without the chosen ones, and not as 1 - their sum, see :class:`TopLogits`.
     rest = reduce_from_group(_without(own, _columns(ids, shard)[1]).sum(1), shard.group)
     return TopLogits(ids, values - peak[:, None] - log_sum[:, None], rest.clamp(min=_LEAST).log(), shard.vocab_size)
 

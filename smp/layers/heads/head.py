@@ -131,6 +131,7 @@ class VocabParallelHead(nn.Module):
         weight = self.matrix(x.dtype) if tied_weight is None else tied_weight
         assert weight is not None
         hidden = gather_tokens(x, self.group) if self.sequence_parallel else x
+        # (rows, hidden): the output matrix is applied to wanted tokens only
         hidden = hidden[last.clamp(min=0)]
         if cut and self.cp is not None:
             # One rank has each token, so this sum adds zeros to it.

@@ -90,6 +90,7 @@ def scored(
         return ModelOutput(values=values)
     loss = result.loss
     if torch.is_grad_enabled():
+        # The slopes are of all tokens, ``scores`` with its graph of this rank's.
         first = 0 if shared_by is None else shared_by.rank * len(scores)
         loss = with_gradient_of(loss, (scores * result.slopes[first : first + len(scores)]).sum())
     return ModelOutput(loss=loss, metrics=result.metrics)

@@ -61,6 +61,7 @@ class Capacity:
         count, k = layout.num_queries, experts.shape[1]
         chosen, worth, back = experts[:count], weights[:count], None
         if self.group is not None and layout.cut is not None:
+            # Every rank decides for whole sequences, alike, and keeps the rows of its own tokens.
             places = to_device(layout.cut.together(self.group.size), experts.device)
             order = places.argsort()
             chosen, worth = (wait(start_all_gather(x, self.group), self.group)[order] for x in (chosen, worth))
@@ -85,6 +86,7 @@ def _fitting(experts: torch.Tensor, worth: torch.Tensor | None, limit: int, num_
     if worth is None:
         order = experts.argsort(dim=1, stable=True)
     else:
+        # Two stable sorts: by worth, then by expert, so that each expert's choices lie together, best first.
         first = worth.argsort(dim=1, descending=True, stable=True)
         order = first.gather(1, experts.gather(1, first).argsort(dim=1, stable=True))
     counts = torch.zeros(len(experts), num_experts, dtype=torch.int64, device=experts.device)

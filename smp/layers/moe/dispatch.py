@@ -71,13 +71,16 @@ class Dispatch:
         """The dispatch where each expert gets ``slots`` rows of this rank, as many as are kept or more; otherwise as
         :meth:`of`. Numbers of rows are known, and the host waits for nothing."""
         k, rows = experts.shape[1], num_experts * slots
+        # Dropped choices go to an expert behind the last one, and so to the end of the sort.
         chosen = experts.masked_fill(~kept, num_experts).flatten()
         first = chosen.argsort(stable=True)
         counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
         counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         of_row = chosen.index_select(0, first)
+        # Number of each row among those of its expert.
         places = torch.arange(len(chosen), device=chosen.device) - (counts.cumsum(0) - counts).index_select(0, of_row)
         slot = (of_row * slots + places).clamp(max=rows)  # what is dropped: behind all
+        # Empty slots point behind the last token's choices: at the row of zeros that ``send`` pads.
         order = torch.full((rows + 1,), len(chosen), dtype=torch.int64, device=chosen.device)
         order.scatter_(0, slot, first)[rows:].fill_(len(chosen))
         inverse = F.pad(torch.empty_like(slot).scatter_(0, first, slot), (0, k), value=rows)
@@ -87,6 +90,7 @@ class Dispatch:
         if group is None or group.size == 1:
             return Dispatch(k, received, order, inverse, [], [], sent_rows=rows, padded=True)
         each = [own * slots] * ranks
+        # Rows come rank by rank; experts want theirs together.
         local = torch.arange(rows, device=chosen.device).view(ranks, own, slots).transpose(0, 1).flatten()
         return Dispatch(
             k, received, order, inverse, each, each, local, _inverse(local), group, sent_rows=rows, padded=True
@@ -114,9 +118,11 @@ class Dispatch:
         if group is None or group.size == 1:
             return Dispatch(experts.shape[1], counts, order, inverse, [], [], sent_rows=rows)
         incoming = all_to_all(counts, group)  # (experts,): for each rank, of each of this rank's experts
+        # Here the host waits for the device: sizes of the exchange are Python numbers.
         table = read(torch.stack((counts, incoming)).view(2, group.size, -1), len(chosen) if rows is None else rows)
         sent, received = ([sum(row) for row in rows] for rows in table)
         own = num_experts // group.size
+        # Received rows come rank by rank, each rank's sorted by expert.
         kinds = torch.arange(own, device=chosen.device).repeat(group.size)
         kinds = kinds.repeat_interleave(incoming, output_size=sum(received))  # the expert of each received row
         local_order = kinds.argsort(stable=True)

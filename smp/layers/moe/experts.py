@@ -91,6 +91,7 @@ class ExpertLinear(nn.Module):
         bias = local(self.bias, y.dtype)  # (experts, out/p)
         if self.kind == "row" and self.tp_group.size > 1:
             share, rank = bias.shape[1], self.tp_group.rank
+            # Each rank adds its columns of the bias and zeros elsewhere; the sum over ranks has each column once.
             bias = F.pad(bias, (rank * share, y.shape[1] - (rank + 1) * share))
         return add_rows_of_groups(y, bias, counts, self.backend)
 
@@ -174,6 +175,7 @@ class Experts(nn.Module):
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(n, hidden) sorted by expert, ``counts`` of each of this rank's -> (n, hidden), on TP ranks parts of a
         sum."""
+        # FP8 products go expert by expert, in a loop of the host, which needs the counts there.
         in_loops = self.up.scaling is not None  # in FP8
         counts = counts.cpu() if in_loops else counts_where_read(counts, rows, self.widths, self.up.backend)
         if self.gate is None:

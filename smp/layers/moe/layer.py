@@ -111,6 +111,7 @@ class MoE(nn.Module):
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         given = (x * routing.weights).to(x.dtype) if self.weighs_input else x
         tokens, weights = gather(given, self.group), gather(routing.weights, self.group)  # (tokens, ...)
+        # Integers have no gradient; without sequence parallelism every rank has chosen the same.
         chosen = gather(routing.experts, self.group) if self.sequence_parallel else routing.experts
         kept = None
         if self.capacity is not None and self.training:
@@ -149,6 +150,7 @@ class MoE(nn.Module):
         own = len(chosen)
         beside = self.all_slices.size // self.group.size
         if self.sequence_parallel and beside > 1:
+            # A capacity counts over whole sequences, of which this rank's group has only some slices.
             chosen, weights = (self._gathered_from_all(each) for each in (chosen, weights))
         kept = capacity.kept(chosen, weights, self.router.num_experts, layout)
         return kept if len(kept) == own else kept.narrow(0, self.all_slices.rank // self.group.size * own, own)
@@ -164,4 +166,5 @@ class MoE(nn.Module):
         slots = self.capacity.slots(chosen.shape[1], experts, layout)
         if slots is None:
             return Dispatch.of(chosen, experts, self.ep, kept, self.read_counts)
+        # Each token chooses an expert once at most: more slots than tokens would stay empty.
         return Dispatch.to_slots(chosen, experts, self.ep, kept, min(slots, len(chosen)))

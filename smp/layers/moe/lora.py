@@ -34,6 +34,7 @@ class ExpertLora(nn.Module):
         super().__init__()
         weight = cast(DTensor, layer.weight)
         (experts, out_features, in_features), mesh = weight.shape, weight.device_mesh
+        # (ep, tp) placements where experts are spread, else that of TP alone.
         *spread, cut = weight.placements
         self.sums_a = layer.tp_dim == 1  # outputs are cut: the ranks share A
         of_a, of_b = (REPLICATE, cut) if self.sums_a else (cut, REPLICATE)

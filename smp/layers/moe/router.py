@@ -151,6 +151,7 @@ class Router(nn.Module):
         self.scores: Scores = "pre_softmax" if score_function == "softmax" and pre_softmax else score_function
         self.bias_update_rate, self.num_groups, self.group_topk = bias_update_rate, num_groups, group_topk
         self.balancing = balancing
+        # DeepSeek-V3: the k experts of a token come from g groups, k / g each, so a group is worth its k / g best.
         self.group_summed = topk // group_topk if group_topk is not None and group_score == "sum" else 1
         self.shared_by = context.shared_by
         slices = () if self.shared_by is None else (self.shared_by,)
@@ -169,9 +170,12 @@ class Router(nn.Module):
         weight = local(self.weight, x.dtype, summed_over=self.shared_by)
         wide = accumulation_dtype(x.dtype)
         bias = None if self.bias is None else local(self.bias, x.dtype, summed_over=self.shared_by).to(wide)
+        # In fp32: two experts' logits may differ by less than bf16 resolves, and the choice would
+        # then depend on how a product is cut into tiles.
         logits = F.linear(x.to(wide), weight.to(wide), bias)
         compared = None
         if self.num_groups is not None or (self.sinkhorn is not None and self.training):
+            # Detached: a choice has no gradient, only the weights of what was chosen do.
             compared = self._compared(logits.detach(), layout)
         experts, weights = choose_experts(
             logits,
@@ -199,6 +203,7 @@ class Router(nn.Module):
         assert self.group_topk is not None, "given with num_groups"
         grouped = values.view(-1, groups, self.num_experts // groups)
         worth = grouped.topk(self.group_summed, dim=-1).values.sum(-1)  # (tokens, groups)
+        # A stable sort: of equal groups the first, on every device.
         best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : self.group_topk]
         kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best, True)
         return grouped.masked_fill(~kept[:, :, None], float("-inf")).view_as(values)
@@ -220,6 +225,7 @@ class Router(nn.Module):
             scores = logits.sigmoid()
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         ones = (counted.weights != 0)[:, None].expand_as(routing.experts).long()
+        # Collective, and exact: loads are of all tokens that the data-parallel ranks compute now.
         counts = self._count(routing.experts, ones, self.num_experts, self.token_groups)
         now, seen = _load(counts), counted.seen + counts
         if self.balancing == "seq_aux_loss":
@@ -238,6 +244,7 @@ class Router(nn.Module):
     def _load_of_sequences(self, experts: torch.Tensor, ones: torch.Tensor, counted: Counted) -> torch.Tensor:
         """The load in each token's sequence, (tokens, experts). Sequences are cut over context-parallel ranks."""
         assert counted.sequences is not None, "the model gives them with seq_aux_loss"
+        # One histogram over (sequence, expert).
         cells = counted.sequences[:, None] * self.num_experts + experts
         size = counted.num_sequences * self.num_experts
         counts = self._count(cells, ones, size, self.sequence_groups).view(-1, self.num_experts)

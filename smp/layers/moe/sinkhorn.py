@@ -47,6 +47,7 @@ class Sinkhorn:
         whole = logits if self.shared_by is None else wait(start_all_gather(logits, self.shared_by), self.shared_by)
         rows, sequences = len(whole), whole[: layout.num_queries]
         if self.group is not None and layout.cut is not None:
+            # Rank by rank -> in the order of the sequences.
             order = to_device(layout.cut.together(self.group.size), logits.device).argsort()
             sequences = wait(start_all_gather(sequences, self.group), self.group)[order]
         found = expert_factors(sequences.reshape(layout.batch, -1, experts)).log()  # (batch, experts)
@@ -62,5 +63,6 @@ def expert_factors(logits: torch.Tensor) -> torch.Tensor:
     d1 = scores.new_ones(len(scores), 1, experts)
     for _ in range(ROUNDS):
         d0 = 1 / (tokens * (scores * d1).sum(-1, keepdim=True))
+        # An expert that no token scores would divide by 0.
         d1 = 1 / (experts * (scores * d0).sum(1, keepdim=True) + 1e-20)
     return d1.squeeze(1)

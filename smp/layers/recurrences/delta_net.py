@@ -66,6 +66,7 @@ class DeltaRuleMixer(RecurrentMixer):
     ) -> torch.Tensor:
         """Outputs of pieces. One pass gives what a piece adds to the state before it and what it multiplies that state
         with: the first state is [0 | 1] and zeros follow the values, so the factor is in the columns behind the sum."""
+        # (rows, heads, key_dim, value_dim + key_dim): [0 | 1]
         unit = torch.eye(self.key_dim, dtype=v.dtype, device=v.device)
         first = F.pad(unit, (self.value_dim, 0)).expand(v.shape[0], v.shape[2], -1, -1)
         v = F.pad(v, (0, self.key_dim))
@@ -74,6 +75,7 @@ class DeltaRuleMixer(RecurrentMixer):
         widths = self.value_dim, self.key_dim
         out, factor = both.split(widths, dim=3)
         before = states_before(*maps.split(widths, dim=3))  # (rows, heads, key_dim, value_dim)
+        # (rows, heads, length, key_dim) @ (rows, heads, key_dim, value_dim)
         return out + (factor.transpose(1, 2) @ before).transpose(1, 2)
 
     def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,6 +143,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         self.query, self.key, self.value = projection(keys), projection(keys), projection(values)
         self.gate, self.beta, self.decay = projection(values), projection(value_heads), projection(value_heads)
         self.decay_log, self.decay_bias = (tp_parameter((value_heads,), SHARD_ROWS, context.tp) for _ in range(2))
+        # One weight for all heads, used by each rank on heads of its own: its gradient is summed over TP.
         self.norm = RMSNorm(value_dim, context, eps=norm_eps, split_input=True, kernels=kernels)
         self.output = RowParallelLinear(values, hidden_size, context, bias=False, init_std=output_std)
         self.initializers |= {"decay_log": LogUniform(0.01, 16.0), "decay_bias": Constant(1.0)}

@@ -63,6 +63,7 @@ class DocumentsNeed:
             return self._of_cut(layout.cut, device, None if lengths is None else lengths[:, :1])
         if lengths is not None:
             places = layout.position_ids[: layout.num_queries].view(shape)
+            # Padding behind a short prompt must not write to its state.
             return Documents(places=places, valid=places < lengths)
         if layout.document_ids is None:
             return Documents()
@@ -87,5 +88,6 @@ def of_documents(ids: torch.Tensor) -> Documents:
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    # Column of the latest beginning at or before each token.
     first = torch.where(begins, column, 0).cummax(1).values
     return Documents(begins, column - first)

@@ -82,6 +82,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
 
         self.query, self.key, self.value = projection(width), projection(width), projection(width)
         self.beta = projection(heads)
+        # Narrow, so every rank has them whole; the up projections are cut by heads.
         self.decay_down, self.gate_down = (projection(head_dim, every_output=True) for _ in range(2))
         self.decay_up, self.gate_up = projection(width, head_dim), projection(width, head_dim)
         self.decay_log = tp_parameter((heads,), SHARD_ROWS, context.tp)

@@ -142,10 +142,12 @@ class Mamba2(RecurrentMixer):
         """Outputs of pieces. What comes from before a piece only fades: by a number for each token and head, 0 behind a
         border."""
         out, added = state_space(q, k, v, tokens.g, tokens.rate, begins)
+        # In fp64: exponents of long pieces are large sums of small numbers, and errors of exp grow with them.
         total = tokens.g.double().cumsum(1)
         if begins is not None:
             total = total.masked_fill(begins.cumsum(1)[..., None] > 0, -torch.inf)
         kept = total.exp().to(tokens.g.dtype)  # (rows, length, heads)
+        # ``kept`` at the last token is what the whole piece leaves of the state before it: M, a number.
         before = states_before(added, kept[:, -1, :, None, None])  # (rows, heads, state_dim, head_dim)
         by_group = before.unflatten(1, (q.shape[2], -1)).transpose(2, 3).flatten(3)  # (rows, groups, state_dim, ...)
         read = (q.to(before.dtype).transpose(1, 2) @ by_group).transpose(1, 2).flatten(2).view_as(v)

@@ -173,6 +173,7 @@ class RecurrentMixer(nn.Module, ABC):
             # Padding behind a prompt writes nothing, and forgets nothing.
             g, rate = (y.masked_fill(~documents.valid[..., None], 0.0) for y in tokens[1:])
             tokens = Tokens(tokens.mixed, g, rate)
+            # The last conv - 1 tokens before these, and the state after them.
             before, state = cache.states(self._states(tokens))
         q, k, v = self._convolved(tokens.mixed, before, documents.places, heads)
         out, last = self._read(q, k, v, tokens, documents.begins, state, heads)
@@ -207,6 +208,8 @@ class RecurrentMixer(nn.Module, ABC):
         return q, k, v.unflatten(2, (-1, self.value_dim))
 
     def _of_convolution(self, part: str, dtype: torch.dtype, heads: Group | None) -> list[torch.Tensor]:
+        # Convolutions of a key head that all ranks have are used on the same tokens by different
+        # heads of values: their gradients are summed over TP.
         shared = self.keys_of_all, self.keys_of_all, None
         found = [
             local(getattr(self, f"{name}_{part}"), dtype, summed_over=group)
@@ -234,5 +237,6 @@ def of_rank(x: torch.Tensor, group: Group) -> torch.Tensor:
 def _last_tokens(x: torch.Tensor, before: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """The tokens that the convolution of the next one sees, (batch, conv - 1, channels), of ``x`` with those before it,
     where only ``valid`` ones count, which come first."""
+    # ``before`` comes first, so token n of ``x`` is column conv - 1 + n: the last conv - 1 valid columns.
     count = valid.sum(1)[:, None] + torch.arange(before.shape[1], device=x.device)
     return torch.cat((before, x), 1).gather(1, count[..., None].expand(-1, -1, x.shape[2]))
