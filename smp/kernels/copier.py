@@ -78,6 +78,7 @@ class CudaCopier(Copier):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
+        # One for each direction: the link carries both at the same time.
         self._streams = {"out": torch.cuda.Stream(device), "back": torch.cuda.Stream(device)}
 
     def host(self, nbytes: int, *, copied: bool = True) -> torch.Tensor:
@@ -135,6 +136,7 @@ class HostPool:
 
     def give(self, buffer: torch.Tensor, after: Event) -> None:
         """Put a buffer back, to be written after ``after``."""
+        # The next user waits for the event on the device, not on the host.
         self._free.append((buffer, after))
 
 

@@ -48,6 +48,7 @@ def combine_stats(stats: torch.Tensor) -> torch.Tensor:
     peaks, log_sums, targets = stats.unbind(dim=1)
     # The largest over all ranks; differences to it are never above 0, so no exponential overflows.
     peak = peaks.amax(dim=0)
+    # Each rank's sum is relative to its own peak.
     log_sum = (peaks - peak + log_sums).logsumexp(dim=0)
     return torch.stack((peak, log_sum, targets.sum(dim=0)))
 
@@ -83,6 +84,7 @@ def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def _scratch(logits: torch.Tensor, valid: int) -> torch.Tensor:
+    # One buffer for all blocks of rows, in the precision of sums.
     rows = _rows_of_a_block(logits)
     return torch.empty(rows, valid, device=logits.device, dtype=accumulation_dtype(logits.dtype))
 
@@ -107,6 +109,7 @@ def softmax_stats_reference(logits: torch.Tensor, columns: torch.Tensor, valid: 
         total = _minus(z, peak[:, None], scratch[: z.shape[0]]).exp_().sum(dim=1)
         # Kept as a logarithm: ranks' sums are merged by logsumexp.
         stats[0, rows], stats[1, rows] = peak, total.log()
+    # Another rank has the target otherwise: 0 here, so that the sum over ranks has it once.
     here = (columns >= 0) & (columns < valid)
     target = logits.gather(1, columns.clamp(0, valid - 1)[:, None])[:, 0]
     stats[2] = torch.where(here, target.to(stats.dtype), 0.0)

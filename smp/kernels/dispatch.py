@@ -56,6 +56,7 @@ class Kernels:
     rope_in_place: bool = False
 
     def __post_init__(self) -> None:
+        # Checked here: a wrong name would otherwise fail in the first forward pass.
         known_of: dict[str, tuple[str, ...]] = dict.fromkeys(OPERATIONS, ("torch", "triton"))
         known_of |= {"cross_entropy": ("torch", "triton", "cuda"), "norm": ("torch", "triton", "apex")}
         known_of |= {"delta_rule": ("torch", "fla")}
@@ -92,6 +93,7 @@ def choose_kernels(
     Raises:
         ConfigError: the wish cannot be met; one line.
     """
+    # The automatic choice for all, of which a wish replaces some or all.
     chosen = {name: _automatic(name, device, features, compile) for name in OPERATIONS}
     if device.type != "cuda" and wish in ("cuda", "apex"):
         raise ConfigError(

@@ -60,6 +60,7 @@ def keyed_keep_mask(
     # Bits are compared as integers: no float decides, which a device might round in another way, and one element that
     # is dropped in one layout and kept in another is a difference that training amplifies.
     bound = int(p * 2**32)
+    # Bits are int64: made for some rows at a time, or they would take 8 bytes for each element.
     rows = max(1, DROPOUT_BITS // max(1, channels))
     if torch.compiler.is_compiling() or len(tokens) <= rows:  # a compiler makes no bits that lie in memory
         return keyed_bits(key, tokens, channels, first_channel) >= bound

@@ -79,6 +79,7 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *, first: bool) -> None:
     """``total += g^T x`` by oneDNN, or ``=`` if ``first``: (out, in), (n, out) and (n, in)."""
+    # Some columns at a time bound the transposed copy; a wide g is read as it is, and x is transposed.
     columns = grad.shape[1] if _is_wide(grad, x) else _COLUMNS
     for rows, part in zip(total.split(columns), grad.split(columns, 1), strict=True):
         product = _gradient(part, x)
@@ -144,6 +145,7 @@ def _is_wide(grad: torch.Tensor, x: torch.Tensor) -> bool:
 def _gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """g^T x, maybe as a transposed view. The left operand has to be copied: of a wide g it is x."""
     if _is_wide(grad, x):
+        # (g^T x)^T = x^T g
         return linear_op(x.t().contiguous(), grad.contiguous().t(), None).t()
     return linear_op(grad.t().contiguous(), x.contiguous().t(), None)
 
@@ -158,6 +160,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        # By the same rule as the forward product, which makes gradients of any order work.
         dx = None if weight is None else linear(grad, weight.t())
         dweight = None if x is None else weight_gradient(grad, x)
         return dx, dweight, grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None

@@ -70,6 +70,7 @@ class _Norm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, added = _rows(x), None if residual is None else _rows(residual)
         y, total, mean, scale = _forward_op(rows, added, weight, bias, eps, backend)
+        # x, or the sum; mean and 1 / std are a float a row.
         ctx.save_for_backward(rows if residual is None else total, weight, mean, scale)
         ctx.backend, ctx.adds, ctx.has_bias = backend, residual is not None, bias is not None
         return _shaped(y, x), None if residual is None else _shaped(total, x)
@@ -122,7 +123,9 @@ def backward_reference(
     """(dx, dw, db) by the formulas above; ``dtotal`` is added to dx, and db is empty without ``has_bias``."""
     wide = x.to(scale.dtype)
     wide = (wide - mean[:, None] if has_bias else wide) * scale[:, None]
+    # dy w of the formula; ``wide`` is n.
     dwide = dy.to(scale.dtype) * weight
+    # dy w - n c(n dy w); LayerNorm also takes off c(dy w). Both are times r in the end.
     dx = dwide - wide * (wide * dwide).mean(dim=1, keepdim=True)
     dx = (dx - dwide.mean(dim=1, keepdim=True) if has_bias else dx) * scale[:, None]
     dx = dx if dtotal is None else dx + dtotal

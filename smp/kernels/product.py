@@ -111,6 +111,7 @@ class Scaled:
         return f"fp8:{self.granularity}:{self.fp8_format}:{self.dtype}:{how}"
 
     def forward(self, x: Quantised, weight: Quantised) -> torch.Tensor:
+        # Fast accumulation in the forward pass only, as in Transformer Engine: gradients need the bits.
         return scaled_product(x, weight, self.dtype, emulate=self.emulate, fast=True)
 
     def input_gradient(self, grad: Quantised, weight: Quantised) -> torch.Tensor:
@@ -121,9 +122,11 @@ class Scaled:
             return DENSE.weight_gradient(grad, x)
         if self.granularity in ("block", "mx"):
             size = BLOCK if self.granularity == "block" else MX_BLOCK
+            # The sum is over tokens, so blocks have to lie along them.
             of_grad, of_x = along_rows(grad, gradient_dtype(self.fp8_format), size), along_rows(x, E4M3, size)
         else:
             of_grad, of_x = transposed(grad), transposed(x)
+        # (out, tokens) and (in, tokens): the summed dimension is the last of both
         return scaled_product(of_grad, of_x, self.dtype, emulate=self.emulate)
 
     def in_features(self, weight: torch.Tensor) -> int:

@@ -58,6 +58,7 @@ def shapes_of(run: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., list[
 
     def fake(*given: Any) -> list[torch.Tensor]:
         device = (given[0] if isinstance(given[0], torch.Tensor) else given[0][0]).device
+        # On the meta device, which computes shapes and strides only.
         made = run(*map(shapeless, given))
         # Strides as well: a compiler lays out what follows by them.
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in made]

@@ -55,6 +55,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Rotate the first ``r`` channels of x (tokens, heads, head_dim); fp32 inside, dtype kept."""
     r = cos.shape[-1]
     rotated, passed = x[..., :r].to(accumulation_dtype(x.dtype)), x[..., r:]
+    # (a, b) -> (-b, a), the half-rotation of Hugging Face's ``rotate_half``.
     first, second = rotated.chunk(2, dim=-1)
     out = (rotated * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
     return out if passed.shape[-1] == 0 else torch.cat((out, passed), dim=-1)
@@ -77,6 +78,8 @@ class _Rope(torch.autograd.Function):
         if in_place:
             heads_q, heads_k = (x.view(x.shape[0], x.shape[1:].numel() // head_dim, head_dim) for x in (q, k))
             _rope_in_place_op(heads_q, heads_k, cos, sin, False, backend)
+            # Raises the version counters: a function that saved the unrotated tensors gets an
+            # error, and not wrong gradients.
             ctx.mark_dirty(q, k)
             return q, k
         # The kernel walks over whole tokens.

@@ -174,6 +174,7 @@ def _deal(lengths: list[int], cp: int, whole: int) -> np.ndarray:
     starts = np.cumsum([0, *lengths])
     ranks = np.empty(starts[-1], dtype=np.int64)
     room = np.full(cp, starts[-1] // cp)
+    # 0 1 ... cp-1 cp-1 ... 1 0: the zig-zag.
     pieces = np.minimum(np.arange(2 * cp), np.arange(2 * cp)[::-1])  # rank of each piece
     rest = []
     for start, length in zip(starts, lengths, strict=False):
@@ -187,6 +188,7 @@ def _deal(lengths: list[int], cp: int, whole: int) -> np.ndarray:
         for rank in (*first, *first)[:extra]:
             sizes[rank if sizes[rank] == sizes[2 * cp - 1 - rank] else 2 * cp - 1 - rank] += 1
         ranks[start : start + length] = pieces.repeat(sizes)
+        # A rank has piece r and piece 2 cp - 1 - r.
         room -= sizes[:cp] + sizes[cp:][::-1]
     # Long ones first, while there is room for them in one piece.
     for length, start in sorted(rest, key=lambda document: -document[0]):

@@ -104,9 +104,9 @@ class TokenLayout:
 
     def pattern(self, causal: bool, window: int | None) -> Pattern:
         """Layers with the same pattern share a mask: a window that reaches to the first key is none."""
-        # Such a window hides nothing, and its mask would be made a second time.
         if self.key_positions is not None:
             return causal, window
+        # Such a window hides nothing, and its mask would be made a second time.
         if window is not None and window > self.query_start + self.length - 1 - self.key_start:
             window = None
         return causal, window
@@ -130,6 +130,7 @@ class TokenLayout:
         """(batch or 1, 1, length, key_length): 0 where a query sees a key, else -inf."""
         causal, window = pattern
         queries, keys = self.places(device)
+        # ([batch,] length, key_length)
         distance = queries[..., :, None] - keys[..., None, :]
         seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
@@ -183,6 +184,7 @@ class TokenLayout:
                 (torch.arange(start, start + count) // size).expand(self.batch, count)
                 for start, count in ((self.query_start, self.length), (self.key_start, self.keys))
             )
+            # Equal on both sides: then one list of ids serves for queries and keys.
             same = self.sees_itself and self.length == self.keys
             return replace(self, document_ids=queries, key_document_ids=None if same else keys)
         if self.query_start or self.key_start or self.key_document_ids is not None or self.keys != self.length:
@@ -203,6 +205,8 @@ class TokenLayout:
             raise ValueError("queries and keys of a sequence do not end together: only a mask can describe them")
         first = self._first_of_documents()
         starts = first.nonzero()  # (documents, 2)
+        # Where each document begins among all keys, and among all queries: with fewer queries than
+        # keys these are the last ones, and a document may have none.
         cu_k = starts[:, 0] * self.keys + starts[:, 1]
         cu_q = starts[:, 0] * self.length + (starts[:, 1] - (self.keys - self.length)).clamp(min=0)
         count = _power_of_two(len(starts))

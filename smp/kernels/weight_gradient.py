@@ -30,6 +30,7 @@ def accumulate_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.T
         torch.mm(left, x, out=total) if first else torch.addmm(total, left, x, out=total)
     elif x.is_cuda:
         if first:
+            # bf16 operands and an fp32 result, without a bf16 product in between.
             torch.mm(left, x, out_dtype=total.dtype, out=total)
         else:
             torch.addmm(total, left, x, out_dtype=total.dtype, out=total)

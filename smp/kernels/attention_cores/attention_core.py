@@ -122,6 +122,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_l
     total = torch.logaddexp(lse, other_lse)
     shift = total.masked_fill(total.isneginf(), 0.0)  # where both are empty: -inf - -inf is NaN
     shares = [(part - shift).exp().t()[..., None] for part in (lse, other_lse)]  # (tokens, heads, 1)
+    # (tokens, heads, head_dim); the shares add up to 1, or are both 0 where no key was seen.
     merged = out * shares[0] + other_out * shares[1]
     return merged.to(torch.promote_types(out.dtype, other_out.dtype)), total
 
@@ -138,6 +139,7 @@ def unfold_keys(k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, heads: in
     if k.shape[1] == heads:
         return k, v
     repeats = heads // k.shape[1]
+    # Query heads of a group are neighbours, so each key/value head is repeated next to itself.
     return k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
 
 

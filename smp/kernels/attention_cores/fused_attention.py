@@ -77,6 +77,7 @@ class FusedAttention(Masked):
             return MathAttention().backward(dout, q, k, v, out, lse, layout, spec, dropout_key)
         operator, groups = operator_for(self.name, q.device), k.shape[1]
         *given, scores = self.arguments(q, k, v, layout, spec)
+        # As wide as q, k and v, which the kernel got with channels of zeros.
         dout, out = (unfold(widened(x, operator.multiple), layout.batch, layout.length) for x in (dout, out))
         lse = lse.masked_fill(lse.isneginf(), 0.0)  # nobody is seen: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
         kept = out, unfold_lse(lse, layout)
@@ -101,6 +102,7 @@ class FusedAttention(Masked):
         )
         # Of the real width: the kernel would take the filled-up one.
         scale = q.shape[2] ** -0.5 if spec.scale is None and q.shape[2] % multiple else spec.scale
+        # (batch, heads, length, head_dim)
         heads = k.shape[1] if self.grouped else q.shape[1]
         q, k, v = (widened(x, multiple) for x in (q, k, v))
         keys = unfold_keys(k, v, layout, heads)
@@ -145,6 +147,7 @@ class DefaultAttention(Masked):
         if spec.changes_scores:
             return MathAttention()
         # fp32 has no FlashAttention on a GPU.
+        # A mask with FlashAttention exists on a CPU only.
         flash = q.dtype.itemsize == 2 and not layout.needs_mask(spec.pattern(layout))
         return FusedAttention("flash" if flash or not q.is_cuda else "efficient")
 

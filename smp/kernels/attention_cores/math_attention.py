@@ -129,6 +129,7 @@ def alibi_slopes(heads: int) -> list[float]:
     """Slope of each head (Press et al. 2021, arXiv 2108.12409): 2^(-8 / n), 2^(-16 / n), ... for n heads, a power of
     two; for other numbers those of the power below, then every other one of the power above."""
     below = 1 << (heads.bit_length() - 1)
+    # For heads that are no power of two, as in the paper's code: odd multiples of half the step.
     slopes = [2.0 ** (-8 * i / below) for i in range(1, below + 1)]
     return slopes + [2.0 ** (-4 * i / below) for i in range(1, 2 * (heads - below), 2)]
 
@@ -152,4 +153,5 @@ def _drop(p: torch.Tensor, layout: TokenLayout, spec: AttentionSpec, key: torch.
     heads = spec.first_head + torch.arange(p.shape[1], device=p.device)
     # Heads have 16 bits of the number: tokens never meet across heads.
     rows = (tokens * (1 << 16) + heads[None, :, None]).flatten()  # a number per (token, global head)
+    # ``first_channel``: keys that a rank or a block holds keep their place in the sequence.
     return keyed_dropout(p.flatten(0, 2), key, rows, spec.dropout, first_channel=layout.key_start).view_as(p)

@@ -83,6 +83,7 @@ def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> 
     """Any dtype but fp64, a mask; lse comes with rows up to a multiple of 32."""
     mask = _aligned(s.mask, q, k)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, s.causal, scale=s.scale)
+    # Without the rows that the kernel added.
     return out, lse[:, :, : q.shape[2]]
 
 
@@ -107,6 +108,7 @@ def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tens
 def _cudnn_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
     dout, q, k, v, out, lse = tensors
     state, sizes = torch.zeros((), dtype=torch.int64, device=q.device), (q.shape[2], k.shape[2])
+    # With the last dimension of 1 that the forward operator gives.
     lse, rest = lse.contiguous()[..., None], (state, state, scores.mask, None, None, *sizes)
     return aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, *rest, 0.0, scores.causal, scale=scores.scale

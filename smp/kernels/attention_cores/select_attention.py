@@ -101,6 +101,7 @@ def _core(name: str, device: torch.device, shape: AttentionShape) -> BlockCore:
     """What computes with backend ``name``."""
     if name == "math":
         return MathAttention()
+    # FlashAttention's dense kernel takes no mask on a GPU; documents and windows go by their ends.
     if name == "flash" and device.type == "cuda" and shape.masked and shape.spans:
         return VarlenAttention()
     return FusedAttention(name, grouped=shape.groups < shape.heads)

@@ -32,6 +32,7 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Pai
 def sinks_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """(heads,), of ``out`` and ``lse`` that :func:`with_sinks` gave."""
     given = (dout.to(lse.dtype) * out).sum(-1).t()  # (heads, tokens)
+    # exp(sink - L) is the sink's probability, and its value is 0: its part of the softmax's gradient is - p D.
     return -((sinks[:, None].to(lse.dtype) - lse).exp() * given).sum(1).to(sinks.dtype)
 
 

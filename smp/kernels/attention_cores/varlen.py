@@ -95,8 +95,10 @@ class VarlenAttention:
             dout[:count].contiguous(),
             *_rows(q, k, v, layout),
             out[:count].contiguous(),
+            # A query that sees nothing: p = exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
             lse.masked_fill(lse.isneginf(), 0.0)[:, :count].contiguous(),
             *self._documents(q, layout, spec),
+            # The flag for causal attention without a window.
             sides == (-1, 0),
             state,
             spec.scale,

@@ -44,6 +44,7 @@ def build(folder: Path = SOURCES, archs: str | None = None) -> str:
     names = (archs or os.environ.get("SMP_CUDA_ARCHS") or DEFAULT_ARCHS).split(";")
     targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
     if archs is None:
+        # PTX too, which the driver compiles for GPUs that are newer than these.
         targets.append("-gencode=arch=compute_90,code=compute_90")
     flags = ["-O3", "-std=c++17", "-Xptxas=-v", "-Xcompiler=-fPIC", "-shared"]
     output = folder / LIBRARY

@@ -18,6 +18,7 @@ def _is_bf16(logits: torch.Tensor) -> int:
 def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int) -> torch.Tensor:
     """See :func:`smp.kernels.cross_entropy.softmax_stats`."""
     stats, columns = logits.new_empty((3, logits.shape[0]), dtype=torch.float32), columns.long().contiguous()
+    # The caller is on the tensor's device, see ``registry``: a launch takes the current one.
     error = library().smp_cross_entropy_stats(
         logits.data_ptr(),
         columns.data_ptr(),

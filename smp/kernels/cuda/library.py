@@ -23,6 +23,7 @@ def library_path() -> Path:
 def library() -> ctypes.CDLL:
     """The library, loaded once. Its functions are those at the end of ``csrc/cross_entropy.cu``."""
     loaded = ctypes.CDLL(str(library_path()))
+    # Without argtypes ctypes would pass pointers as 32-bit integers.
     loaded.smp_cross_entropy_stats.argtypes = [*[_POINTER] * 3, *[_LONG] * 3, ctypes.c_int, _POINTER]
     loaded.smp_cross_entropy_gradient.argtypes = [*[_POINTER] * 4, *[_LONG] * 4, ctypes.c_int, _POINTER]
     loaded.smp_error_string.argtypes = [ctypes.c_int]

@@ -107,7 +107,7 @@ class _AddRows(torch.autograd.Function):
         ctx.save_for_backward(counts)
         ctx.backend = backend
         own = torch.arange(len(bias), device=y.device)
-        # Said, because the device would have to tell the host otherwise.
+        # ``output_size`` is given: without it the host would wait for the sum of the counts.
         return y + bias.index_select(0, own.repeat_interleave(counts.to(y.device), output_size=len(y)))
 
     @staticmethod
@@ -184,10 +184,12 @@ def _input_gradient(
 
 def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     if (ends := _ends(grad, (grad.shape[1], x.shape[1]), counts)) is not None:
+        # (experts, out, in): of each expert the product over its rows
         dw = torch._grouped_mm(grad.t(), x.contiguous(), offs=ends)
         if torch.cuda.get_device_capability(x.device)[0] != 9:
             dw.masked_fill_((counts == 0)[:, None, None], 0)  # on Blackwell they come unwritten, pytorch#172439
         return dw
+    # No rows on this rank, such as of an expert-parallel rank that no token chose.
     if not x.shape[0]:
         return x.new_zeros(counts.shape[0], grad.shape[1], x.shape[1])
     dw, start = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1]), 0
@@ -224,6 +226,7 @@ def _padded_rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
 def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: torch.Tensor, add: bool = False) -> None:
     """Write to these rows of y, or add, the product of those of x. A few rows behind them may lose what they hold: they
     are those of experts that come later."""
+    # In half precision oneDNN makes the product anyway, so its number of rows is rounded in any case.
     rounded, half = _rounded_rows(count), _is_half_on_cpu(x)
     onednn = (
         not half
@@ -232,6 +235,7 @@ def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: tor
     )
     rows = _padded_rows(x, start, rounded if onednn or half else count)
     if onednn or start + len(rows) > len(x):
+        # Into memory of its own: oneDNN takes no output buffer, and padded rows may reach beyond y.
         product, own = linear(rows, matrix.t())[:count], y.narrow(0, start, count)
         if add:
             own.add_(product)

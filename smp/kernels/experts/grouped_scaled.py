@@ -73,6 +73,7 @@ def _forward(
     x: torch.Tensor, x_scales: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, counts: torch.Tensor, product: str
 ) -> torch.Tensor:
     run, rows, weight, start = _scaled(product), Quantised(x, x_scales), Quantised(w, w_scales), 0
+    # Every row belongs to an expert, so all of it is written.
     y = x.new_empty(x.shape[0], w.shape[1], dtype=run.dtype)
     for expert, count in occupied(x, counts):
         y[start : start + count] = run.forward(_rows(rows, start, count), _matrix(weight, expert))
@@ -95,6 +96,7 @@ def _weight_gradient(
     g: torch.Tensor, g_scales: torch.Tensor, x: torch.Tensor, x_scales: torch.Tensor, counts: torch.Tensor, product: str
 ) -> torch.Tensor:
     run, grad, rows, start = _scaled(product), Quantised(g, g_scales), Quantised(x, x_scales), 0
+    # Zeros: an expert without rows is left out of the loop.
     dw = g.new_zeros(counts.shape[0], g.shape[1], x.shape[1], dtype=run.dtype)
     for expert, count in occupied(g, counts):
         dw[expert] = run.weight_gradient(_rows(grad, start, count), _rows(rows, start, count))

@@ -118,6 +118,7 @@ def combine_backward(
     """Gradients of rows and weights. Each row has one token, so this is a gather."""
     wide, flat = grad.to(accumulation_dtype(grad.dtype)), weights.flatten()
     given = wide.index_select(0, order // weights.shape[1])
+    # By row first, then in the order of the choices.
     dweights = (given * rows).sum(-1).index_select(0, inverse).view(weights.shape)
     return (given * flat.index_select(0, order)[:, None]).to(rows.dtype), dweights.to(weights.dtype)
 
@@ -149,6 +150,7 @@ def combine_reference(rows: torch.Tensor, weights: torch.Tensor | None, choices:
     y = rows.new_empty(len(choices), rows.shape[1])
     weights = torch.ones_like(choices, dtype=wide) if weights is None else weights.to(wide)
     for own, of_own, out in zip(choices.split(_PIECE), weights.split(_PIECE), y.split(_PIECE), strict=True):
+        # Widened before the sum, which is rounded once at the end.
         gathered = rows.index_select(0, own.flatten()).to(wide)
         there = torch.arange(own.numel(), device=rows.device).view(own.shape)
         out.copy_(F.embedding_bag(there, gathered, mode="sum", per_sample_weights=of_own))

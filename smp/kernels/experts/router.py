@@ -80,6 +80,7 @@ def _chosen(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(experts, weights) by the formulas, in the dtype of the logits."""
     values = compared_values(logits.detach(), scores, bias) if compared is None else compared
+    # A stable sort and not ``topk``, which leaves the order of equal values open.
     experts = values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return experts, _weights(logits, experts, scores) * factor
 
@@ -91,6 +92,7 @@ def _weights(logits: torch.Tensor, experts: torch.Tensor, scores: Scores) -> tor
         return chosen / (chosen.sum(-1, keepdim=True) + FLOOR) if experts.shape[1] > 1 else chosen
     if scores == "pre_softmax":
         return _of_experts(logits.softmax(-1), experts)
+    # softmax over the chosen logits is the softmax over all of them, normalized again.
     return _of_experts(logits, experts).softmax(-1)
 
 
@@ -151,12 +153,14 @@ def backward_reference(
     chosen = torch.zeros_like(z, dtype=torch.bool).scatter_(1, experts, True)
     g = torch.zeros_like(z).scatter_(1, experts, factor * dweights.to(z.dtype))
     if scores == "sigmoid":
+        # 1 - s as sigmoid(-z), see the module docstring.
         s, rest = z.sigmoid(), (-z).sigmoid()
         if experts.shape[1] == 1:
             return (s * rest * g).to(logits.dtype)
         s = s.masked_fill(~chosen, 0)
         q = s / (s.sum(-1, keepdim=True) + FLOOR)
         return (q * (g - (q * g).sum(-1, keepdim=True)) * rest).to(logits.dtype)
+    # Both kinds have one formula: what is not chosen has p = 0 (softmax), or g = 0 (pre_softmax).
     p = (z if scores == "pre_softmax" else z.masked_fill(~chosen, float("-inf"))).softmax(-1)
     return (p * (g - (p * g).sum(-1, keepdim=True))).to(logits.dtype)
 

@@ -90,10 +90,12 @@ def inverse_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def smallest_scale(amax: torch.Tensor, end: float) -> torch.Tensor:
     """:func:`inverse_scale` of a format whose largest number is ``end``."""
+    # 2^floor(log2(ratio)) is the exponent of the fp32 number alone; 254 - e is that of its inverse.
     ratio = end / amax.clamp(min=_SMALLEST)
     exponent = ratio.view(torch.int32).bitwise_right_shift(23)  # of fp32, with its bias of 127
     inverse = (254 - exponent).bitwise_left_shift(23).view(torch.float32)
     inverse = torch.where(amax == 0, 1.0, inverse)
+    # An overflow must show in the loss: under a finite scale it would become the largest number.
     return torch.where(amax.isfinite(), inverse, math.nan)
 
 
@@ -103,6 +105,7 @@ def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> Quan
 
     What is too large becomes the largest number (casts of torch before 2.12 would make it NaN).
     """
+    # The Triton kernel knows one scale, or those of rows or of columns.
     end, blocks = LARGEST[dtype], any(_of_blocks(n, size) for n, size in zip(inverse.shape, x.shape, strict=False))
     fits = x.dtype != torch.float64 and x.stride(-1) == 1  # the kernel would round fp64 twice
     if fits and not blocks and (x.ndim == 2 or not inverse.ndim) and has_kernels(x.device):
@@ -140,6 +143,7 @@ def scaled_product(
     if emulate:
         wide = accumulation_dtype(dtype)
         return (dequantise(a, wide) @ dequantise(b, wide).t()).to(dtype)
+    # cuBLAS takes the first operand by rows and the second by columns, both with the summed dimension last.
     left, right = _aligned(a.data), _aligned(b.data)
     by_rows = a.inverse.ndim > 0
     scales = (a.inverse, b.inverse.t()) if by_rows else (a.inverse, b.inverse)

@@ -41,6 +41,7 @@ def round_to_e4m3(x: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, to
         (e4m3 (rows, columns), fp32 scales (rows, ceil(columns / 128))); ``x`` is about their product.
     """
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    # max = mantissa x 2^exponent with mantissa in [0.5, 1): 448 is 0.875 x 2^9.
     mantissa, exponent = torch.frexp(blocks.abs().amax(2))
     exponent = exponent - 9 + (mantissa > _E4M3_MAX / 2**9).int()  # the smallest with max <= 448 x 2^exponent
     # So that the scale and its inverse are normal fp32 numbers.

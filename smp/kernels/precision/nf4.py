@@ -137,6 +137,7 @@ def _scales(rows: torch.Tensor, k: int) -> torch.Tensor:
     """fp32 (rows, k), of rows with double quantization."""
     _, index, _, offset, phase, nested = rows.split([32 * k, k, -k % 4, 4, 4, 4 * nested_of_row(k)], 1)
     place = phase.contiguous().view(torch.int32) + torch.arange(k, device=rows.device)
+    # A row's first block may lie in the middle of 256 that share a nested scale: ``phase`` says how far.
     scale = nested.contiguous().view(torch.float32).gather(1, place // NESTED)
     codes = _table(_dynamic_codes(), rows.device)
     return F.embedding(index.int(), codes[:, None]).squeeze(-1) * scale + offset.contiguous().view(torch.float32)
@@ -174,6 +175,7 @@ class Nf4:
         return linear(x, widen(weight, x.dtype, double=self.double))
 
     def input_gradient(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # Widened again and not saved: in bf16 the wide matrix is about four times the packed one.
         return linear(grad, widen(weight, grad.dtype, double=self.double).t())
 
     def weight_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ def quantise_to_e2m1(x: torch.Tensor, tensor: torch.Tensor, *, square: bool = Fa
         ValueError: 16 does not divide a dimension.
     """
     amax = largest_of_blocks(x, size=NV_BLOCK, square=square)
+    # Rounded to e4m3, as the hardware keeps them, then with the tensor's scale in one fp32 number.
     scales = (amax / (_END * tensor)).clamp(max=LARGEST[E4M3]).to(E4M3).float() * tensor
     divisors = torch.where(scales == 0, math.inf, scales)  # of zeros, and of what is too small for e4m3
     wide = x.detach().to(accumulation_dtype(x.dtype))
@@ -48,5 +49,6 @@ def quantise_to_e2m1(x: torch.Tensor, tensor: torch.Tensor, *, square: bool = Fa
 def _nearest(x: torch.Tensor) -> torch.Tensor:
     """The nearest numbers of e2m1, of two equally near ones that with an even mantissa."""
     size = x.abs()
+    # e2m1: steps of 0.5 up to 2, of 1 up to 4, of 2 up to 6.
     step = torch.where(size <= 2, 0.5, torch.where(size <= 4, 1.0, 2.0)).to(x.dtype)
     return ((x / step).round() * step).clamp(-_END, _END)

@@ -57,6 +57,7 @@ class _Conv(torch.autograd.Function):
 def _taps(size: int, places: torch.Tensor | None) -> list[tuple[int, torch.Tensor | None]]:
     """The column of the weight for each number of tokens back, and where a token sees one so far back, (rows, length,
     1); None: everywhere."""
+    # A token j back is of the same document where at least j of its tokens are before this one.
     return [(size - 1 - j, None if places is None or j == 0 else (places >= j)[..., None]) for j in range(size)]
 
 
@@ -111,11 +112,13 @@ def _backward(
         part, seen_places = x[:, start : end + history].to(wide), _part(places, start, end)
         summed = _sum(part, weight, bias, seen_places)
         share = summed.sigmoid()
+        # The derivative of SiLU: s (1 + x (1 - s)).
         dsum = dy[:, start:end].to(wide) * share * (1 + summed * (1 - share))
         if bias is not None:
             dbias += dsum.sum((0, 1))
         for column, seen in _taps(weight.shape[1], seen_places):
             d = dsum if seen is None else dsum * seen
+            # Columns of x begin with the history, so a tap is a shift by its column.
             dx[:, start + column : end + column].addcmul_(d, weight[:, column].to(wide))
             dweight[:, column] += (d * part[:, column : column + end - start]).sum((0, 1))
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)

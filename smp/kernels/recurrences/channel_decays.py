@@ -57,10 +57,12 @@ class ChannelDecays:
         """P of q and k, and of k and k, (n, B, C, C), 0 above the diagonal."""
         scores, keys = (q.new_zeros(*q.shape[:3], CHUNK) for _ in range(2))
         for at, later, earlier in self._halves(q.dtype):
+            # (n, B, C / 2s, K, s)
             right = (_half(k, at, 0) * earlier).transpose(3, 4)
             for left, into in ((q, scores), (k, keys)):
                 _block(into, at).copy_((_half(left, at, 1) * later) @ right)
         for left, into in ((q, scores), (k, keys)):
+            # A token with itself, which no pair of halves covers; exp(G_i - G_i) is 1.
             into.diagonal(dim1=2, dim2=3).copy_((left * k).sum(3))
             self._within_documents(into)
         return scores, keys
@@ -78,6 +80,7 @@ class ChannelDecays:
         diagonal; what stands above it, or between documents, in both is not read."""
         for x in (dscores, dkeys):
             self._within_documents(x)
+        # (n, B, C, 1): of tokens with themselves
         alone = dscores.diagonal(dim1=2, dim2=3)[..., None]
         dq, dleft, dright = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(k)
         for at, later, earlier in self._halves(q.dtype):
@@ -109,6 +112,7 @@ class ChannelDecays:
         at = CHUNK // 2
         while at:
             first, second = _half(self.total, at, 0), _half(self.total, at, 1)
+            # Between the two: both exponents are at most 0, whatever g is.
             middle = first[:, :, :, -1:]
             yield at, (second - middle).to(dtype).exp_(), (middle - first).to(dtype).exp_()
             at //= 2

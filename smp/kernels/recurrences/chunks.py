@@ -71,6 +71,7 @@ class Decays:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of q, of k and of the logarithm of ``within``, of those of :meth:`products`, which are
         multiplied in place."""
+        # d log(within) = within x d within = (gradient of a product) x (the product): no division by a decay.
         of_pairs = (dkeys * keys).addcmul_(dscores, scores)
         dscores.mul_(self.within)
         dkeys.mul_(self.within)
@@ -101,6 +102,7 @@ def decay_gradient(
     chunk to tokens from t on, what goes from tokens before t behind the chunk, and what passes the chunk. Sums of
     these, and not of differences, which would round more.
     """
+    # Row t of the product sums the pairs of tokens i >= t; tril(-1) keeps those with j < t.
     here_on = torch.ones(CHUNK, CHUNK, dtype=within.dtype, device=within.device).triu()
     dg = (here_on @ within).tril_(-1).sum(-1, keepdim=True)
     return dg.add_(passing_gradient(before, behind, whole))
@@ -123,6 +125,7 @@ def by_chunk(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     count, dtype = -(-length // CHUNK), dtype or accumulation_dtype(x.dtype)
     out = torch.empty((count, rows, heads, CHUNK, channels), dtype=dtype, device=x.device)
     into = out.permute(1, 0, 3, 2, 4)  # (rows, n, C, heads, channels)
+    # Copied straight to where it belongs: padding first would copy all of it twice.
     whole = length // CHUNK
     into[:, :whole].copy_(x[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)))
     if whole < count:
@@ -143,6 +146,7 @@ def documents_of(begins: torch.Tensor, heads: int) -> Pair:
     """Number of each token's document in its row, and of the one that the chunk before ended in, both int64 (n, B, C or
     1, 1)."""
     rows, length = begins.shape
+    # 0 before the first beginning: what came in with the first state is of that document.
     number = begins.long().cumsum(1)
     count = -(-length // CHUNK)
     # What is behind the last token belongs to its document.

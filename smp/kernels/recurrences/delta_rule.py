@@ -47,6 +47,7 @@ def step_by_step(
     """The rule by its definition, a token after the other. Arguments and results as of :func:`chunked`."""
     dtype, wide = v.dtype, accumulation_dtype(v.dtype)
     q, k, v, g, beta = (x.to(wide) for x in (_for_heads(q, v), _for_heads(k, v), v, g, beta))
+    # (rows, length, heads, key_dim or 1)
     kept = (g if g.dim() == 4 else g[..., None]).exp()
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
@@ -127,6 +128,7 @@ def _by_fla(
     if begins is not None:
         rows, length = begins.shape
         first = begins.clone()
+        # Rows are put one behind the other, so each has to begin a document for the kernel.
         first[:, 0] = True
         ends = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=rows * length)
         tensors = [x.flatten(0, 1)[None] for x in tensors]
@@ -207,6 +209,7 @@ class _Chunks:
 
 def _inverse(keys: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """T, (n, B, C, C), of keys with keys and rates."""
+    # (1 + strict lower part of b k.k D)^-1, by forward substitution.
     system = keys.mul_(beta)
     unit = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
     # It reads what is below the diagonal, and gives columns.
@@ -227,13 +230,17 @@ def _forward(
     d = c.decays
     scores, keys = d.products(c.q, c.k)
     inverse = _inverse(keys, c.beta)
+    # Saved for the backward pass, which then needs no second forward sweep over the chunks.
     states = state.new_empty(len(c.v) + 1, *state.flatten(0, 1).shape)
     states[0], out = state.flatten(0, 1), torch.empty_like(c.v)
+    # e k, exp(G_C - G) k and e q of the module docstring.
     asked, kept, read = c.k * d.before, c.k * d.behind, c.q * d.before
     for i, s in enumerate(states[:-1]):
+        # V = T (b (v - e k S))
         written = inverse[i] @ torch.baddbmm(c.v[i], asked[i], s, alpha=-1).mul_(c.beta[i])
         torch.bmm(scores[i], written, out=out[i])
         out[i].baddbmm_(read[i], s)
+        # S <- exp(G_C) S + (exp(G_C - G) k)^T V
         torch.baddbmm(s * d.whole[i], kept[i].transpose(1, 2), written, out=states[i + 1])
     return as_tokens(out, v), states, inverse
 
@@ -258,6 +265,7 @@ def _backward(
     d, known = c.decays, states[:-1]
     scores, keys = d.products(c.q, c.k)
     asked, kept, read = c.k * d.before, c.k * d.behind, c.q * d.before
+    # v - e k S of all chunks at once: the states before them are saved.
     missing = torch.baddbmm(c.v.flatten(0, 1), asked.flatten(0, 1), known.flatten(0, 1), alpha=-1)
     missing = missing.view_as(c.v)
     written = inverse @ (missing * c.beta)
@@ -268,15 +276,19 @@ def _backward(
     torch.matmul(read.transpose(2, 3), dout, out=dstates[:-1])
     dright = torch.empty_like(c.v)
     for i in reversed(range(len(c.v))):
+        # What a token writes is read in its chunk and in the state behind it.
         torch.bmm(inverse[i].transpose(1, 2), dmissing[i].baddbmm_(kept[i], dstates[i + 1]), out=dright[i])
+        # The state before the chunk passes it, and takes part in what is written (e k S, with a minus).
         dstates[i].add_(dstates[i + 1] * d.whole[i])
         dstates[i].baddbmm_(asked[i].transpose(1, 2), dright[i] * c.beta[i], alpha=-1)
     dbeta = (dright * missing).sum(3, keepdim=True)
+    # V = T (b (v - e k S)): dright is the gradient of b (v - e k S).
     dv = dright * c.beta
     # T depends on keys, rates and decays: the gradient of its inverse is - T^T dT T^T.
     dkeys = (dright @ written.transpose(2, 3)).neg_().tril_(-1)
     dbeta += (dkeys * keys).sum(3, keepdim=True)
     dq, dk, of_pairs = d.products_backward(dout @ written.transpose(2, 3), dkeys.mul_(c.beta), scores, keys, c.q, c.k)
+    # Gradients of e q, e k and exp(G_C - G) k, by which each of them multiplies a state or a write.
     dread, dasked = dout @ known.transpose(2, 3), (dv @ known.transpose(2, 3)).neg_()
     dkept = written @ dstates[1:].transpose(2, 3)
     of_before = d.of_numbers((dread * read).addcmul_(dasked, asked))

@@ -144,6 +144,7 @@ class _Chunks:
         step: torch.Tensor,
         begins: torch.Tensor | None,
     ) -> _Chunks:
+        # (rows x groups, heads of a group): q and k exist once for each group
         both = q.shape[0] * q.shape[2], v.shape[2] // q.shape[2]
         d = Decays.of(g, begins, accumulation_dtype(v.dtype))
         decays = Decays(*(x.unflatten(1, both) for x in (d.within, d.before, d.behind, d.whole)))
@@ -193,8 +194,10 @@ def _forward(
     """Output; the states before each chunk and after the last, (n + 1, B, state_dim, r x head_dim)."""
     c = _Chunks.of(q, k, v, g, step, begins)
     heads = c.v.shape[2]
+    # (n, B, state_dim, r x head_dim): what each chunk adds to the state
     written = c.k.transpose(2, 3) @ _joined(c.v * c.kept())
     states = _states(written, _by_group(state, q.shape[2]), c.decays.whole)
+    # q k^T is one matrix for all heads of a group, decays are of each head.
     out = (c.faded().mul_((c.q @ c.k.transpose(2, 3))[:, :, None])) @ c.v
     out.addcmul_(_apart(c.q @ states[:-1], heads), c.decays.before)
     return as_tokens(out.flatten(1, 2), v), states
@@ -205,6 +208,7 @@ def _states(written: torch.Tensor, first: torch.Tensor, whole: torch.Tensor) -> 
     states = torch.cat((first, written))
     factor = _for_channels(whole, written)
     for i in range(len(written)):
+        # The one loop over chunks: an elementwise step of each state.
         states[i + 1].addcmul_(states[i], factor[i])
     return states
 
@@ -233,10 +237,12 @@ def _backward(
     c, heads = _Chunks.of(q, k, v, g, step, begins), v.shape[2] // q.shape[2]
     d, known = c.decays, states[:-1]
     dout = by_chunk(dout).view_as(c.v)
+    # (n, B, C, r x head_dim)
     dread = _joined(dout * d.before)
     dstates = torch.cat((c.q.transpose(2, 3) @ dread, _by_group(dlast, q.shape[2])))
     factor = _for_channels(d.whole, dstates)
     for i in reversed(range(len(factor))):
+        # The same from the last chunk to the first.
         dstates[i].addcmul_(dstates[i + 1], factor[i])
     # What goes behind the chunk, and what comes from before it.
     kept = c.kept()
@@ -252,6 +258,7 @@ def _backward(
     dv = (faded * scores).transpose(3, 4) @ dout
     dv.addcmul_(dkept, kept)
     dmatrix = dout @ c.v.transpose(3, 4)
+    # Summed over the heads of a group, which share q and k.
     dscores = faded.mul_(dmatrix).sum(2)
     dq += dscores @ c.k
     dk += dscores.transpose(2, 3) @ c.q

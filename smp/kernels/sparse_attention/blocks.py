@@ -30,11 +30,13 @@ class Pairs:
 
     def blocks(self, rows: int, bytes_of_pair: int) -> Iterator[tuple[slice, slice]]:
         """Of ``rows`` queries: some, and the keys among which all are that these see. Padding is in none."""
+        # As many queries at once as keep the largest tensor, (queries, heads, keys), within the bound.
         size = max(1, BLOCK_BYTES // (bytes_of_pair * self.keys))
         for sequence in range(self.batch):
             first = sequence * self.length - self.start
             for low in range(max(first, 0), min(first + self.length, rows), size):
                 high = min(low + size, first + self.length, rows)
+                # Causal: no query of the block sees a key behind its last one.
                 seen = high - first if self.aligned else self.keys
                 yield slice(low, high), slice(sequence * self.keys, sequence * self.keys + seen)
 

@@ -32,6 +32,7 @@ def scores_of(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> tuple[torch.
     """(I, relu(q . k)) of q (queries, heads, head_dim), w (queries, heads), and k (keys, head_dim) or those of each
     query, (queries, keys, head_dim): (queries, keys) and (queries, heads, keys)."""
     wide = accumulation_dtype(q.dtype)
+    # (queries, heads, keys)
     products = (q.to(wide) @ k.to(wide).transpose(-1, -2)).relu_()
     return (w.to(wide)[:, None] @ products)[:, 0], products
 
@@ -42,6 +43,7 @@ def best(scores: torch.Tensor, seen: torch.Tensor, topk: int) -> torch.Tensor:
     if scores.shape[1] <= topk:
         return seen
     scores = scores.masked_fill(~seen, -torch.inf)
+    # The smallest of the topk largest: all above it are in, and of the equal ones the nearest that fit.
     least = scores.topk(topk).values[:, -1:]
     above, equal = scores > least, (scores == least) & seen
     missing = topk - above.sum(1, keepdim=True)
@@ -123,6 +125,7 @@ def _kl(scores: torch.Tensor, seen: torch.Tensor, target: torch.Tensor) -> tuple
     """KL(target || softmax of ``scores`` where ``seen``), (queries,), and its derivative by the scores."""
     # Not -inf: a query that sees nothing would be NaN; its weight is 0.
     log_p = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).log_softmax(-1)
+    # xlogy: 0 log 0 is 0.
     kl = (torch.xlogy(target, target) - target * log_p).masked_fill(~seen, 0.0).sum(-1)
     return kl, (log_p.exp() * target.sum(-1, keepdim=True) - target).masked_fill(~seen, 0.0)
 
@@ -142,12 +145,15 @@ def _chosen_loss(
     bytes_of_row = indices.shape[1] * max(q.shape[1], q.shape[2]) * wide.itemsize
     for some in rows_at_once(q.shape[0], bytes_of_row):
         index = indices[some].long()
+        # (queries, topk, head_dim): each query's own keys
         own = k[index]
         scores, products = scores_of(q[some], own, w[some])
         kl, ds = _kl(scores, place < counts[some, None], target[some].to(wide))
         total += (kl * weights[some]).sum()
+        # The gradient of the weighted sum of losses, made with the loss: the backward pass only scales it.
         ds = ds * weights[some, None].to(wide)
         dq[some], dw[some], dproducts = _by_query(ds, products, own, w[some])
+        # Keys are shared by queries. Places that do not count have ds 0, and add it to key 0.
         dk.index_add_(0, index.flatten(), (dproducts.transpose(1, 2) @ q[some].to(wide)).flatten(0, 1))
     return [total, dq, dk.to(k.dtype), dw]
 
@@ -189,6 +195,7 @@ def _by_query(ds: torch.Tensor, products: torch.Tensor, k: torch.Tensor, w: torc
     """Of the derivative by the scores those by q, w and q . k."""
     wide = ds.dtype
     dw = (products @ ds[:, :, None])[..., 0]
+    # ReLU passes a gradient where its result is positive.
     dproducts = w.to(wide)[:, :, None] * ds[:, None] * (products > 0)
     return dproducts @ k.to(wide), dw, dproducts
 

@@ -44,6 +44,7 @@ def _forward(
     out, lse = q.new_zeros(rows, heads, rank), torch.zeros(rows, heads, dtype=wide, device=q.device)
     sums = torch.zeros(indices.shape, dtype=wide, device=q.device)
     for some in rows_at_once(rows, _bytes(q, indices)):
+        # (queries, topk, kv_lora_rank + rope_dim)
         chosen = table[indices[some].long()].to(wide)
         scores = _scores(q[some].to(wide), chosen, counts[some], scale)
         lse[some] = scores.logsumexp(-1)
@@ -69,10 +70,13 @@ def _backward(
         chosen, q_, dout_ = table[index].to(wide), q[some].to(wide), dout[some].to(wide)
         p = _probabilities(_scores(q_, chosen, counts[some], scale), lse[some])
         dp = dout_ @ chosen[..., :rank].transpose(1, 2)
+        # As in FlashAttention: D = rowsum(dout * out).
         ds = p * (dp - (dout_ * out[some].to(wide)).sum(-1, keepdim=True)) * scale
         dq[some] = (ds @ chosen).to(q.dtype)
+        # A row is key (all channels) and value (the latent part): both gradients go into it.
         dchosen = ds.transpose(1, 2) @ q_
         dchosen[..., :rank] += p.transpose(1, 2) @ dout_
+        # In fp32: a row is chosen by many queries. On a GPU the order of these sums is not fixed.
         dtable.index_add_(0, index.flatten(), dchosen.flatten(0, 1))
     return [dq, dtable.to(table.dtype)]
 
@@ -130,6 +134,7 @@ def _head_sums(
     wide, pairs = accumulation_dtype(plain.dtype), Pairs(batch, length, keys, start, aligned)
     sums = torch.zeros(plain.shape[0], keys, dtype=wide, device=plain.device)
     for some, span in pairs.blocks(plain.shape[0], plain.shape[1] * wide.itemsize):
+        # Queries in the space of the table, made for a block at a time: (queries, heads, kv_lora_rank + rope_dim)
         q = torch.cat((torch.einsum("thd,rhd->thr", plain[some], matrix), rotated[some]), dim=-1)
         scores = q.to(wide) @ table[span].to(wide).t() * scale  # (queries, heads, keys)
         seen = within(first, last, some, span)[:, None]

@@ -46,6 +46,7 @@ def gradient_kernel(logits, peaks, log_sums, columns, weights, stride, width, va
     place = logits + row * stride + column
     weight = tl.load(weights + row)
     z = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
+    # Two subtractions: peak + log_sum in one number would round the small one away.
     gradient = tl.exp((z - tl.load(peaks + row)) - tl.load(log_sums + row)) * weight
     # The target's column loses the weight in the same pass.
     gradient = tl.where(column == tl.load(columns + row), gradient - weight, gradient)

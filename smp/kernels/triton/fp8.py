@@ -18,6 +18,7 @@ def largest_kernel(x, bits, count, BLOCK: tl.constexpr):
     """Magnitudes are in the order of their bits, infinity comes after numbers, and what is not a number after that."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    # Atomics on integers have one result whatever their order, unlike a sum.
     magnitude = number.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(bits, tl.max(magnitude, axis=0))
 
@@ -42,6 +43,7 @@ def quantise_kernel(
     else:
         scale = tl.div_rn(1.0, tl.load(inverse + row * row_step))
     scaled = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+    # By default Triton's minimum drops NaN, and an overflow would not show.
     scaled = tl.minimum(scaled, END, propagate_nan=tl.PropagateNan.ALL)
     scaled = tl.maximum(scaled, -END, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out + row * width + column, scaled.to(out.dtype.element_ty), mask=inside)

@@ -20,6 +20,7 @@ FEW_ROWS = 256
 @triton.jit
 def _place_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
     """(Row, column) of a tile of a matrix of tiles, ``GROUP`` rows of them at a time, down and then to the right."""
+    # The order of Triton's matmul tutorial ("grouped ordering"), for the L2 cache.
     in_group = GROUP * column_tiles
     first = tile // in_group * GROUP
     height = tl.minimum(row_tiles - first, GROUP)
@@ -51,6 +52,7 @@ def _add_product(
     own, other = row[:, None] < rows, column[None, :] < columns
     for start in range(0, inner, BLOCK_INNER):
         x = tl.load(a + left, mask=own & (k[None, :] < inner - start), other=0.0)
+        # Zeros where the summed dimension ends, in both operands: 0 x Inf of memory behind it would be NaN.
         y = tl.load(b + right, mask=other & (k[:, None] < inner - start), other=0.0)
         if WIDEN:
             x, y = x.to(tl.float32), y.to(tl.float32)
@@ -84,15 +86,19 @@ def rows_kernel(
     """Of each expert's rows (n, inner) times its matrix: ``BY_ROWS`` (inner, width), else (width, inner). ``BOTH``:
     plus another product of that kind."""
     number = tl.arange(0, EXPERTS)
+    # All counts in registers: each program finds its expert by itself, and the host need not know them.
     count = tl.load(counts + number, mask=number < experts, other=0).to(tl.int32)
     tiles = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
     ends, column_tiles = tl.cumsum(tiles, axis=0), tl.cdiv(width, BLOCK_COLUMNS)
     for tile in range(tl.program_id(0), tl.sum(tiles, axis=0) * column_tiles, tl.num_programs(0)):
+        # As many experts as end before this tile.
         expert = tl.sum((ends * column_tiles <= tile).to(tl.int32), axis=0)
         before, at = number < expert, number == expert
         own = tile - tl.sum(tl.where(before, tiles, 0), axis=0) * column_tiles
         place, column_place = _place_of(own, tl.sum(tl.where(at, tiles, 0), axis=0), column_tiles, GROUP)
+        # int64: rows x width may be more than 2^31.
         first = (tl.sum(tl.where(before, count, 0), axis=0) + place * BLOCK_ROWS).to(tl.int64)
+        # Rows of the expert from this tile on; the last tile has fewer than BLOCK_ROWS.
         left = tl.sum(tl.where(at, count, 0), axis=0) - place * BLOCK_ROWS
         row, column = tl.arange(0, BLOCK_ROWS), column_place * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         matrix = expert.to(tl.int64) * inner * width
@@ -199,6 +205,7 @@ def options(dtype: torch.dtype, rows: int, experts: int, large: bool) -> dict[st
     elif dtype == torch.bfloat16:
         tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_INNER": 32, "num_warps": 8, "num_stages": 4}
     else:
+        # fp32: without TF32 there are no tensor cores, and a tile's sum has to fit into registers.
         tile = {"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 64, "BLOCK_INNER": 16, "num_warps": 4, "num_stages": 3}
     # As PyTorch's products in fp32: Triton would take TF32. (torch.get_float32_matmul_precision() fails where somebody
     # has set this attribute.)

@@ -40,6 +40,7 @@ def forward_kernel(
     column = tl.arange(0, BLOCK)
     inside = (row[:, None] < rows) & (column[None, :] < features)
     place = row[:, None] * features + column[None, :]
+    # (ROWS, BLOCK): whole rows, so that mean and variance need no second kernel
     wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         wide += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)

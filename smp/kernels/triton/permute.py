@@ -23,6 +23,7 @@ def combine_kernel(rows, weights, choices, out, width, WEIGHTED: tl.constexpr, K
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.zeros((BLOCK,), tl.float32)
+    # In the order of the choices, in fp32: one result for every launch.
     for i in tl.static_range(K):
         row = tl.load(choices + token * K + i)
         value = tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
@@ -35,6 +36,7 @@ def combine_kernel(rows, weights, choices, out, width, WEIGHTED: tl.constexpr, K
 @triton.jit
 def combine_backward_kernel(grad, rows, weights, order, drows, products, width, K: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    # One program has the whole row, for the dot product of dy and the row is over all of it.
     choice = tl.load(order + row)
     weight = tl.load(weights + choice).to(tl.float32)
     token = choice // K

@@ -14,6 +14,7 @@ def rotate_heads(source, out, cos, sin, head, heads, half, rest, head_dim, HALF:
     already."""
     channel = tl.arange(0, HALF)
     inside = (head[:, None] < heads) & (channel[None, :] < half)
+    # a is loaded before anything is stored: in place both halves are overwritten.
     first = head[:, None] * head_dim + channel[None, :]
     a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + first + half, mask=inside, other=0.0).to(tl.float32)

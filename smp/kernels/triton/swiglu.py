@@ -12,6 +12,7 @@ def forward_kernel(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.const
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    # Rows have strides of their own: gate and up may be halves of one tensor.
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     a = g * tl.sigmoid(g) * u
@@ -44,6 +45,7 @@ def backward_kernel(
     place = row * width + column
     tl.store(dgate + place, (d * u * s * (1 + g * (1 - s))).to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + place, (d * silu).to(dup.dtype.element_ty), mask=inside)
+    # The same expression as in the forward kernel, in the same order: the same bits.
     if AGAIN:
         tl.store(again + place, (silu * u).to(again.dtype.element_ty), mask=inside)
 
