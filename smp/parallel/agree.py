@@ -77,6 +77,7 @@ def on_rank_zero(action: Callable[[], Answer], wrap: type[Exception], group: dis
             answer[1] = _wrapped(error, wrap, type(error).__name__)
             answer[2] = exit_code(error)
     # Rank 0 comes here whatever happened to it, or the others would wait for ever.
+    # ``group_src`` is a rank of the group: with ``src`` a group without the run's rank 0 would fail.
     dist.broadcast_object_list(answer, group=group, group_src=0)
     _raise(answer[1], answer[2])
     return answer[0]
@@ -97,6 +98,7 @@ def on_all_or_none(action: Callable[[], Answer], wrap: type[Exception], what: st
     problem: tuple[Exception | None, int] = (None, 0)
     try:
         made.append(action())
+    # Any other error is a fault of the program: it ends this process, and the launcher ends the others.
     except (wrap, OSError) as error:
         problem = _wrapped(error, wrap, what), exit_code(error)
     # In the order of the ranks, so that all raise the same one.

@@ -130,6 +130,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         way = self.network.way("all-reduce", given[0])
         # What no schedule can do is left to gloo and counted there.
+        # Which way is taken may depend only on what is the same on all ranks: sizes, dtypes, operations.
         flat = _in_memory_order(given[0]) if len(given) == 1 and _is_summed(given[0], opts.reduceOp) else None
         call = Call("all-reduce", *_described(given, [opts]))
         if way.route is None or flat is None:
@@ -166,6 +167,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         running = self.network.reduce_scatter(output.view(-1), given.view(-1), way)
         return self._run(running, output, opts, [output], call)
 
+    # The names that torch 2.11 calls.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 
@@ -209,6 +211,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _compare_parts(self, sent: list[int], received: list[int], opts: Any) -> None:
         """What each rank sends to this one is what it waits for; on all ranks."""
+        # Each rank tells the others how much it sends them, before any data: gloo would end the process.
         coming = torch.empty(self.size(), dtype=torch.int64)
         self._plain_group.alltoall_base(coming, torch.tensor(sent), [], [], opts).wait()
         wrong = next((rank for rank, size in enumerate(coming.tolist()) if size != received[rank]), None)
@@ -216,6 +219,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if wrong is not None:
             there = f"rank {self.network.ranks[wrong]} sends {int(coming[wrong]):,} bytes and {received[wrong]:,}"
             said = f"in an all-to-all where {there} are waited for"
+        # A rank where all is right compares too, so that the error reaches all ranks.
         self.network.compare(Call(said, 0), limit_of(opts))
 
     def _ask(self, call: Call, run: Callable[[], Any], tensors: Sequence[Any], result: Any, opts: Any) -> Any:
@@ -226,6 +230,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         inference = any(tensor.is_inference() for tensor in tensors)
 
         def job() -> None:
+            # Modes belong to a thread, and the job runs on the group's.
             with torch.inference_mode() if inference else torch.no_grad():
                 run().wait()
 
@@ -246,6 +251,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _gloo(options: Any) -> Any:
+    # Prefixes: gloo, NCCL and this file use one store, with keys of the same names.
     store = dist.PrefixStore("smp/cpu", options.store)
     made = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=options.timeout)
     made.options.global_ranks_in_group = options.global_ranks_in_group
@@ -282,6 +288,7 @@ def _topology(options: Any) -> tuple[Topology, Any]:
     store = dist.PrefixStore("smp/nodes", options.store)
     digest = hashlib.sha256(read.encode()).hexdigest()  # short: every rank reads those of all
     store.set(str(options.group_rank), json.dumps([place, problem, file is not None, digest]))
+    # ``get`` waits for a key: every rank has read what all others found.
     said = [json.loads(store.get(str(rank))) for rank in range(size)]
     _check_alike([problem for _, problem, *_ in said], [read for _, _, *read in said])
     return Topology.of([place for place, *_ in said]), links
@@ -384,6 +391,7 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor | None:
     ranks whose strides differ must not go different ways. None: there are gaps, or it is not plain."""
     if not _is_plain(tensor):
         return None
+    # Dimensions by falling stride: without gaps the permuted tensor is contiguous.
     ordered = tensor.detach().permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     return ordered.view(-1) if ordered.is_contiguous() else None
 

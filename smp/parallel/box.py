@@ -22,6 +22,7 @@ class Box:
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """(start, length) of part ``index`` when ``size`` rows are cut as ``torch.chunk`` cuts them."""
     # The last parts may be shorter, or empty.
+    # Rounded up, as torch.chunk does and FSDP2 with it.
     rows = -(-size // parts)
     start = min(index * rows, size)
     return start, min(rows, size - start)

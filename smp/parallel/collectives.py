@@ -69,6 +69,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
+        # Autograd runs a backward pass with gradients enabled only for ``create_graph=True``.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
                 "create_graph=True: layers that exchange tensors, and chunked losses, have first derivatives only"
@@ -120,6 +121,7 @@ def start_shift(x: torch.Tensor, group: Group, distance: int) -> torch.Tensor:
     # Not for tensors that only trace, such as fake ones: they have no memory to send.
     if type(x) is torch.Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling():
         return _start_to_and_from(x.contiguous(), group, to, source)
+    # Rows for each rank: all for one of them, none for the others.
     sent, received = ([x.shape[0] * (rank == other) for rank in range(group.size)] for other in (to, source))
     return _ops.all_to_all_single(x.contiguous(), received, sent, group.name)
 
@@ -138,6 +140,7 @@ def _start_to_and_from(x: torch.Tensor, group: Group, to: int, source: int) -> t
         return received
     works = members.recv([received], source, SHIFT_TAG), members.send([x], to, SHIFT_TAG)
     for work in works:
+        # ``wait_tensor`` finds works by the tensor that they were registered for, and waits for both.
         _register_work(received, work)
     return received
 
@@ -192,6 +195,7 @@ def _all_gather_slices(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _all_reduce_fp32(x: torch.Tensor, group: Group) -> torch.Tensor:
+    # One rounding, of the sum, and not one for each rank that adds to it.
     return _all_reduce(x.float(), group).to(x.dtype)
 
 
@@ -313,6 +317,8 @@ class _EndExchange(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Begun here, waited for in ``_StartExchange.backward``: gradients travel while autograd
+        # runs what was recorded between the two.
         ctx.back.append(_exchange_rows_op(grad, ctx.received, ctx.sent, ctx.group.name))
         return grad, None, None, None, None
 

@@ -319,6 +319,7 @@ def _mesh(
         # FSDP2 has no hook for its all-reduce over replicas, so that group gets a backend of its own.
         special = backends.get(name) if ranks.size(dim) > 1 else None
         groups.append(_make_group(ranks, dim, timeout, special, backend, progress))
+    # From groups and not by ``init_device_mesh``, which knows no timeout.
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 

@@ -26,6 +26,7 @@ def cuts_of(tensor: DTensor) -> list[Cut]:
             plain.append(Cut(mesh_dim, placement.dim))
         elif not isinstance(placement, Replicate):
             raise ValueError(f"placement {placement} has no box")
+    # TP's cuts first: FSDP2 cut what they left.
     return plain + strided
 
 

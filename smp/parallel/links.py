@@ -97,4 +97,6 @@ def _lane(channel: Channel, size: int) -> tuple[int, bool]:
     if not onward and (destination + 1) % size != source:
         raise ValueError(f"ranks {source} and {destination} are no neighbours on a ring of {size}")
     edge = source if onward else destination  # from rank ``edge`` to the next
+    # Two colours for an even ring, a third for the odd one's last edge. In a ring of two each
+    # channel leads onward: that of rank 1 counts as the way back.
     return (2 if size % 2 and edge == size - 1 else edge % 2), onward and not (size == 2 and source == 1)

@@ -40,6 +40,7 @@ class NodeProcessGroup(NetworkProcessGroup):
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         store = dist.PrefixStore("smp/memory", options.store)
+        # Collective over the group: all of its ranks get memory, or none.
         self.memory = join(options.group_rank, options.group_size, store) if options.group_size > 1 else None
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -258,5 +259,6 @@ def _create(options: Any, _: Any = None) -> NodeProcessGroup:
     return NodeProcessGroup(options)
 
 
+# Once a process: torch refuses a name that is registered already.
 if NAME not in dist.Backend.backend_list:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -137,6 +137,7 @@ class _Stage:
     like: torch.Tensor
 
     def owner(self, number: int) -> int:
+        # Mixed radix: over all stages each number of a round has an owner of its own.
         return number // self.turn % self.mesh.size(self.dim)
 
     def _box(self, number: int, rank: int | None) -> Box:

@@ -62,6 +62,7 @@ def _normal_block(seed: int, name: str, index: int, elements: int) -> torch.Tens
 
 def dropout_keys(seed: int, num_sites: int, device: torch.device) -> torch.Tensor:
     """One 32-bit key per dropout site of the model, int64 (num_sites,)."""
+    # 32 bits: the hash of masks works on them, see smp.kernels.dropout.
     keys = torch.tensor([stable_hash(seed, "dropout", i) & _MASK for i in range(num_sites)])
     return to_device(keys, device)
 

@@ -76,6 +76,7 @@ class Memory:
         # With more ranks than processors on this machine, a rank that spins takes the time of one that is waited for.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", size)))
         self._spins = _SPINS if ranks <= (os.cpu_count() or 1) else _SPINS // 100
+        # int64, aligned: a processor writes one at once, so a reader never sees half a number.
         self._numbers = memoryview(memory).cast("q")
         with torch.inference_mode(False):  # in which mode a group is made says nothing of its later calls
             self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER).view(2, size, SLOT_BYTES)
@@ -116,6 +117,7 @@ class Memory:
         with self._lock, self._begin("reduce-scatter", x, OPERATIONS.index(operation)):
             chunks = _apart(x, output).view(self.size, -1).split(columns, 1)
             for chunk, into in zip(chunks, output.split(columns), strict=True):
+                # (ranks, ranks, n): part j of each rank's slot is for rank j
                 slots = self._next_slots(chunk).view(self.size, *chunk.shape)
                 slots[self.rank].copy_(chunk)
                 self._meet(limit)
@@ -201,7 +203,9 @@ class Memory:
         """
         if self._failure:
             raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
+        # Set before and cleared after: an exception anywhere between leaves the group marked as failed.
         self._failure = "it was interrupted, or has not ended"
+        # One integer, so that it is written and compared at once; ``_in_words`` undoes it.
         self._call = x.nbytes << 24 | detail << 12 | DTYPES.index(x.dtype) << 4 | _KINDS.index(kind)
         return self
 
@@ -233,12 +237,17 @@ class Memory:
         """Say that this rank's slot is filled, and wait for those of the others."""
         numbers, sequence = self._numbers, self._sequence
         call = _CALL + (sequence & 1)
+        # In this order: x86 makes stores visible in the order of the program, so a rank that reads
+        # the new number also finds the slot and the call that were written before it. (Other
+        # processors may not: ``join`` refuses them.)
         numbers[self.rank * _LINE + call] = self._call
         numbers[self.rank * _LINE] = sequence
         for other in range(self.size):
             spins = 0
             while numbers[other * _LINE] < sequence:
                 spins += 1
+                # First in a loop, because most ranks come within microseconds; then with the
+                # processor offered to others.
                 if spins > self._spins:
                     self._wait(other, limit)
             if numbers[other * _LINE + call] != self._call:
@@ -258,7 +267,9 @@ class Memory:
             if passed < 1e-3:
                 os.sched_yield()
                 continue
+            # A process that was killed writes nothing: its pidfd becomes readable.
             gone = self._numbers[at + _GONE] or (_LEFT if ends.poll(0) else 0)
+            # The number once more: a rank may have come and left since the loop looked.
             if (gone or passed > limit()) and self._numbers[at] < sequence:
                 self._failure = (
                     f"{_in_words(self._call)} failed after {passed:.1f} s on rank {self.rank} of {self.size} on "
@@ -307,6 +318,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def _reduce(slots: torch.Tensor, into: torch.Tensor, operation: str) -> None:
     """(ranks, n) -> (n), in the order of ranks; an average is not yet divided."""
     combine = {"MAX": torch.maximum, "MIN": torch.minimum}.get(operation, torch.add)
+    # With two ranks one addition rounds once anyway.
     if len(slots) > 2 and into.itemsize == 2 and into.is_floating_point():
         total = slots[0].float()
         for slot in slots[1:]:
@@ -353,6 +365,7 @@ def _create_memory(size: int, secret: str) -> int:
     """Its descriptor, -1 if the system refuses it."""
     descriptor = -1
     try:
+        # Without a name in the file system: nothing is left behind when processes are killed.
         descriptor = os.memfd_create("smp_node", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _HEADER + 2 * size * SLOT_BYTES)
         os.pwrite(descriptor, secret.encode(), _HEADER - _SECRET)

@@ -50,6 +50,7 @@ def links_over_time(schedule: Schedule, network: Topology | None = None, width: 
         node, other = places[span.source][0], places[span.destination][0]
         name = f"uplink of node {node}" if node != other else f"rank {span.source} inside"
         first, last = (round(moment / LONGEST * width) for moment in (span.start, span.end))
+        # At least one column, or a short message would not be seen.
         for column in range(first, max(last, first + 1)):
             rows[name][min(column, width - 1)] = str(span.piece)
     return "\n".join(f"{name:<17} {''.join(row)}" for name, row in rows.items())

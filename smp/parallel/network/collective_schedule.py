@@ -104,6 +104,7 @@ def waits(rank: int, actions: Sequence[Action]) -> Iterator[tuple[Action, list[M
         needed: list[Message] = []
         if action.op is Op.RECEIVE:
             arriving[action.key] = action.peer
+        # Only the first send of a chunk waits: after it the chunk is there.
         elif action.op is Op.SEND and action.key in arriving:
             needed = [(arriving.pop(action.key), rank, *action.key)]
         elif action.op is Op.REDUCE:
@@ -113,6 +114,7 @@ def waits(rank: int, actions: Sequence[Action]) -> Iterator[tuple[Action, list[M
 
 def span(size: int, chunks: int, chunk: int) -> tuple[int, int]:
     """(start, stop) of a chunk within a piece of ``size`` elements."""
+    # Whole elements, and chunks that differ by one at most, for any size.
     return size * chunk // chunks, size * (chunk + 1) // chunks
 
 

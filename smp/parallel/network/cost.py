@@ -72,6 +72,7 @@ def flat_ring(kind: Kind, topology: Topology, links: Links, size: int, *, gloo: 
     if ranks == 1:
         return 0.0
     inside = any(len(node) > 1 for node in nodes)
+    # A ring is as fast as its slowest link; streams that leave a node share its uplink.
     rate = min([links.between.rate / max(1, topology.crossings)] * (len(nodes) > 1) + [links.inside.rate] * inside)
     hops = (ranks - len(nodes)) * links.inside.latency + (len(nodes) - 1) * links.between.latency
     once = ring(ranks, size, rate, hops + 2 * (ranks - 1) * links.call)
@@ -90,6 +91,8 @@ def two_levels(kind: Kind, topology: Topology, links: Links, size: int, way: Way
     crossing, hops = 0.0, 0
     if count > 1:
         following = [*nodes[1:], nodes[0]]
+        # Pieces that leave each node: on a ring all but those of the next node, which end there; on
+        # a mesh its own pieces, once for each other node.
         out = [ranks - n if way.route == "ring" else (count - 1) * m for n, m in zip(following, nodes, strict=True)]
         crossing = max(max(o, ranks - m) for o, m in zip(out, nodes, strict=True)) * piece
         hops = count - 1 if way.route == "ring" else 1
@@ -100,7 +103,9 @@ def two_levels(kind: Kind, topology: Topology, links: Links, size: int, way: Way
     inside = (most > 1) * (links.inside.latency + handled * (most - 1) * piece / chunks / links.inside.rate)
     messages = chunks * (2 * handled * (most - 1) + 2 * (count - 1))
     adding = 0.0 if kind == "all-gather" else handled * (most - 1) + count - 1
+    # What the process itself does, of which no link can hide more than there is.
     own = messages * links.call + adding * piece / links.add
+    # Chunks pass both levels like a pipeline: the slower one is always busy, the faster one is seen once.
     return max(chunks * max(between, inside) + min(between, inside), own)
 
 
@@ -163,6 +168,7 @@ class Policy:
             some.sort(key=lambda way: self._formula(kind, size, way) * weight(way, self.topology))
         tried += finer
         sent = accumulate(messages(kind, self.topology, way) for way in tried)
+        # Best by formula first, so the limit cuts off what is least promising.
         tried = [way for way, total in zip(tried, sent, strict=True) if total <= MESSAGES] or tried[:1]
         return min(tried, key=lambda way: self.seconds(kind, size, way) * weight(way, self.topology))
 
@@ -191,5 +197,6 @@ def simulated(kind: Kind, topology: Topology, links: Links, size: int, way: Way)
     sizes, chunks = even_sizes(size, topology.size), [way.chunks] * topology.size
     if way.route is not None:
         return simulate(schedule_of(kind, topology, chunks, way.route), sizes, links).end
+    # gloo's reduce-scatter is an all-reduce of which most is thrown away.
     kind = "all-reduce" if kind == "reduce-scatter" else kind
     return simulate(schedule_of(kind, topology.each_alone(), chunks, "ring"), sizes, links, topology).end

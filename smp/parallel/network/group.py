@@ -86,6 +86,8 @@ class NetworkGroup:
         pieces = pieces_of(output, sizes)
         own = pieces[self.rank]
         if own.data_ptr() != given.data_ptr():
+            # A part of the output may overlap with this rank's piece: copied first, or the copy
+            # would overwrite what it reads.
             inside = given.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
             own.copy_((given.clone() if inside else given).detach().reshape(-1))
         return self._start("all-gather", pieces, way)
@@ -100,6 +102,7 @@ class NetworkGroup:
     ) -> CollectiveWork:
         """:meth:`all_gather` of int8 numbers with scales, on this group's thread, and ``then``; see
         ``network.quantize``."""
+        # Coded once, by the owner: every rank decodes the same codes and computes with the same weights.
         own = quantization.encoded(given.reshape(-1), "weights")
         coded = torch.empty(len(self.ranks) * own.numel(), dtype=torch.uint8)
         parts = pieces_of(output, [given.numel()] * len(self.ranks))
@@ -150,6 +153,7 @@ class NetworkGroup:
         first, last = first_and_last(str(call), self.rank, len(self.ranks), messages, wait)
         if first[0] != last[0]:
             (one, said), (other, says) = sorted((self.ranks[rank], text) for text, rank in (first, last))
+            # Kept: messages of this call may still be under way, so no later one can be trusted.
             self._failure = CollectiveError(
                 f"ranks of a group call different collectives: rank {one} {said}, rank {other} {says}"
             )
@@ -163,6 +167,7 @@ class NetworkGroup:
             self.compare(call, timeout)
             job()
 
+        # A job that calls another collective: queued behind itself it would wait for ever.
         if threading.current_thread() is self._thread:
             work.run(compared)
         else:
@@ -208,6 +213,7 @@ class NetworkGroup:
         self.check_in_order()
         assert way.route is not None, "flat collectives are the process group's own"
         self.hierarchical_calls += 1
+        # No empty chunks: a piece of fewer elements than chunks has one element in each.
         chunks = tuple(min(way.chunks, piece.numel()) for piece in pieces)
         actions = self._actions(kind, self.policy.topology, chunks, way.route, self.rank)
         messages: Transport = _Messages(self._backend, _FIRST_TAG + next(self._tags) % _TAGS)
@@ -277,6 +283,7 @@ class Running:
         started = time.monotonic()
         limit = (timeout or self._group.timeout).total_seconds()
         for message, posted in self._execution.steps():
+            # One limit for the whole collective, not for each message.
             left = max(started + limit - time.monotonic(), 1e-3)
             try:
                 posted.wait(timedelta(seconds=left))

@@ -32,7 +32,10 @@ def measure_links(topology: Topology) -> Links:
 
 def _measure(ring: list[int]) -> Link:
     """Latency and rate of a ring of ranks to which this one belongs; ranks outside of it wait with the others."""
+    # The median: one late rank must not set the latency.
     latency = sorted(_shift(ring, 1) for _ in range(_ROUNDS))[_ROUNDS // 2]
+    # Larger and larger until a transfer takes long enough to be timed; the time is the same on all
+    # ranks, so all of them stop at the same size.
     for size in _SIZES:
         taken = _shift(ring, size)
         if taken > _LONG_ENOUGH:
@@ -44,6 +47,7 @@ def _measure(ring: list[int]) -> Link:
 def _shift(ring: list[int], size: int) -> float:
     """Seconds until each rank has sent so many bytes to the next one of its ring: the longest of all."""
     taken = torch.zeros(1, dtype=torch.float64)
+    # All links carry at the same time, as they will in training.
     dist.barrier()
     if ring:
         here = ring.index(dist.get_rank())

@@ -47,7 +47,9 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     rows = rows.view(blocks, BLOCK)
     scales = rows.abs().amax(1) / _LARGEST
     scales = scales.where(scales.isinf(), scales.clamp_max(_LARGEST_SCALE))
+    # A block of zeros has the scale 0: its codes are 0 under any other.
     codes = (rows / scales.where(scales != 0, 1).unsqueeze(1)).round_()
+    # A cast of NaN to int8 is undefined; the scale, NaN or infinite, makes the whole block NaN when decoded.
     codes = codes.nan_to_num_().clamp_(-_LARGEST, _LARGEST).to(torch.int8).view(-1)[:count]
     return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)))
 

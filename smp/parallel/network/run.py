@@ -89,8 +89,10 @@ class Execution:
             message = (action.peer, self.rank, *action.key)
             into = self._chunk(action)
             if action.op is Op.RECEIVE:
+                # An all-reduce: the final sum replaces the partial one of this rank.
                 self._now.pop(action.key, None)
             else:
+                # Scratch memory until the sum; ``WINDOW`` in ``schedules`` bounds how much.
                 into = self._parts[message] = torch.empty_like(into)
             self._messages[message] = self.transport.receive(into, action.peer)
 

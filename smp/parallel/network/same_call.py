@@ -48,11 +48,14 @@ def first_and_last(
     """
     text = _of_fixed_size(said.encode())
     # Of several ranks that say the same the lowest one, in both.
+    # Bytes compare first by text, then by rank. The rank counts down in ``last``, of which the largest is kept.
     first, last = (text + number.to_bytes(_RANK, "big") for number in (rank, size - 1 - rank))
     step = 1
     while step < size:
         mine = torch.frombuffer(bytearray(first + last), dtype=torch.uint8)
         other = torch.empty_like(mine)
+        # Dissemination: after the round of step s each rank knows of 2 s ranks before it. Minimum
+        # and maximum do not mind that some are counted twice.
         to, source = (rank + step) % size, (rank - step) % size
         sent, received = transport.send(mine, to), transport.receive(other, source)
         wait(received, source)

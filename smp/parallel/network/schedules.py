@@ -130,6 +130,8 @@ def _gathers(trees: _Trees, chunks: Sequence[int], rank: int, sends: _Sends) -> 
 def _gather_sends(trees: _Trees, chunks: Sequence[int], rank: int) -> list[Action]:
     node = trees.topology.places[rank][0]
     handled = [piece for piece in range(len(chunks)) if trees.handler(piece, node) == rank]
+    # Chunks in the order in which they arrive: own ones first, then by chunk and hops; of equal
+    # ones those of nearer nodes.
     order = sorted(
         (-1 if piece == rank else chunk + trees.hops(piece, node), trees.away(piece, node), chunk, piece)
         for piece in handled
@@ -137,6 +139,7 @@ def _gather_sends(trees: _Trees, chunks: Sequence[int], rank: int) -> list[Actio
     )
     made = []
     for _, _, chunk, piece in order:
+        # Across the uplink first: it is the slower link, and other nodes wait for it.
         others = [trees.handler(piece, other) for other in trees.onward(piece, node)]
         others += [other for other in trees.local(rank) if other != rank]
         made += [Action(Op.SEND, piece, chunk, (other,)) for other in others]
@@ -172,6 +175,8 @@ def _reduction(trees: _Trees, piece: int, chunk: int, rank: int) -> list[Action]
         return [Action(Op.SEND, piece, chunk, (handler,))]
     made = []
     if len(trees.local(rank)) > 1:
+        # Two sums: of this node's ranks, then with the sums of nodes that send to this one. The
+        # order of the parts is fixed, and so are the bits.
         made.append(Action(Op.REDUCE, piece, chunk, trees.local(rank)))
     if below := trees.onward(piece, node):
         nodes = sorted([node, *below]) if trees.route == "mesh" else [*below, node]

@@ -80,6 +80,7 @@ def secondary_shards(parts: Parts, timeout: timedelta | None = None) -> dict[str
             continue
         group = mesh.get_group(mesh.ndim - 1)
         neighbours = neighbours_of(group, size)
+        # Only its members make it: other ranks have other neighbours.
         inner = dist.new_group(neighbours, timeout=timeout, use_local_synchronization=True)
         assert inner is not None, "this rank is in it"
         made[group.group_name] = SecondaryShards(inner)
@@ -94,5 +95,7 @@ def neighbours_of(group: dist.ProcessGroup, size: int) -> list[int]:
     """
     if group.size() % size:
         raise ValueError(f"secondary shards over {size} of {group.size()} ranks: not divisible")
+    # Neighbours in the group: with tp fastest and full nodes they are on one node, which
+    # :func:`with_secondary_shards` checks.
     first = group.rank() // size * size
     return dist.get_process_group_ranks(group)[first : first + size]

@@ -79,6 +79,7 @@ def choose_collectives(
             group, of one data-parallel process, the setting has no effect, which its checks say.)
     """
     groups = _groups(meshes)
+    # Collective: a rank without groups takes part in every decision, or the others would wait for it.
     if setting == "flat" or not any(gather(bool(groups))):
         return NetworkCollectives()
     if any(mesh is not None and mesh.device_type != "cpu" for mesh in meshes.values()):
@@ -94,6 +95,7 @@ def choose_collectives(
                 f"--data-parallel-collectives hierarchical: {why}; auto and flat work, and "
                 "--network-topology FILE says which ranks are on a node"
             )
+        # Groups of the backend "smp" have a policy of their own, which would decide otherwise.
         for name, group in groups.items():
             _network_group(group, Policy(parts[name], hierarchical=False), timeout)
         return NetworkCollectives(lines=(f"data-parallel collectives: flat: {why}",))

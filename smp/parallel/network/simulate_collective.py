@@ -94,6 +94,7 @@ class _Network:
 
     def _act(self, now: float, rank: int) -> None:
         action, needed = self.programs[rank][self.position[rank]]
+        # Asleep until the message's arrival is known: :meth:`_travel` wakes the rank.
         missing = next((message for message in needed if message not in self.arrival), None)
         if missing is not None:
             self.asleep[missing] = rank
@@ -113,6 +114,7 @@ class _Network:
             return busy
         message = message_of(rank, action)
         assert message is not None, "not a sum"
+        # The second side to post a message starts it.
         if message in self.posted:
             self._travel(now, message)
         self.posted.add(message)
@@ -128,6 +130,7 @@ class _Network:
         out, into = (kind, ends[0], True), (kind, ends[1], False)
         start = max(now, self.free[out])
         self.free[out] = start + size / link.rate
+        # The receiving end carries one byte after the other as well.
         self.free[into] = max(start, self.free[into]) + size / link.rate
         self.arrival[message] = self.free[into] + link.latency
         if not inside:

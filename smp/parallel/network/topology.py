@@ -156,6 +156,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _nodes(path: str, said: Any, world_size: int) -> Topology:
     lists = isinstance(said, list) and all(isinstance(node, list) and node for node in said)
     ranks = _flat(said) if lists else []
+    # ``type(...) is``: JSON's true is an int for isinstance.
     if not all(type(rank) is int for rank in ranks) or sorted(ranks) != list(range(world_size)):
         raise ConfigError(
             f"--network-topology {path}: nodes has to name each of the ranks 0 to {world_size - 1} of this run once, "

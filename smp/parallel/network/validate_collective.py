@@ -65,6 +65,7 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 if not there.issuperset(needed):
                     break
                 if (message := message_of(rank, action)) is not None:
+                    # The second side that posts a message makes it travel.
                     (there if message in posted else posted).add(message)
                 yield rank, action
                 position[rank] += 1
