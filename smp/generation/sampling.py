@@ -3,7 +3,7 @@
 Gumbel-max: argmax over tokens of (logit / T + g) is distributed as softmax(logit / T), for independent Gumbel g. A
 number for each of 100,000 tokens would cost more than the rest of the model does, so it is done twice: first over the
 sums of blocks of 256 tokens, then over the tokens of the block that won. Each g is a hash of (seed, prompt, sample,
-position, block or token), so nobody has a state, and the same text is written in every layout, in a batch of any size
+position, block or token), so there is no state, and the same text is written in every layout, in a batch of any size
 and after a resume. (Logits of two layouts differ in their last bits. That changes a token where the two best scores are
 that close; an inverse of the cumulative sum would have as many such places as there are tokens.)
 

@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends a text, besides its length.
+    """What ends a text before its greatest length.
 
     Attributes:
         ids: tokens; they belong to the text.

@@ -115,7 +115,7 @@ def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _device_of(arguments: Sequence[Any]) -> torch.device:
-    """Of the first tensor, or of the first of a list of them."""
+    """Device of the first argument, a tensor or a list of tensors."""
     first = arguments[0]
     return torch.device((first[0] if isinstance(first, list) else first).device)
 

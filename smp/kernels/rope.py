@@ -4,9 +4,9 @@ In the half-rotation order of Hugging Face and Megatron, with the first ``r`` ch
 (a, b) -> (a cos - b sin, b cos + a sin); the others pass. The adjoint is the rotation by the negative angle.
 
 Bytes per element of q and k in bf16: 4 each way, read and write; the table is read once per token for all heads. In
-place it costs no memory: nobody needs unrotated queries and keys again, for a linear layer's backward pass does without
-its output. Selective recompute keeps exactly that output, so in place is not for it, nor for a compiler, which moves
-memory about on its own.
+place it costs no memory: unrotated queries and keys are not needed again, because a linear layer's backward pass does
+not read its output. Selective recompute keeps exactly that output, so in place is not for it, nor for a compiler, which
+moves memory about on its own.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class TokenLayout:
 
     Attributes:
         batch, length: number of sequences, and of queries in each.
-        padding: rows behind the last sequence. They see nothing and nobody sees them.
+        padding: rows after the last sequence. They see no key, and no query sees them.
         position_ids: int64 (tokens,), what RoPE and learned positions take.
         token_index: int64 (tokens,), global numbers that dropout is keyed by; None without dropout.
         local_token_index: this rank's part of ``token_index`` under sequence parallelism; by default the same.
@@ -120,7 +120,8 @@ class TokenLayout:
         return self.document_ids is not None or window is not None or (causal and shifted)
 
     def mask(self, pattern: Pattern, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """What is added to scores besides a kernel's own "causal": the one made for all layers, or a new one."""
+        """The mask that is added to scores, see :meth:`make_mask`: the one made for all layers, or a new one. None
+        where a kernel's own "causal" flag is enough."""
         if not self.needs_mask(pattern):
             return None
         known = self.masks.get(pattern)

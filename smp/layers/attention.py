@@ -111,6 +111,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         context, groups = ParallelContext.of(parallel), num_groups or num_heads
+        # Heads are what TP cuts: every rank has whole heads, so attention itself communicates nothing.
         ranks = context.tp.size()
         if num_heads % ranks or num_heads % groups:
             raise ValueError(f"{num_heads} heads do not split over {ranks} ranks and {groups} key/value heads")
@@ -125,6 +126,7 @@ class SelfAttention(nn.Module):
         self.kernels, self.query_key, self.chunk, self.needs = kernels, query_key, chunk, needs
         width, kv_width = num_heads * self.head_dim, groups * self.head_dim
         self.query = ColumnParallelLinear(hidden_size, width, context, bias=qkv_bias, init_std=init_std)
+        # ``parts``: with fewer key/value heads than ranks neighbours hold, and compute, the same head.
         self.key, self.value = (
             ColumnParallelLinear(hidden_size, kv_width, context, bias=qkv_bias, parts=groups, init_std=init_std)
             for _ in range(2)
@@ -137,6 +139,7 @@ class SelfAttention(nn.Module):
         self.key_norm = query_key.norm(kv_width, self.head_dim, context, kernels)
         self.sinks: nn.Parameter | None = None
         if sinks:
+            # One score for each query head, cut as the heads are.
             self.sinks = tp_parameter((num_heads,), SHARD_ROWS, context.tp)
             self.initializers: dict[str, Initializer] = {"sinks": Normal(init_std)}
         # Global number of this rank's first head: dropout masks and ALiBi slopes must not depend on TP.
@@ -179,6 +182,7 @@ class SelfAttention(nn.Module):
             out, _ = cache.attention(self.kernels.attention, q, k, v, layout, self.spec, sinks)
         else:
             out, _ = self.kernels.attention(q, k, v, layout, self.spec, dropped, sinks)
+        # (tokens, heads/p x head_dim)
         out = out.flatten(1)
         # (tokens, heads/p x head_dim)
         for of_gate in gates_of:

@@ -37,7 +37,7 @@ class TransformerBlock(nn.Module):
         multiplier: of what each part adds to the residual stream.
         dropout: on what each part adds to the residual stream.
 
-    Shapes: (tokens [/p], hidden) -> the same; with a mixer that ``measures``, also what that returns beside its output.
+    Shapes: (tokens [/p], hidden) -> the same; with a mixer that ``measures``, (output, the mixer's own loss or None).
 
     Raises:
         ValueError: when the parts differ in ``sequence_parallel``, or there is none; on use, when dropout in training
@@ -106,6 +106,7 @@ class TransformerBlock(nn.Module):
             assert mlp is not None, "a block has one of them"
             normed = x if self.mlp_norm is None else self.mlp_norm(x, own["mlp_norm"])
             return x + self._fed(mlp, normed, layout, keys, own), None
+        # Without a norm in front the mixer reads the residual stream itself (post-norm, OLMo 2).
         normed = x if self.attention_norm is None else self.attention_norm(x, own["attention_norm"])
         attended, measured = self._mixed(self.attention, normed, layout, None if keys is None else keys[0])
         if self.attention_post_norm is not None:
@@ -183,6 +184,8 @@ class MoEBlock(TransformerBlock):
         """What :class:`TransformerBlock` gives, and what :class:`MoE` measures of ``counted``, which is known of the
         tokens in ``x``."""
         assert isinstance(self.mlp, MoE)
+        # Through ``Experts.forward``, on which FSDP's hooks for experts sit: their weights are
+        # gathered before the block runs, and recompute replays the block without gathering them again.
         return self.mlp.experts(self._chosen(layout), x, layout, keys, counted)
 
     def _run(  # type: ignore[override]

@@ -48,7 +48,7 @@ from smp.parallel.collectives import (
 from smp.parallel.context import ParallelContext
 
 NORM_EPS = 1e-6
-"""Of the norm of keys, whatever the others' is."""
+"""Epsilon of the norm of keys; that of the model's other norms does not apply."""
 LOSS_WEIGHTS = "loss weights of tokens"
 """Where ``TokenLayout.prepared`` has what each token's loss counts, fp32 (tokens,), in a pass that measures the
 indexer's."""
@@ -80,7 +80,7 @@ class SeenKeys:
         return Permuted.apply(gather_tokens(x, self.cp), self.order, self.back)
 
     def own(self, rows: int, rank: int) -> SeenKeys:
-        """Of the ``rows`` tokens of a rank, where ranks share them."""
+        """The part of the ``rows`` tokens of TP rank ``rank``, under sequence parallelism."""
         start = rank * rows
         first, last = (x.narrow(0, start, rows) for x in (self.first, self.last))
         return replace(self, first=first, last=last, pairs=replace(self.pairs, start=start))
@@ -130,7 +130,7 @@ class SeenKeysNeed:
 
 
 def _numbers(begins: torch.Tensor, ends: torch.Tensor, keys: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of columns (batch, length) numbers in the table; padding sees nothing."""
+    """(first, last) key numbers in the table, int64 (tokens,), from columns (batch, length); padding sees nothing."""
     base = torch.arange(len(begins), device=begins.device)[:, None] * keys
     first, last = (begins + base).flatten(), (ends + base).flatten()
     none = first.new_zeros(padding)
@@ -207,7 +207,8 @@ class Indexer(nn.Module):
         return self.keys.weight.requires_grad
 
     def forward(self, x: torch.Tensor, low: torch.Tensor, layout: TokenLayout, rotary: str) -> Index:
-        """Of the tokens of this rank; k is (tokens, head_dim), of the tokens of all that share them.
+        """The index of this rank's tokens; k is (tokens, head_dim), gathered from all TP ranks under sequence
+        parallelism.
 
         Args:
             x: (tokens [/p], hidden), the layer's input.
@@ -216,6 +217,7 @@ class Indexer(nn.Module):
             rotary: where its table is.
         """
         q = self.queries(low).unflatten(1, (self.heads, self.head_dim))
+        # (tokens [/p], 1, head_dim): one key, as a head for the rotation.
         k, w = self.key_norm(self.keys(x))[:, None], self.weights(x)
         table: RotaryTable = prepared(layout, rotary)
         if self.sequence_parallel:
@@ -228,6 +230,7 @@ class Indexer(nn.Module):
         q, k = rope(q, k, *table, self.head_dim, self.kernels.rope)
         k = k[:, 0]
         if self.sequence_parallel:
+            # Each rank scores its own queries with the keys of all tokens; gradients of the keys are summed back.
             k = gather_tokens(k, self.group)
         return Index(q, k, w * (self.heads * self.head_dim) ** -0.5)
 
@@ -237,6 +240,7 @@ class Indexer(nn.Module):
         own = self._own(index, seen)
         indices, counts = choose_keys(*index, own.first, own.last, self.topk, own.pairs)
         if self.sequence_parallel:
+            # Attention runs on all tokens with some of the heads, so every rank needs the choice of all queries.
             indices, counts = gather_tokens(indices, self.group), gather_tokens(counts, self.group)
         return indices, counts
 
@@ -255,7 +259,7 @@ class Indexer(nn.Module):
             seen: as of the layout.
             sums: probabilities of attention summed over this rank's heads, (tokens, chosen or all keys of a sequence).
             weights: fp32 (tokens,).
-            chosen: what ``sums`` stands beside; None: all keys that a query sees.
+            chosen: the chosen keys that the columns of ``sums`` belong to; None: all keys that a query sees.
         """
         own, rows, target = self._own(index, seen), slice(None), sums.detach()
         if self.sequence_parallel:
@@ -299,5 +303,6 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # The loss is a sum, so its gradients are scaled by the factor that it is multiplied with later.
         dq, dk, dw = (x * grad.to(x.dtype) for x in ctx.saved_tensors)
         return dq, dk, dw, None, None, None

@@ -1,7 +1,7 @@
 """Keys and values of many texts that are written at once, each in a row of its own (a slot).
 
-A slot's columns are its tokens, one behind the other, so slots are filled to different lengths. Attention to them sees
-by position: a token sees the keys that do not stand behind it, and what is left of longer texts in a slot is behind.
+A slot's columns are its tokens in order, so slots are filled to different lengths. Attention masks by position: a token
+sees the keys up to its own position, which leaves out what a longer text has left in the slot.
 
 Under context parallelism each rank holds some tokens of every text: those of the prompt that the cut gave it, then of
 the written ones every cp-th. ``positions`` says which. Every rank computes a new token's attention to its own keys, and
@@ -183,6 +183,7 @@ class CacheView:
         sinks: torch.Tensor | None = None,
     ) -> Pair:
         """Attention of q (tokens, heads, head_dim) to kept keys and values, all of them."""
+        # Over this rank's keys only; without context parallelism these are all.
         out, lse = _attend(q, k, v, layout, spec)
         cp = self.cache.cp
         if cp is not None:
@@ -191,12 +192,14 @@ class CacheView:
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, spec: AttentionSpec) -> Pair:
+    # Prompts: one call of the usual kernel with a mask.
     if layout.length > 1 or spec.changes_scores:
         return DEFAULT_ATTENTION(q, k, v, layout, spec)
     # One token of each text: the query heads of a key/value head become queries of it, so that there is one product for
     # all of them, and no key is repeated. Nothing is copied.
     (batch, groups, _, width), rows = k.shape, q.shape[0]
     operator = operator_for("flash" if q.device.type == "cpu" else "efficient", q.device)
+    # Slots are filled to different lengths, so there is always a mask of positions.
     mask = layout.mask(spec.pattern(layout), q.dtype, q.device)
     assert mask is not None
     # (batch, groups, heads / groups, head_dim)

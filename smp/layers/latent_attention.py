@@ -90,6 +90,7 @@ class LatentAttention(nn.Module):
             raise ValueError(f"{heads} heads do not split over {ranks} ranks")
         self.group, self.sequence_parallel, self.kernels = context.tp_group, context.sequence_parallel, kernels
         self.kv_lora_rank, self.qk_head_dim, self.rope_dim = kv_lora_rank, qk_head_dim, rope_dim
+        # One width for q, k and v, which kernels demand.
         self.v_head_dim, self.width = v_head_dim, max(qk_head_dim + rope_dim, v_head_dim)
 
         def down(width: int) -> ColumnParallelLinear:
@@ -136,8 +137,8 @@ class LatentAttention(nn.Module):
     def _rotated(
         self, q: torch.Tensor, key_rope: torch.Tensor, layout: TokenLayout
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of what :meth:`_projected` gives: each head's query without and with RoPE, and the rotated part of the key,
-        (tokens, 1, rope_dim), of all heads of all ranks."""
+        """Split and rotate what :meth:`_projected` gives: each head's query without and with RoPE, (tokens, heads/p,
+        ...), and the rotated part of the key, (tokens, 1, rope_dim), which the heads of all ranks share."""
         # The heads of all ranks use it, so its gradient is a sum over them.
         key_rope = self._of_all(key_rope)[:, None]
         plain, rotated = q.split((self.qk_head_dim, self.rope_dim), dim=-1)
@@ -179,12 +180,14 @@ class LatentAttention(nn.Module):
         kv_lora_rank + rope_dim), as if each were a key and a value that all heads share (DeepSeek-V2, 2.1.2):
         q . (W latent) = (W^T q) . latent, and the sum over tokens of p (W' latent) = W' (the sum of p latent)."""
         keys, values = self._up_of_cache(plain, layout)
+        # (tokens, heads/p, kv_lora_rank + rope_dim)
         q = torch.cat((torch.einsum("thd,rhd->thr", plain, keys), rotated), dim=-1)
+        # The table is both keys and values; of the output only the latent part is a value.
         out, _ = layout.cache.attend(q, kept, kept, layout, self.spec)
         return torch.einsum("thr,rhd->thd", out[..., : self.kv_lora_rank], values)
 
     def _up_of_cache(self, like: torch.Tensor, layout: TokenLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of :meth:`_up_matrix`, made once for a text, the part of keys and that of values."""
+        """The key part and the value part of :meth:`_up_matrix`, made once per layer and cache."""
         view = layout.cache
         if view.layer not in view.cache.derived:
             view.cache.derived[view.layer] = self._up_matrix(like)

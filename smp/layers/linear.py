@@ -105,6 +105,7 @@ class ColumnParallelLinear(nn.Module):
         """The rows of the weight, or of what is cut as it is, that this rank computes with."""
         if not self.replicated:
             return local(parameter, dtype)
+        # Each rank uses other rows, or the same rows on other tokens: the parameter's gradient is the sum.
         part = local(parameter, dtype, summed_over=self._summed_over)
         return part.narrow(0, self._first_row, self.part_features)
 
@@ -139,6 +140,7 @@ def column_parallel(
     outputs = list(column_parallel_function(x, weights, linear, first.sink, layers if first.sink else ()))
     add_low_rank = next((m.add_low_rank for m in layers if m.add_low_rank is not None), None)
     if add_low_rank is not None:
+        # Adapters of all layers together: one collective for their low-rank activations.
         outputs = add_low_rank(x, outputs, layers, token_index)
     biases = [layer.bias for layer in layers]
     return [y if b is None else y + m.own_rows(b, y.dtype) for y, b, m in zip(outputs, biases, layers, strict=True)]
@@ -197,6 +199,7 @@ class RowParallelLinear(nn.Module):
             activation: applied first; its result is not kept for the backward pass but made again. Not for a layer with
                 an adapter, which needs the result too.
         """
+        # (out, in/p)
         weight = local(self.weight, inputs[0].dtype)
         linear = _call([self], weight.dtype)
         y = row_parallel_function(inputs, weight, linear, activation, self.sink, self if self.sink else None)
@@ -207,7 +210,7 @@ class RowParallelLinear(nn.Module):
 
 
 def _call(layers: Sequence[Any], dtype: torch.dtype) -> Linear:
-    """What a call of layers that share an input is, besides its tensors, with results of ``dtype``."""
+    """Options of a call of layers that share an input, with results of ``dtype``."""
     first = layers[0]
     if first.scaling is None:
         return Linear(first.group, first.sequence_parallel, first.product)

@@ -209,6 +209,7 @@ class _Column(torch.autograd.Function):
             # A replicated weight (key/value heads shared by ranks) is summed over them by autograd,
             # which needs its gradient now; all others wait for the sink.
             later = [(layer, grad) for layer, (_, grad), t, n in owners if t and not n]
+            # The closure holds this rank's slice of the input and the output's gradient until the sink runs it.
             ctx.sink(lambda: _later_gradients(x, later, linear))
         wanted, last_first = [ctx.needs_input_grad[0], *now], ctx.sink is not None
         if linear.group.size == 1 or linear.scaling is not None:  # nothing to hide from the compiler, or there is none
@@ -262,6 +263,7 @@ def _column_gradients(
         first, *others = pairs[::-1] if last_first or linear.group.size == 1 else pairs
         dx = linear.run.input_gradient(*first)  # (tokens, ..., in), this rank's part of the sum
         for pair in others:
+            # One input served several projections: its gradient is the sum over them.
             dx = dx + linear.run.input_gradient(*pair)
     # The gather had the time of the product above; the reduction has that of the products below.
     full = linear.wait(gathering, x) if gathers else x
@@ -319,6 +321,7 @@ class _Row(torch.autograd.Function):
         if ctx.activation is not None:
             (operand,) = linear.again([weight], scales)
             dx = linear.run.input_gradient(used, operand)
+            # The activation's result comes out of the same pass over its inputs: it was not kept.
             *dinputs, made = ctx.activation.backward(dx, *kept, again=trained)
             if trained:
                 x = made if linear.scaling is None else linear.scaling.kept(made, scales)
@@ -354,6 +357,7 @@ def _row_product(x: Operand, weight: Operand, linear: Linear) -> torch.Tensor:
 
 def _column_fake(x: torch.Tensor, weights: list[torch.Tensor], linear: str) -> list[torch.Tensor]:
     call = Linear.of(linear)
+    # The gather is inside of the operator, so the output has the tokens of all ranks.
     tokens = x.shape[0] * (call.group.size if call.sequence_parallel else 1)
     return [x.new_empty(tokens, *x.shape[1:-1], w.shape[0]) for w in weights]
 

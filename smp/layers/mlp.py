@@ -123,6 +123,7 @@ class MLP(nn.Module):
     ) -> torch.Tensor:
         if self.gate is None:
             assert not isinstance(self.activation, QuickGeglu), "which has a gate"
+            # (tokens, ffn/p)
             a = activate(self.up(x, local_token_index), self.activation)
             return self.down(a, token_index=token_index)
         # One gather of the input for both.

@@ -133,6 +133,7 @@ class SplitRMSNorm(nn.Module):
         """Normalize each group of the last dimension, over all ranks that have of it; the arithmetic is fp32 inside.
         The result is in ``dtype``, by default that of ``x``."""
         dtype = dtype or x.dtype
+        # (..., groups of this rank, features of a group on this rank)
         wide = x.to(accumulation_dtype(x.dtype)).unflatten(-1, (self.own_groups, -1))
         squares = wide.square().sum(-1, keepdim=True)
         if self.is_shared:

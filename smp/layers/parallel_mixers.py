@@ -56,6 +56,7 @@ class ParallelMixers(nn.Module):
         for mixer, multiplier in zip(self.mixers, self.multipliers, strict=True):
             y = mixer(x, layout, key)
             y = y if multiplier == 1.0 else y * multiplier
+            # In the order of the names, on every rank: sums round by their order.
             total = y if total is None else total + y
         assert total is not None, "one or more"
         return total

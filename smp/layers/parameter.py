@@ -106,6 +106,7 @@ def local(
     """
     dtensor = cast(DTensor, parameter)
     if torch.compiler.is_compiling():  # torch's compiler knows to_local
+        # ``grad_placements``: the local gradient has the parameter's own placement, never ``Partial``.
         part = _cast(dtensor.to_local(grad_placements=dtensor.placements), dtype)
     elif torch.is_grad_enabled() and dtensor.requires_grad:
         part = _Local.apply(dtensor, dtype)
@@ -180,6 +181,7 @@ def init_weights(model: nn.Module, seed: int, *, only: str | None = None) -> Non
                 )
             rows = getattr(module, "logical_rows", {}).get(name, parameter.shape[0])
             _fill(parameter, full_name, initializer, seed, rows)
+        # Buffers too: ``to_empty`` left them without values. Those without an initializer are computed elsewhere.
         for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
             initializer = getattr(module, "initializers", {}).get(name.rpartition(".")[2])
             if initializer is not None:

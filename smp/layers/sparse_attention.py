@@ -4,7 +4,7 @@
     sparse       the chosen rows of the table of latents, see smp.kernels.sparse_attention.selected
 
 The indexer reads the layer's input and the latent of queries without their graph, and its choice has no gradient: what
-trains it is its own loss, which the mixer returns beside its output. So the language loss never moves the indexer, nor
+trains it is its own loss, which the mixer returns with its output. So the language loss never moves the indexer, nor
 the indexer's loss the model.
 
 Context parallelism: each rank gathers the table of all ranks, kv_lora_rank + rope_dim numbers a token, and the
@@ -82,6 +82,7 @@ class SparseLatentAttention(LatentAttention):
         plain, rotated, key_rope = self._rotated(q, key_rope, layout)
         index = self.indexer(x.detach(), low.detach(), layout, self.rope)
         if layout.cache is not None:
+            # Two tensors in the cache: rows of the table, and the indexer's keys.
             kept = layout.cache.append(self._table(latent, key_rope)[:, None], index.k[:, None])
             if layout.cache.keys:
                 return self.output(self._of_kept(plain, rotated, index, kept, layout).flatten(1)), None
@@ -94,6 +95,7 @@ class SparseLatentAttention(LatentAttention):
             if weights is not None:
                 loss = self._dense_loss(plain, rotated, self._table(latent, key_rope), index, seen, weights)
             return self.output(out.flatten(1), token_index=layout.token_index), loss
+        # (keys of all sequences, kv_lora_rank + rope_dim); under context parallelism gathered from its ranks
         table, matrix = seen.table(self._table(latent, key_rope)), self._up_matrix(plain)
         chosen = self.indexer.choose(index, seen)
         out, sums = self._selected(plain, rotated, table, matrix, chosen)
@@ -105,6 +107,7 @@ class SparseLatentAttention(LatentAttention):
         return self.output(out.flatten(1), token_index=layout.token_index), loss
 
     def _dense_here(self, seen: SeenKeys) -> bool:
+        # With no more keys than would be chosen all of them are.
         return self.stage == "warm-up" or seen.pairs.keys <= self.indexer.topk
 
     def _selected(
@@ -136,6 +139,7 @@ class SparseLatentAttention(LatentAttention):
         seen: SeenKeys = prepared(layout, self.seen)
         if self._dense_here(seen):
             return self._to_latents(plain, rotated, kept[0], layout)
+        # (batch x keys, channels), without the head dimension of the cache
         table, k = (x[:, 0].flatten(0, 1) for x in kept)
         chosen = self.indexer.choose(index._replace(k=k), seen)
         matrix = torch.cat(self._up_of_cache(plain, layout), dim=-1)
@@ -173,7 +177,7 @@ class SparseLatentAttention(LatentAttention):
         seen: SeenKeys,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """The loss beside dense attention, which needs no table of latents itself."""
+        """The indexer's loss in a pass of dense attention, which does not make the table of latents itself."""
         with torch.no_grad():
             table, matrix = seen.table(own), self._up_matrix(plain)
         return self._loss_of_all(plain, rotated, table, matrix, index, seen, weights)

@@ -1,4 +1,4 @@
-"""What layers need of the tokens besides their activations, prepared once per micro-batch for all layers that need it.
+"""What layers need to know of the tokens (rotary tables, documents, chunks), prepared once per micro-batch.
 
 A layer has ``needs``, a tuple of values of this file or of a caller's own; whatever holds the token layout calls
 ``prepare`` of each distinct one and keeps the result under its ``key`` in ``TokenLayout.prepared``, where the layer's
@@ -53,6 +53,7 @@ class RopeTable:
 
     @cached_property
     def key(self) -> str:
+        # All fields are in it: equal needs of several layers have one key, and one table.
         return repr(self)
 
     def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> RotaryTable:

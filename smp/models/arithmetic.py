@@ -145,7 +145,7 @@ def _sees(mixer: Any) -> tuple[int | None, int | None]:
 
 
 def _flops_of_score(mixer: Any) -> int:
-    """Of an indexer, for each token that a token could see; 0: there is none."""
+    """FLOPs of an indexer's score of one token and one token that it could see; 0: there is no indexer."""
     indexer = getattr(mixer, "indexer", None)
     return 0 if indexer is None else 2 * indexer.heads * (indexer.head_dim + 1)
 

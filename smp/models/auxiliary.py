@@ -1,4 +1,5 @@
-"""What a model measures besides its loss: auxiliary losses of routers and of multi-token prediction, and metrics."""
+"""What a model reports in addition to its loss: auxiliary losses of routers and of multi-token prediction, and
+metrics."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class Found:
 
 
 def auxiliary_names(config: ModelConfig, *, adapters: bool = False) -> tuple[str, ...]:
-    """What a model measures besides its loss in training: auxiliary losses and metrics of :class:`ModelOutput`, each a
-    part of a mean over the global batch. With ``adapters`` indexers are frozen, and measure nothing."""
+    """Names of the auxiliary losses and metrics of :class:`ModelOutput` in training, each a part of a mean over the
+    global batch. With ``adapters`` indexers are frozen, and measure nothing."""
     names: tuple[str, ...] = () if config.mtp_num_layers is None else (MTP_LOSS,)
     names += (INDEXER_LOSS, INDEXER_KL) if indexer_coefficient(config) and not adapters else ()
     if config.num_experts is None:

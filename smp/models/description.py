@@ -1,4 +1,4 @@
-"""A model's architecture in words: what a run says of it first, so that nobody trains another one unawares."""
+"""A model's architecture in one line, which a run prints first, so that a wrong model is noticed before it trains."""
 
 from __future__ import annotations
 

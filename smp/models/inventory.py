@@ -316,7 +316,7 @@ def _mlp(spec: MLPSpec, hidden: int, name: str) -> Iterator[Parameter]:
 def _experts(spec: ExpertsSpec, hidden: int, name: str) -> Iterator[Parameter]:
     """The router, each projection of all experts in one, and what every token uses."""
     count, k, ffn, bias = spec.count, spec.topk, spec.expert.width, spec.expert.bias
-    # Every rank scores all experts of its tokens, so the router is cut by nobody.
+    # Every rank scores all experts of its tokens, so every rank has the whole router.
     yield Parameter(f"{name}.router.weight", (count, hidden), flops=2 * count * hidden)
     flops = 2 * k * hidden * ffn
     if bias:

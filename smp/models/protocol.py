@@ -7,7 +7,7 @@ between that and :func:`smp.models.build.new_model`, which makes all others. Out
 ``GPT`` (``make check``).
 
 It is a base class and not a ``typing.Protocol``: FSDP, optimizers and hooks take an ``nn.Module``, and a protocol
-cannot say that it is one. All that is asked besides these methods is what every module has. ``parameters`` and
+cannot say that it is one. Everything else that is asked of a model is what every module has. ``parameters`` and
 ``named_parameters``: the optimizer, clipping, checkpoints and adapters find what there is by the names in
 ``smp.models.inventory``, of DTensors on the tensor-parallel mesh. ``modules``: adapters, FP8 and 4-bit weights are put
 into layers of ``smp.layers``, wherever they are. ``train`` and ``eval``: dropout.

@@ -108,7 +108,7 @@ class HostAdamW(torch.optim.AdamW):
 
     def _forget(self, parameter: torch.Tensor) -> None:
         if (arriving := self._streamed.pop(parameter, None)) is not None:
-            # The buffer is free when the copy into it has ended, which nobody waits for here.
+            # The buffer is free when the copy into it has ended; the event says when, and nothing waits here.
             self._gradients.give(arriving.buffer, arriving.events[0])
 
     def _factor_on_host(self) -> torch.Tensor | None:

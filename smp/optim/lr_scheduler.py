@@ -13,11 +13,11 @@ from smp.config.lr_schedule import Lengths, lengths
 def learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> float:
     """The rate of the step that makes iteration ``iteration``; the first is 1.
 
-    Before an iteration i - 1 others are behind, and the rate is that of there, as in Megatron and transformers: the
-    last step is not one at ``min_lr``, which may be 0, and the first of a warm-up is one at ``lr_warmup_init``, which
-    is 0 by default. Linear warm-up over w iterations: (i - 1) / w of the way to ``lr`` at the i-th. The next n =
-    ``lr_decay_iters`` - w iterations go down towards ``min_lr``, which is kept after them; at the i-th of these the
-    fraction p = (i - 1) / n of the way is behind:
+    Step i takes the rate after i - 1 iterations, as in Megatron and transformers: the last step is not one at
+    ``min_lr``, which may be 0, and the first of a warm-up is one at ``lr_warmup_init``, which is 0 by default. Linear
+    warm-up over w iterations: (i - 1) / w of the way to ``lr`` at the i-th. The next n = ``lr_decay_iters`` - w
+    iterations go down towards ``min_lr``, which is kept after them; at the i-th of these the fraction of the decay that
+    is done is p = (i - 1) / n:
 
     - cosine: (1 + cos(pi p)) / 2 of the way back up to ``lr`` (Loshchilov & Hutter 2017).
     - linear: 1 - p.
@@ -25,7 +25,7 @@ def learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> 
       (Megatron's default shape; Hu et al. 2024, arXiv 2404.06395).
     - constant: ``lr`` for ever.
 
-    Where lengths are in samples, ``consumed`` samples are behind in the place of i - 1 iterations.
+    Where lengths are in samples, ``consumed`` takes the place of i - 1 iterations.
 
     Args:
         optim: resolved.

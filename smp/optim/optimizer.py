@@ -63,7 +63,7 @@ def build_optimizer(
             _check_trained(model, optimizer)
         looked = True
 
-    # At the first step: between build and step somebody may have sharded the model.
+    # At the first step: the model may have been sharded after the optimizer was built.
     optimizer.register_step_pre_hook(look_once)
     return optimizer
 

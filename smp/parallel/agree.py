@@ -88,7 +88,7 @@ def on_all_or_none(action: Callable[[], Answer], wrap: type[Exception], what: st
 
     Args:
         action: run on every rank.
-        wrap: an expected kind of error, besides OSError; others are faults of the program and are not caught.
+        wrap: an expected kind of error, as OSError is; others are faults of the program and are not caught.
         what: stands before the text of an OSError, such as the flag that names the file.
 
     Raises:

@@ -58,8 +58,8 @@ class Links:
         self._connect(ordered, torch.zeros(1, device=mesh.device_type))
 
     def _connect(self, channels: Sequence[Channel], element: torch.Tensor) -> None:
-        """Send one element through each channel. All ranks go along the channels in one order, so somebody always waits
-        for nobody: both ends of the first channel that is not connected yet."""
+        """Send one element through each channel. All ranks go through the channels in one order, so there is no
+        deadlock: both ends of the first channel that is not connected yet come to it."""
         for source, destination in channels:
             if self.rank == source:
                 self.send(element, destination).wait()

@@ -1,6 +1,6 @@
 """Executing a schedule: one rank's actions in order, over messages between ranks.
 
-The runner holds no policy. What comes when is in the schedule, what a stage computes is behind :class:`Stages`; the
+The runner holds no policy. The schedule says what comes when, :class:`Stages` computes a stage; the
 runner moves tensors from one to the other. Sends and receives are posted and go on by themselves; only a computation
 that reads a message waits for it.
 """

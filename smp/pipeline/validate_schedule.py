@@ -4,7 +4,7 @@
    exactly once through each stage of the rank; every action comes after what it needs; parameters are unsharded where
    they are used and sharded at the end; the gradients of each stage are reduced once, after its last backward.
 2. Every channel by itself: what rank a sends to rank b is what b receives from a, in the same order.
-3. All ranks together: nobody waits forever.
+3. All ranks together: no rank waits forever.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, int]]:
     Raises:
         ScheduleError: deadlock; the message says where every unfinished rank stands.
     """
-    # Round after round each rank goes as far as it can, until in one round nobody moves.
+    # Round after round each rank goes as far as it can, until in one round no rank moves.
     position = [0] * schedule.ranks
     sent: set[Action] = set()  # the receives of the messages that are under way
     moved = True

@@ -231,7 +231,7 @@ class Offload:
         """Free its memory on the device, when the copy is made."""
         self._leave(block)
         for storage in block.storages.values():
-            # The memory may be given to somebody else only when the copy has read it.
+            # The memory may be used for something else only when the copy has read it.
             self.copier.wait(storage.came if block.fetched else storage.gone)
             # After the copy: what was written to while it ran would be restored as neither the old nor the new.
             storage.check()

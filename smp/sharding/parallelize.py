@@ -129,7 +129,7 @@ def parallelize(
 
 
 def _check_compute_dtype(model: nn.Module) -> None:
-    """Without FSDP nobody casts an embedding's rows, and all that follows would silently be fp32."""
+    """Without FSDP nothing casts an embedding's rows, and all that follows would silently be fp32."""
     for name, module in model.named_modules():
         embeds = isinstance(module, VocabParallelEmbedding | PositionEmbedding)
         if embeds and module.compute_dtype != torch.bfloat16:
@@ -306,7 +306,7 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def _tp_ranks(mesh: DeviceMesh) -> int:
-    """Of a parameter's mesh, those of tensor parallelism: experts lie on more."""
+    """Number of tensor-parallel ranks of a parameter's mesh; meshes of experts have other dimensions too."""
     names = mesh.mesh_dim_names or ()
     return mesh.size(names.index("tp")) if "tp" in names else mesh.size()
 

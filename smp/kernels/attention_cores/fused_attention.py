@@ -111,8 +111,8 @@ class FusedAttention(Masked):
 
 @dataclass(frozen=True)
 class DefaultAttention(Masked):
-    """What runs where nobody chose: FlashAttention, or on a GPU with a mask or in fp32 the memory-efficient kernel, or
-    where scores are capped or fall with the distance every step by itself."""
+    """The core of layers that are given none: FlashAttention; on a GPU with a mask or in fp32 the memory-efficient
+    kernel; with soft-capped scores or ALiBi :class:`MathAttention`."""
 
     name: str = "default"
 

@@ -41,7 +41,7 @@ class ChannelDecays:
 
     @staticmethod
     def of(g: torch.Tensor, begins: torch.Tensor | None, dtype: torch.dtype) -> ChannelDecays:
-        """Of g (rows, length, heads, K) and ``begins`` bool (rows, length), in ``dtype``."""
+        """The decays by g (rows, length, heads, K) and ``begins`` bool (rows, length), in ``dtype``."""
         total = by_chunk(g, torch.float64).cumsum(2)
         last, together = total[:, :, -1:], None
         before, behind, whole = (x.to(dtype, copy=True).exp_() for x in (total, last - total, last.transpose(2, 3)))
@@ -104,7 +104,8 @@ class ChannelDecays:
     def gradient(
         self, of_pairs: torch.Tensor, before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor
     ) -> torch.Tensor:
-        """Of g, (n, B, C, K), of those of G and of the logarithms of ``before``, ``behind`` and ``whole``."""
+        """Gradient of g, (n, B, C, K), from those of G and of the logarithms of ``before``, ``behind`` and
+        ``whole``."""
         return from_here_on(of_pairs).add_(passing_gradient(before, behind, whole))
 
     def _halves(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -123,11 +124,11 @@ class ChannelDecays:
 
 
 def _half(x: torch.Tensor, at: int, which: int) -> torch.Tensor:
-    """Of each 2 ``at`` tokens of (n, B, C, K) the first or second half, a view (n, B, C / 2 at, at, K)."""
+    """The first or second half of each 2 ``at`` tokens of (n, B, C, K): a view (n, B, C / 2 at, at, K)."""
     return x.unflatten(2, (-1, 2, at))[:, :, :, which]
 
 
 def _block(x: torch.Tensor, at: int) -> torch.Tensor:
-    """Of (n, B, C, C) the pairs of a second half and its first one, a view (n, B, C / 2 at, at, at)."""
+    """The pairs of a second half with its first half, of (n, B, C, C): a view (n, B, C / 2 at, at, at)."""
     apart = x.unflatten(3, (-1, 2, at))[:, :, :, :, 0].unflatten(2, (-1, 2, at))[:, :, :, 1]
     return apart.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)

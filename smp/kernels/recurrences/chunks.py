@@ -89,7 +89,7 @@ class Decays:
     def gradient(
         self, of_pairs: torch.Tensor, before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor
     ) -> torch.Tensor:
-        """Of g, see :func:`decay_gradient`."""
+        """Gradient of g, see :func:`decay_gradient`."""
         return decay_gradient(of_pairs, before, behind, whole)
 
 
@@ -114,7 +114,7 @@ def passing_gradient(before: torch.Tensor, behind: torch.Tensor, whole: torch.Te
 
 
 def from_here_on(x: torch.Tensor) -> torch.Tensor:
-    """Of (..., C, channels), the sum over a token and those behind it in the chunk."""
+    """Reversed cumulative sum over a chunk, (..., C, channels) -> the same: each token and all later ones."""
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
@@ -149,7 +149,7 @@ def documents_of(begins: torch.Tensor, heads: int) -> Pair:
     # 0 before the first beginning: what came in with the first state is of that document.
     number = begins.long().cumsum(1)
     count = -(-length // CHUNK)
-    # What is behind the last token belongs to its document.
+    # Padding after the last token counts to its document, so that no state is forgotten at the end.
     number = torch.cat((number, number[:, -1:].expand(rows, count * CHUNK - length)), 1).unflatten(1, (count, CHUNK))
     known = torch.cat((torch.zeros_like(number[:, :1, -1:]), number[:, :-1, -1:]), 1)  # (rows, n, 1)
     number, known = (x.transpose(0, 1).repeat_interleave(heads, 1)[..., None] for x in (number, known))

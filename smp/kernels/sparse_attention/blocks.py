@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 BLOCK_BYTES = 64 * 2**20
-"""Of the largest tensor that a block makes."""
+"""Bound on the largest tensor that a block makes."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Pairs:
     aligned: bool = True
 
     def blocks(self, rows: int, bytes_of_pair: int) -> Iterator[tuple[slice, slice]]:
-        """Of ``rows`` queries: some, and the keys among which all are that these see. Padding is in none."""
+        """Slices of ``rows`` queries, each with the slice of the table that contains all keys that these queries see.
+        Padding is in none of them."""
         # As many queries at once as keep the largest tensor, (queries, heads, keys), within the bound.
         size = max(1, BLOCK_BYTES // (bytes_of_pair * self.keys))
         for sequence in range(self.batch):

@@ -192,7 +192,7 @@ def _empty(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Loss:
 
 
 def _by_query(ds: torch.Tensor, products: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of the derivative by the scores those by q, w and q . k."""
+    """Derivatives by q, w and q . k from the derivative by the scores, (queries, keys)."""
     wide = ds.dtype
     dw = (products @ ds[:, :, None])[..., 0]
     # ReLU passes a gradient where its result is positive.
@@ -212,7 +212,7 @@ chosen_loss_op = define(
     CPU=_chosen_loss,
     CUDA=_chosen_loss,
 )
-"""Of the indices and counts of :func:`choose_keys`, a target (queries, topk) beside them, and weights (queries,): see
+"""The loss over the keys of :func:`choose_keys`, with a target (queries, topk) for them and weights (queries,); returns
 :data:`Loss`."""
 dense_loss_op = define(
     f"dense_indexer_loss({_INDEX}, Tensor first, Tensor last, Tensor target, Tensor weights, {_PAIRS}) -> Tensor[]",
@@ -220,4 +220,4 @@ dense_loss_op = define(
     CPU=_dense_loss,
     CUDA=_dense_loss,
 )
-"""Over all keys that are seen; the target is (queries, keys of a sequence)."""
+"""The loss over all keys that a query sees; the target is (queries, keys of a sequence)."""

@@ -82,7 +82,7 @@ def _backward(
 
 
 def _bytes(q: torch.Tensor, indices: torch.Tensor) -> int:
-    """Of the largest tensor of a query: its chosen rows, or the scores of its heads."""
+    """Bytes per query of the largest tensor: its chosen rows, or the scores of its heads."""
     return indices.shape[1] * max(q.shape[1], q.shape[2]) * accumulation_dtype(q.dtype).itemsize
 
 

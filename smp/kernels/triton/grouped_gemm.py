@@ -14,7 +14,7 @@ from smp.kernels.dispatch import interpreted
 GROUP = 8
 """Tiles of rows that are computed with the same columns one after the other: what they read stays in the L2 cache."""
 FEW_ROWS = 256
-"""Of an expert on average: up to as many its tiles are half as high, because half of the last one is idle."""
+"""Rows of an expert, on average, up to which tiles are half as high: half of an expert's last tile is idle."""
 
 
 @triton.jit
@@ -83,8 +83,8 @@ def rows_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Of each expert's rows (n, inner) times its matrix: ``BY_ROWS`` (inner, width), else (width, inner). ``BOTH``:
-    plus another product of that kind."""
+    """Each expert's rows (n, inner) times its matrix: ``BY_ROWS`` (inner, width), else (width, inner). ``BOTH``: plus
+    the product of a second pair."""
     number = tl.arange(0, EXPERTS)
     # All counts in registers: each program finds its expert by itself, and the host need not know them.
     count = tl.load(counts + number, mask=number < experts, other=0).to(tl.int32)
@@ -156,7 +156,7 @@ def weights_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Of each expert (height, width): its rows of ``grad`` (n, height), transposed, times those of x (n, width)."""
+    """(height, width) for each expert: its rows of ``grad`` (n, height), transposed, times those of x (n, width)."""
     number = tl.arange(0, EXPERTS)
     count = tl.load(counts + number, mask=number < experts, other=0).to(tl.int32)
     row_tiles, column_tiles = tl.cdiv(height, BLOCK_ROWS), tl.cdiv(width, BLOCK_COLUMNS)

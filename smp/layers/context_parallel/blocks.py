@@ -97,6 +97,7 @@ def runs_of(cut: SequenceCut, rank: int | None) -> list[Run]:
     first = torch.ones_like(columns, dtype=torch.bool)
     # A run ends where the cut jumps to another chunk, or a document ends.
     first[:, 1:] = (columns.diff() != 1) | (ids.diff() != 0)
+    # The first token of each run, row by row.
     sequence, place = first.nonzero(as_tuple=True)
     rows = sequence * columns.shape[1] + place
     sizes = torch.cat((rows, rows.new_tensor([columns.numel()]))).diff()
@@ -147,7 +148,10 @@ def _tiles(run: Run, window: int) -> list[Run]:
 
 
 def _meet(query: Run, key: Run, causal: bool, window: int | None) -> list[Block]:
-    """What a run of queries sees of a run of keys: nothing of it stands behind the queries, or it contains them."""
+    """Blocks of what a run of queries sees of a run of keys, which ends before the queries, contains them, or comes
+    after them (and then is not seen)."""
+    # Columns of keys that some query may see: causally none after the last query, by the window
+    # none that is too far before the first.
     stop = min(key.stop, query.stop) if causal else key.stop
     start = key.start if window is None else max(key.start, query.start - window + 1)
     if start >= stop:
@@ -175,6 +179,7 @@ def _joined(blocks: list[Block]) -> list[Block]:
     for block in blocks:
         if not (block.causal or block.window is not None):
             by_queries.setdefault(block.queries, []).extend(block.keys)
+    # First all keys that a set of queries sees in full, then all queries that see the same set of keys.
     by_keys: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
     for queries, keys in by_queries.items():
         by_keys.setdefault(tuple(sorted(keys)), []).extend(queries)

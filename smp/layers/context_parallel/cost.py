@@ -58,7 +58,7 @@ def bytes_sent(kind: str, of: Exchanged) -> Sent:
     both = (size - 1) * (2 * of.query_bytes + keys) // size
     statistics = (size - 1) * of.tokens * of.heads * 4 // size  # log-sum-exps
     rest = of.cp // size
-    # Gradients of keys travel in fp32 beside the keys themselves.
+    # In the backward pass keys travel again, and their gradients in fp32.
     return Sent(both + statistics + (rest - 1) * keys, both + (rest - 1) * (keys + keys * 4 // of.element))
 
 

@@ -76,6 +76,7 @@ class Layer:
         dout, q, out, lse = given
         for call in calls:
             rows, columns = call.queries, call.keys
+            # Gradients of the call's own queries and keys; each adds its part to the rows that it read.
             parts = self.core.backward(
                 _taken(dout, rows),
                 _taken(q, rows),

@@ -104,7 +104,7 @@ class _Ring(torch.autograd.Function):
         group: Group,
     ) -> Pair:
         sums = None
-        # Merged step by step: only the keys of one rank are here besides the own ones.
+        # Merged step by step: at most the keys of one other rank are in memory.
         for calls, keys, values in _round(k, v, steps, group):
             sums = layer.attend(q, keys, values, calls, sums)
         out, lse = finished(sums, q, q.shape[0], sinks)

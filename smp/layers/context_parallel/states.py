@@ -125,6 +125,7 @@ def _pieces(cut: SequenceCut, held: np.ndarray[Any, Any], longest: int) -> list[
     found = []
     for row, columns in enumerate(held):
         first = row * cut.local_length
+        # A piece ends where the next column is not the following one, and at ``longest`` tokens.
         edges = [0, *(np.flatnonzero(np.diff(columns) != 1) + 1), len(columns)]
         for low, high in pairwise(edges):
             for at in range(low, high, longest):
@@ -169,8 +170,9 @@ def states_plan(
         for back in range(1, conv):
             if back <= count:
                 last[number, -back] = number * length + count - back
-            # A token of another document, or none, is whatever: nobody sees it.
+            # 0 where no token precedes: the convolution masks it, as it masks tokens of other documents.
             before[number, -back] = known.get((piece.row, piece.start - back), 0)
+    # One number more: empty places of rows have the number ``tokens``, and overwrite it in any order.
     inverse = np.empty(tokens + 1, dtype=np.int64)
     inverse[order.reshape(-1)] = np.arange(rows * length)
     steps, own = _steps(cut, pieces, rows, rank)
@@ -202,6 +204,7 @@ def _steps(
     steps = np.full((max(map(len, of_sequence)), cut.batch), len(pieces) * rows, dtype=np.int64)
     mine = np.zeros(rows, dtype=np.int64)  # before the first piece there is nothing, which is right for rows of none
     for row, found in enumerate(of_sequence):
+        # By their first column: the order in which the state goes through the pieces of a sequence.
         for step, (_, number) in enumerate(sorted(found)):
             steps[step, row] = number
             if number // rows == rank:

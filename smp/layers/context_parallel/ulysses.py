@@ -81,6 +81,7 @@ class UlyssesAttention(CutAttention):
             # Dropout is keyed by the token's number; this rank will compute tokens of all ranks of the group.
             index = wait(start_all_gather(index[: layout.num_queries], group), group)[order]
         alone = self.rest == 1
+        # What the core computes: with ``rest`` groups it is a cut layout again, of fewer and larger parts.
         whole = TokenLayout(
             layout.batch,
             merged.local_length,

@@ -54,6 +54,7 @@ def use_fp8(
         gradient = fp8.precision.gradient
         history = AmaxHistory(list(layers), fp8.history_len, fp8.algorithm, gradient, groups, pipeline, device)
     for row, layer in enumerate(layers.values()):
+        # Set on the layer, which computes in its usual precision as long as this is None.
         layer.scaling = LayerScaling(_scales(layer, fp8.precision, groups), history, row)
     model.fp8_history = history  # type: ignore[assignment]  # also of a pipeline rank that has no such layer
 

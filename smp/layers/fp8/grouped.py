@@ -69,6 +69,7 @@ class _Scaled(torch.autograd.Function):
                 # Gradients by the same rows, through each projection, add up.
                 part = grouped_scaled.input_gradient(grad, weight, counts, ctx.product)
                 dx = part if dx is None else dx + part
+        # Not computed yet: with sinks each of these is handed over, see ``gradients_now``.
         weight_gradient = partial(grouped_scaled.weight_gradient, x=x, counts=counts, product=ctx.product)
         computations = [partial(weight_gradient, grad) for _, grad in pairs]
         return dx, None, None, None, *gradients_now(computations, trained, ctx.later)

@@ -79,6 +79,7 @@ class AmaxHistory:
         """Make the maxima of a step those of all ranks. ``norm``, or NaN when one of them is not finite: an infinite
         number becomes the largest one when it is quantised, and would not show."""
         if self.now:
+            # One exchange for all layers: (layers, 3).
             own = torch.stack([maximum for maxima in self.now for maximum in maxima]).view(-1, 3)
             self._step = max_over(own, self.groups)
         # The trainer asks for this before the optimizer step and skips a step whose norm is not finite.
@@ -101,6 +102,7 @@ class AmaxHistory:
         if not self.is_empty:
             # (layers, steps, 3), newest first; the oldest falls out
             newer = torch.cat((self._step[:, None], self._maxima[:, :-1]), dim=1)
+            # On the device: whether the step was finite is not known to the host.
             self._maxima.copy_(torch.where(is_finite, newer, self._maxima))
             self._set_scales()
         if self.now:

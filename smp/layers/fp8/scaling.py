@@ -129,6 +129,8 @@ class TensorScaling:
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
         scales = self._scales([x, *weights], E4M3)
         used = quantise(x, scales[0], E4M3)
+        # The input is quantised once for both passes; weights are quantised again in the backward
+        # pass, under the saved scales.
         return Operands(used, used, self.weights(weights, [scales]), [scales])
 
     def kept(self, x: torch.Tensor, scales: Sequence[torch.Tensor]) -> Operand:
@@ -183,6 +185,8 @@ class RowScaling:
         dtype = self.precision.gradient
         # Of a column-parallel layer each rank has columns of the output, and so of its gradient.
         scales = self._scales([largest(grad, -1) for grad in grads], dtype, cut=self.kind == "column")
+        # The gradient itself for the weight's gradient, which sums over tokens: a scale for each
+        # token cannot be taken out of that sum.
         return [(quantise(grad, scale, dtype), grad) for grad, scale in zip(grads, scales, strict=True)]
 
 

@@ -25,7 +25,8 @@ from smp.layers.fp8.scaling import Operands
 
 
 class TracedScaling:
-    """A :class:`Scaling` whose work is done by operators; arguments besides ``key`` as of :meth:`Scales.scaling`."""
+    """A :class:`Scaling` whose work is done by operators. ``key`` is :attr:`Scales.key`; the other arguments are those
+    of :meth:`Scales.scaling`."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class TracedScaling:
         self._note([x], INPUT)
         if self._notes_weights:
             self._note(list(weights), WEIGHT)
+        # The first step of delayed scaling: no history, so no FP8.
         if self._is_empty:
             return Operands(x, x, list(weights), [])
         made = _operands_op(x, list(weights), self._inverse, self._key)

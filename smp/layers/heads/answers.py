@@ -113,6 +113,7 @@ def judged(
     if answers.judge is None:
         return own, None
     result = answers.judge(TokenValues(own, counted, cp, None if entropy is None else laid_out(entropy)))
+    # Slopes for the padding too: the second pass goes over all tokens that the head has.
     return own, result._replace(slopes=F.pad(laid_out(result.slopes.reshape(-1)).view(-1), (0, len(values) - size)))
 
 

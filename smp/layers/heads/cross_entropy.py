@@ -219,6 +219,7 @@ class _LinearLoss(torch.autograd.Function):
                 else:
                     torch.mm(logits, weight, out=dhidden[part])
             if dweight is not None:
+                # ``logits`` are the gradient by them now; dW sums over chunks in fp32.
                 accumulate_weight_gradient(dweight, logits, hidden[part], first=start == 0)
             del logits
         # The gradients are ready: the backward pass has only to multiply them by the gradient of the loss.

@@ -55,6 +55,7 @@ class TeacherHead:
         both does not have get no row."""
         # Once for a teacher, not for a step: gathered whole, then this rank's rows in the model's cut.
         own, whole = self.shard, wait(start_all_gather(self.matrix, shard.group), shard.group)
+        # Ids from ``common`` on have no partner: the divergence is over the ids that both know.
         common = min(own.vocab_size, shard.vocab_size)
         valid = min(max(common - shard.start, 0), shard.valid)
         return TeacherHead(
@@ -148,8 +149,10 @@ def divergence_terms(log_q: torch.Tensor, log_p: torch.Tensor, beta: float) -> T
     if beta == 1:
         forward = _times(q, log_q - log_p)
         return Terms(forward, forward, q)
+    # log m = log(beta p + (1 - beta) q), without leaving the logarithms.
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     slopes = (1 - beta) * _times(q, log_q - log_m)
+    # (1 - beta) q log(q / m) is both the second term of the divergence and q times its slope.
     return Terms(beta * _times(p, log_p - log_m) + slopes, slopes, q)
 
 
@@ -259,6 +262,7 @@ class _ByTeacher:
         head.shard.cap_(logits, with_slope=False)
         log_p = self._log_probs(logits, replace(head.shard, temperature=self.loss.temperature))
         terms = divergence_terms(log_q, log_p, self.loss.beta)
+        # Sums over the whole vocabulary, of which each rank has columns: one exchange of two floats a token.
         values, mean = self._sums(terms.divergence.sum(1), terms.slopes.sum(1))
         # q_i g_i - q_i sum_j q_j g_j; ``slopes`` are q g already.
         return values, terms.slopes.sub_(terms.q.mul_(mean[:, None])) if with_gradient else None
@@ -271,6 +275,7 @@ class _ByTeacher:
         # One more column stands for ids of other ranks; what is read there is set to 0 in the next line.
         found = F.pad(log_q, (0, 1)).gather(1, columns)
         terms = Terms(*(torch.where(here, x, 0.0) for x in divergence_terms(found, top.log_probs, beta)))
+        # q of all ids that the teacher did not keep, 0 at those that it did.
         others = _without(log_q.exp(), columns)
         values, mean, rest = self._sums(terms.divergence.sum(1), terms.slopes.sum(1), others.sum(1))
         factor = torch.zeros_like(mean)

@@ -172,6 +172,7 @@ class VocabParallelHead(nn.Module):
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         hidden = gather(x, self.group)  # (tokens, hidden)
         if labels is None or loss_weights is None:
+            # All logits on every rank: for callers that ask for logits, never in training.
             logits = gather_features(self.shard.capped(linear(hidden, weight)), self.group)  # (tokens, rows)
             # Cut after the gather: padding is at the end of the last rank's columns only.
             return ModelOutput(logits=logits[:, : self.vocab_size])

@@ -92,5 +92,6 @@ def _fitting(experts: torch.Tensor, worth: torch.Tensor | None, limit: int, num_
     counts = torch.zeros(len(experts), num_experts, dtype=torch.int64, device=experts.device)
     counts.scatter_add_(1, experts, torch.ones_like(experts))
     starts = (counts.cumsum(1) - counts).gather(1, experts.gather(1, order))  # where each one's expert begins
+    # Rank of each choice among those of its expert in the sequence.
     numbers = torch.arange(experts.shape[1], device=experts.device) - starts
     return torch.zeros_like(experts, dtype=torch.bool).scatter_(1, order, numbers < limit)

@@ -113,7 +113,9 @@ class Dispatch:
         counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:num_experts]
         rows = None
         if kept is not None and len(chosen):
+            # How many choices are kept: a size, so the host has to know it.
             rows = sum(read(counts, len(chosen)))
+            # All dropped choices share one more row, of zeros, behind the kept ones.
             order, inverse = torch.cat((order[:rows], order[:1])), inverse.clamp(max=rows)
         if group is None or group.size == 1:
             return Dispatch(experts.shape[1], counts, order, inverse, [], [], sent_rows=rows)
@@ -148,6 +150,7 @@ class Dispatch:
         """Begin :meth:`to_experts`; what is returned ends it. Rows travel while something else is computed in between,
         and gradients during its backward pass."""
         x = F.pad(x, (0, 0, 0, 1)) if self.padded else x
+        # (tokens x k, h), sorted by expert
         rows = repeat_rows(x, self.order, self.inverse, self.k, backend)
         rows = rows if self.sent_rows is None else rows[: self.sent_rows]
         if self.group is None:

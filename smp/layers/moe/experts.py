@@ -65,6 +65,7 @@ class ExpertLinear(nn.Module):
 
         def spread(shape: tuple[int, ...], tp_dim: int) -> nn.Parameter:
             if context.ep_tp is None:
+                # Without expert parallelism: every rank has all experts, each cut over TP.
                 return placed_parameter(shape, (Shard(tp_dim),), context.tp)
             return placed_parameter(shape, (Shard(0), Shard(tp_dim)), context.ep_tp)
 
@@ -100,6 +101,7 @@ def apply_experts(
     rows: torch.Tensor, projections: Sequence[ExpertLinear], counts: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Several projections of the same rows, as :meth:`ExpertLinear.forward`; in FP8 with one exchange of maxima."""
+    # (experts / ep, out [/p], in [/p])
     weights = [local(projection.weight, rows.dtype) for projection in projections]
     scalings = [projection.scaling for projection in projections if projection.scaling is not None]
     later = (
@@ -181,5 +183,6 @@ class Experts(nn.Module):
         if self.gate is None:
             assert not isinstance(self.activation, QuickGeglu), "which has a gate"
             return self.down(activate(self.up(rows, counts), self.activation), counts)
+        # Both at once: their gradients by the rows are summed where they are made.
         gate, up = apply_experts(rows, [self.gate, self.up], counts)  # (n, ffn/p) each
         return self.down(activate_gated(gate, up, self.activation, self.backend), counts)

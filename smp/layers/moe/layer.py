@@ -107,6 +107,7 @@ class MoE(nn.Module):
         ``token_index`` and ``local_token_index`` are as in :class:`MLP`; a capacity, and a router with sinkhorn, need
         ``layout`` in training.
         """
+        # (tokens [/p], k): each rank routes its own slice of the tokens.
         routing = self.router(x, layout)
         gather = gather_tokens if self.sequence_parallel else copy_to_group
         given = (x * routing.weights).to(x.dtype) if self.weighs_input else x
@@ -126,6 +127,7 @@ class MoE(nn.Module):
         # No name for the experts' results: they are free once they are sorted for their way back.
         y = dispatch.from_experts(self.experts.compute(rows, dispatch.counts), weights, self.backend)
         reduce = reduce_scatter_tokens if self.sequence_parallel else reduce_from_group
+        # Experts are cut over these ranks inside: what they gave are parts of a sum.
         y = reduce(y, self.group)
         # last: the host waits for the counts above, not for this collective
         measured = None

@@ -154,6 +154,7 @@ class Router(nn.Module):
         # DeepSeek-V3: the k experts of a token come from g groups, k / g each, so a group is worth its k / g best.
         self.group_summed = topk // group_topk if group_topk is not None and group_score == "sum" else 1
         self.shared_by = context.shared_by
+        # Under sequence parallelism TP ranks have different tokens: a count over all tokens includes them.
         slices = () if self.shared_by is None else (self.shared_by,)
         self.token_groups = (*slices, *context.data_groups)
         self.sequence_groups = (*slices, *(() if context.cp_group is None else (context.cp_group,)))
@@ -224,6 +225,7 @@ class Router(nn.Module):
         if self.score_function == "sigmoid":
             scores = logits.sigmoid()
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        # Padding and prompts, which have weight 0, are not counted.
         ones = (counted.weights != 0)[:, None].expand_as(routing.experts).long()
         # Collective, and exact: loads are of all tokens that the data-parallel ranks compute now.
         counts = self._count(routing.experts, ones, self.num_experts, self.token_groups)
@@ -231,11 +233,13 @@ class Router(nn.Module):
         if self.balancing == "seq_aux_loss":
             load = self._load_of_sequences(routing.experts, ones, counted)  # (tokens, experts)
         else:
+            # (tokens, experts)
             load = (_load(seen) if self.balancing == "global_aux_loss" else now).expand_as(scores)
         z = logits.logsumexp(-1).square()
         entropy = torch.special.entr(scores.detach()).sum(-1)
         dropped = torch.zeros_like(w) if kept is None else (~kept).to(w.dtype).mean(-1)
         sums = ((scores * load.to(scores.dtype)).sum(-1) * w, z * w, now.max() * w, entropy * w, dropped * w)
+        # Five sums in one tensor: one reduction, and one number for each layer to pass on.
         found = torch.stack([each.sum().to(logits.dtype) for each in sums]).float()
         if self.shared_by is not None:
             found = reduce_from_group(found, self.shared_by)

@@ -154,6 +154,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         *mixed, gate, beta, decay = column_parallel(x, layers, layout.local_token_index)
         rows = [self._rows(y, layout) for y in (torch.cat(mixed, 1), beta, decay)]
         rate = rows[1].to(accumulation_dtype(beta.dtype)).sigmoid()
+        # A rate up to 2 lets 1 - b k k^T have negative eigenvalues (arXiv 2411.12537).
         return Tokens(rows[0], self._decays(rows[2]), 2 * rate if self.negative else rate), gate
 
     def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,7 @@ class DocumentsNeed:
             lengths = sequence_lengths()[: layout.num_queries].view(shape)
         if layout.cut is not None:
             return self._of_cut(layout.cut, device, None if lengths is None else lengths[:, :1])
+        # Texts that are being written: one document a row, which may begin in the middle (a piece of a prompt).
         if lengths is not None:
             places = layout.position_ids[: layout.num_queries].view(shape)
             # Padding behind a short prompt must not write to its state.

@@ -106,6 +106,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         return (out.to(wide) * gate.to(wide).sigmoid()).to(gate.dtype)
 
     def _decay(self, tokens: Tokens) -> torch.Tensor:
+        # (rows, length, heads/p, key_dim)
         return tokens.g.unflatten(2, (-1, self.key_dim))
 
     def _decays(self, x: torch.Tensor) -> torch.Tensor:

@@ -150,6 +150,7 @@ class Mamba2(RecurrentMixer):
         # ``kept`` at the last token is what the whole piece leaves of the state before it: M, a number.
         before = states_before(added, kept[:, -1, :, None, None])  # (rows, heads, state_dim, head_dim)
         by_group = before.unflatten(1, (q.shape[2], -1)).transpose(2, 3).flatten(3)  # (rows, groups, state_dim, ...)
+        # All heads of a group in one product: they share q.
         read = (q.to(before.dtype).transpose(1, 2) @ by_group).transpose(1, 2).flatten(2).view_as(v)
         return self._skipped(out + kept[..., None] * read, v)
 

@@ -82,6 +82,7 @@ class RecurrentMixer(nn.Module, ABC):
     ) -> None:
         super().__init__()
         ranks = context.tp.size()
+        # A single key head (Mamba-2 with one group) cannot be cut: every rank computes it.
         replicated = key_heads == 1 < ranks
         if (key_heads % ranks and not replicated) or value_heads % key_heads or value_heads % ranks:
             raise ValueError(f"{value_heads} heads on {key_heads} of keys do not split over {ranks} ranks")
@@ -162,6 +163,7 @@ class RecurrentMixer(nn.Module, ABC):
             # All ranks keep the state of a text, so each goes through its prompt.
             whole = Tokens(*(plan.gathered(x) for x in tokens))
             return plan.own(self._whole(whole, cache, documents))
+        # Queries, keys and values each: a rank gets its share of the heads of all three.
         mixed = torch.cat(plan.to_heads(tokens.mixed.split(self.widths, dim=-1)), 2)
         whole = Tokens(mixed, *plan.to_heads([tokens.g, tokens.rate]))
         return plan.to_tokens(self._whole(whole, None, documents, plan.cp))
@@ -186,6 +188,7 @@ class RecurrentMixer(nn.Module, ABC):
         """See :mod:`smp.layers.context_parallel.states`."""
         assert self.cp is not None
         rows = Tokens(*(plan.to_rows(x) for x in tokens))
+        # The convolution needs the last tokens of the piece before, which may be another rank's.
         q, k, v = self._convolved(rows.mixed, plan.tokens_before(rows.mixed, self.cp), documents.places)
         v = v.to(rows.g.dtype)  # what is multiplied with a state later is not rounded before
         out = self._of_pieces(q, k, v, rows, documents.begins, partial(plan.states_before, cp=self.cp))

@@ -39,7 +39,7 @@ MEETING = 1.05
 """Streams of several nodes that meet at a node's uplink do not share it evenly, which no formula here knows: a mesh has
 to be predicted to be so much faster than a ring. (By TCP on 4 nodes of 2 ranks it took 1.07 to 1.25 times as long.)"""
 LEAST_CHUNK = 64 << 10
-"""Bytes below which a piece is not cut any further: posting messages would show."""
+"""Bytes below which a piece is not cut into more chunks: posting messages would take longer than they save."""
 
 
 @dataclass(frozen=True)

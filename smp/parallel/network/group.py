@@ -180,12 +180,12 @@ class NetworkGroup:
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name="collectives", daemon=True)
             self._thread.start()
-            # A group that nobody closes ends its thread, too: while the interpreter still lives, or C++ would abort.
+            # A group that is never closed ends its thread, too: while the interpreter still lives, or C++ would abort.
             weakref.finalize(self, _end, self._jobs, self._thread)
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End this group's thread, after the jobs that it has; no further collective can be started."""
+        """End this group's thread, after the jobs that it has; no collective can be started after this."""
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)

@@ -1,7 +1,7 @@
 """Proof that a schedule of a collective is right, wherever it comes from.
 
 1. Every channel by itself: what rank a sends to rank b is what b receives from a, in the same order.
-2. All ranks together: nobody waits forever.
+2. All ranks together: no rank waits forever.
 3. What is where: in the end every rank has what the collective promises, and no part is in a sum twice or missing.
 """
 
