@@ -130,6 +130,7 @@ class HostPool:
         if self._free:  # a larger one takes the place of one that is too small, so that their number does not grow
             small = max(range(len(self._free)), key=lambda i: self._free[i][0].nbytes)
             self.nbytes -= self._free.pop(small)[0].nbytes
+        # No event: nothing has used this memory before.
         buffer = self.copier.host(_rounded(nbytes))
         self.nbytes += buffer.nbytes
         return buffer, None

@@ -104,9 +104,11 @@ def choose_kernels(
     elif wish == "triton":
         _require_triton(device, features)
         chosen = dict.fromkeys(OPERATIONS, ("triton", "--kernels triton"))
+        # Not an error where it cannot: flash-linear-attention is optional, the others are this package's.
         chosen["delta_rule"] = _delta_rule_in_triton(device, compile)
     elif wish == "cuda":
         _require_cuda(device)
+        # There are CUDA C++ kernels of this operation only; the others stay as chosen.
         chosen["cross_entropy"] = ("cuda", "--kernels cuda")
     elif wish == "apex":
         _require_apex(compile)

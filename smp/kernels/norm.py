@@ -78,6 +78,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, dtotal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
+        # The residual stream's own gradient: added in the same kernel.
         added = _rows(dtotal) if dtotal is not None and ctx.adds else None
         dx, dweight, dbias = _backward_op(_rows(dy), added, x, weight, mean, scale, ctx.has_bias, ctx.backend)
         dx = dx.view(dy.shape)

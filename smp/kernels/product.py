@@ -119,6 +119,8 @@ class Scaled:
 
     def weight_gradient(self, grad: Any, x: Any) -> torch.Tensor:
         if self.granularity in ("row", "nv"):
+            # A scale for each token cannot be taken out of a sum over tokens, so the tensors
+            # themselves are multiplied.
             return DENSE.weight_gradient(grad, x)
         if self.granularity in ("block", "mx"):
             size = BLOCK if self.granularity == "block" else MX_BLOCK

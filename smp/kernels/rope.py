@@ -90,6 +90,7 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Into new memory: gradients that arrive may belong to others too. The bytes are the same."""
+        # The adjoint of a rotation is the rotation back, so nothing but the table is saved.
         heads_q, heads_k = (_heads(d.contiguous(), ctx.head_dim) for d in (dq, dk))
         out_q, out_k = _rope_op(heads_q, heads_k, *ctx.saved_tensors, True, ctx.backend)
         return out_q.view(dq.shape), out_k.view(dk.shape), None, None, None, None, None

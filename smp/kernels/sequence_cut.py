@@ -173,11 +173,13 @@ def _deal(lengths: list[int], cp: int, whole: int) -> np.ndarray:
     the others, long ones first, on the rank with most room, or as much of them as there is room."""
     starts = np.cumsum([0, *lengths])
     ranks = np.empty(starts[-1], dtype=np.int64)
+    # Each rank takes exactly 1 / cp of the tokens: shapes are equal on all ranks.
     room = np.full(cp, starts[-1] // cp)
     # 0 1 ... cp-1 cp-1 ... 1 0: the zig-zag.
     pieces = np.minimum(np.arange(2 * cp), np.arange(2 * cp)[::-1])  # rank of each piece
     rest = []
     for start, length in zip(starts, lengths, strict=False):
+        # Short documents wait until the long ones have taken their even shares.
         if length < whole:
             rest.append((length, start))
             continue

@@ -138,6 +138,7 @@ class TokenLayout:
             seen = seen & (distance < window)
         if self.chunk is not None:
             seen = seen & (queries[..., :, None] // self.chunk == keys[..., None, :] // self.chunk)
+        # (batch or 1, length, key_length)
         seen = seen if seen.ndim == 3 else seen[None]
         # Ids may lie on the host, where a variable-length kernel counts them.
         if self.document_ids is not None:

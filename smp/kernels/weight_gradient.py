@@ -35,5 +35,6 @@ def accumulate_weight_gradient(total: torch.Tensor, dy: torch.Tensor, x: torch.T
         else:
             torch.addmm(total, left, x, out_dtype=total.dtype, out=total)
     else:
+        # On a CPU: a bf16 product, rounded, and then the sum in fp32.
         product = left @ x
         total.copy_(product) if first else total.add_(product)

@@ -88,9 +88,11 @@ def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
         mixers: sum(_mixing_flops(mixer, seq_length) for mixer in mixers) for mixers in {spec.mixers for spec in specs}
     }
     ends = inventory(replace(model, mtp_num_layers=None), [ModelPart(0, 0, embedding=True, head=True)])
+    # Products of weights, from the inventory; what mixers do with pairs of tokens comes on top.
     products = of_each_block(model, range(model.num_layers), lambda block: sum(p.flops for p in block))
     blocks = [one + mixed[spec.mixers] for one, spec in zip(products, specs, strict=True)]
     head, number = sum(p.flops for p in ends), len(mtp_layers(model))
+    # The projection of a layer of multi-token prediction.
     around = sum(p.flops for p in prediction_parameters(model, 0))
     return ForwardFlops(
         layers=tuple(blocks),

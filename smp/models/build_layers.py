@@ -81,6 +81,7 @@ class Build:
 
     def block(self, spec: LayerSpec) -> TransformerBlock:
         """One layer: the mixer and the feed-forward network with norms and residual connections around them."""
+        # Pre-norm, post-norm (OLMo 2) or both ("sandwich", Gemma 2).
         before, after = spec.norm_before, spec.norm_after
         # A hybrid's layer (``hybrid_layer_pattern``) may be one of the two alone, with one norm.
         mixes, feeds = spec.mixer is not None, spec.feed_forward is not None
@@ -89,6 +90,7 @@ class Build:
         norms = [self.norm(spec.norm) if there else None for there in wanted]
         kind = MoEBlock if spec.has_experts else TransformerBlock
         return kind(
+            # By the type of the spec, so that a registered mixer needs no branch here.
             MIXER_BUILDERS[type(spec.mixer)](spec.mixer, self) if mixes else None,
             self._feed_forward(spec.feed_forward),
             norms[0],
@@ -142,6 +144,7 @@ class Build:
             gate=SharedExpertGate(self.hidden_size, self.context, init_std=self.init_std) if spec.shared_gate else None,
             capacity=None
             if capacity is None
+            # A capacity is of whole sequences, which context-parallel ranks share.
             else Capacity(capacity.factor, capacity.policy, self.context.cp_group, capacity.pad),
             weighs_input=spec.weighs_input,
             kernels=self.kernels,
@@ -236,6 +239,7 @@ def _latent_attention(spec: LatentMixer, build: Build) -> LatentAttention:
         rope_dim=spec.rope_dim,
         v_head_dim=spec.value_dim,
         norm_eps=spec.norm_eps if spec.norm else None,
+        # With YaRN's growth, which the layer could not compute from its widths.
         scale=latent_scale(spec),
         window=spec.window,
         dropout=spec.dropout,
@@ -328,6 +332,7 @@ def build_head(config: ModelConfig, context: ParallelContext, kernels: Kernels) 
         config.vocab_size,
         config.hidden_size,
         context,
+        # The model passes the embedding's matrix to a tied head in each forward pass.
         tied=not config.untie_embeddings_and_output_weights,
         divisible_by=config.make_vocab_size_divisible_by,
         init_std=config.init_method_std,

@@ -86,6 +86,7 @@ def blocks_of(module: Any) -> list[tuple[str, nn.Module]]:
     """The decoder's layers by their names, in order: the list of modules with most elements, which is in no other."""
     top = decoder_of(module)
     lists = {name: child for name, child in module.get_submodule(top).named_modules(prefix=top) if _is_list(child)}
+    # Not the lists inside of layers, such as a layer's experts.
     outer = {n: c for n, c in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
     if not outer:
         raise ConfigError(f"--model-implementation transformers: {type(module).__name__} has no list of layers")

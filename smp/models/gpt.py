@@ -99,6 +99,7 @@ class GPT(StagedModel):
         self.mtp_blocks = [self.layers[str(i)] for i in mtp]
         predictions = {str(k): build_prediction(config, build, norm) for k in range(len(mtp))}
         self.predictions = nn.ModuleDict(predictions)
+        # None and not left out: every stage has the same attributes, and state_dict has no keys for None.
         self.final_norm = build.norm(norm) if last else None
         self.head = build_head(config, context, kernels) if last else None
 

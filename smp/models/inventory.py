@@ -107,11 +107,13 @@ def inventory(model: ModelConfig, parts: Sequence[ModelPart] | None = None) -> I
         for layer in part.layers:
             yield from layer_parameters(specs[layer], model.hidden_size, layer)
     if last:
+        # The part that has the head also has the layers of multi-token prediction, with blocks of their own.
         for number, layer in enumerate(mtp_layers(model)):
             yield from prediction_parameters(model, number)
             yield from layer_parameters(specs[layer], model.hidden_size, layer)
         yield from _norm(norm_of(model), model.hidden_size, "final_norm")
     if last and model.scalar_head:
+        # A reward model's head of scores: one row, on every rank.
         yield Parameter("head.weight", (1, model.hidden_size), flops=2 * model.hidden_size)
     elif last and not tied:
         yield vocabulary_matrix(model, "head", has_product=True)

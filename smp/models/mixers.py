@@ -36,8 +36,10 @@ def register_mixer(
     Raises:
         ValueError: the name or the type of the spec is taken.
     """
+    # A second registration would silently replace the first, in this process only.
     if name in MIXERS or spec in MIXER_BUILDERS:
         raise ValueError(f"a mixer {name!r}, or one with the spec {spec.__name__}, is registered already")
+    # All tables at once: settings, modules, inventory and FLOPs never know different mixers.
     MIXERS[name], MIXER_BUILDERS[spec], MIXER_PARAMETERS[spec] = resolve, build, parameters
     if pair_flops is not None:
         PAIR_FLOPS[spec] = pair_flops

@@ -50,6 +50,8 @@ def mtp_loss(
         x = model.run_layer(layer, x, weighted, counted, found)
         hidden = prediction.norm(x)
         labels, weights = tokens.flat(target.labels), tokens.flat(target.loss_weights)
+        # The model's own head and matrix: a layer of multi-token prediction has a block, norms and
+        # a projection.
         losses.append(model.head(model.scaled(hidden), labels, weights, matrix).loss)
     # The mean over these layers, as in DeepSeek-V3 (arXiv 2412.19437).
     return sum(losses[1:], losses[0]) * (model.config.mtp_loss_scaling_factor / len(losses))

@@ -18,6 +18,7 @@ class ModelPart:
     head: bool = False
 
     def __str__(self) -> str:
+        # A list times a boolean: the word, or nothing.
         names = ["embedding"] * self.embedding
         names += [f"layers {self.first}-{self.first + self.count - 1}"] if self.count > 1 else []
         names += [f"layer {self.first}"] if self.count == 1 else []

@@ -87,6 +87,7 @@ class Model(nn.Module, ABC):
     def blocks(self) -> list[Any]:
         """The blocks among the FSDP units, in order: what is recomputed, compiled and offloaded. Their attribute
         ``run`` is what their forward pass calls (``smp.layers.block.TransformerBlock``)."""
+        # In the order of construction, which is that of the layers.
         return [module for module in self.modules() if isinstance(module, TransformerBlock)]
 
     def experts(self) -> list[nn.Module]:

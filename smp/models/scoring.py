@@ -65,6 +65,7 @@ def token_scores(
     if min(ids) < 0 or max(ids) >= vocab:
         raise ValueError(f"token ids {min(ids)}..{max(ids)} are outside of the model's vocabulary of {vocab}")
     found = [_window(model, ids[w.begin : w.end], w.scored - w.begin) for w in windows(len(ids), length, stride)]
+    # Windows score token 1 and all after it: token number n is at n - 1.
     log_probs, likeliest = (torch.cat(parts)[first - 1 :] for parts in zip(*found, strict=True))
     return log_probs, likeliest
 
@@ -93,6 +94,7 @@ def _logits(model: Model, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
     assert isinstance(head, VocabParallelHead) and not head.sequence_parallel
     for at in range(0, len(inputs), PIECE):
         new = inputs[at : at + PIECE]
+        # Pieces go on from each other through the cache, so a token is read once in its window.
         position_ids = torch.arange(at, at + len(new), device=device)[None]
         cache.reserve(at + len(new))
         every = torch.arange(len(new), device=device)

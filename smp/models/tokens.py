@@ -91,6 +91,7 @@ class TokenPreparation:
         self.measures = any(getattr(mixer, "measures", False) for mixer in mixers)
         self.attention, self.group = attention, group if sequence_parallel else None
         self.seed, self.num_layers, self.drops = seed, num_layers, drops
+        # Each need once, in the order of the layers: most models have one rotary table for all.
         self.needs: tuple[TokenNeed, ...] = tuple(dict.fromkeys(n for mixer in mixers for n in mixer.needs))
         # Of attention, by the size of its chunks: those that share chunks share masks and plans of exchanges.
         self.specs: dict[int | None, tuple[AttentionSpec, ...]] = {None: ()}
@@ -112,6 +113,7 @@ class TokenPreparation:
             if micro_batch.cut is not None:
                 raise ValueError("a cut micro-batch needs position_ids: its columns are not next to each other")
             position_ids = torch.arange(length, device=device).expand(batch, length)
+        # Dropout's numbers cost a tensor, and are not given in evaluation.
         index = None
         if training and micro_batch.token_index is not None:
             index = _flat(micro_batch.token_index, padding)
@@ -144,6 +146,7 @@ class TokenPreparation:
         core = self.attention if tokens.layout.key_positions is None else DEFAULT_ATTENTION
         # Not in :meth:`of`: a mask has the dtype of the scores, which is known from the activations.
         layout = core.prepare(tokens.layout, self.specs[None], x.dtype, x.device)
+        # A layout for each chunk size: in it a chunk is a document, with masks and plans of its own.
         chunked = {
             chunks_key(size): core.prepare(tokens.layout.in_chunks(size), specs, x.dtype, x.device)
             for size, specs in self.specs.items()

@@ -25,6 +25,7 @@ def fsdp_units(model: GPT) -> list[nn.Module | list[nn.Module]]:
     if model.is_whole and model.embeds_at_the_end:
         return blocks
     ends: list[nn.Module | None] = [model.embedding]
+    # Positions and the embedding's norm are small: in a whole model the root unit takes them.
     if not model.is_whole:
         ends += [model.positions, model.embedding_norm]
     units = [*blocks, *(module for module in ends if module is not None), *model.predictions.values()]

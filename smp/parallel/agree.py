@@ -94,6 +94,7 @@ def on_all_or_none(action: Callable[[], Answer], wrap: type[Exception], what: st
     Raises:
         wrap: the error of the first rank that failed, on all ranks, with the same exit code.
     """
+    # A list, because an answer may be None.
     made: list[Answer] = []
     problem: tuple[Exception | None, int] = (None, 0)
     try:

@@ -77,6 +77,7 @@ def _compared(name: str, kind: str, alike: int | None = 0) -> Callable[..., Any]
 
     def method(self: Any, *args: Any, **more: Any) -> Any:
         tensors = _tensors_in(args)
+        # What has to be the same on all ranks: sizes of the tensors at ``alike``, and operations and roots.
         call = Call(kind, *_described(() if alike is None else _tensors_in(args[alike]), [*args, *more.values()]))
         run = partial(getattr(self._plain_group, name), *args, **more)
         return self._ask(call, run, tensors, args[0] if tensors else [], args[-1] if args else None)
@@ -93,6 +94,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         # So that tests and users can see what was hierarchical and what was not.
         self.counts: Counter[str] = Counter()
         self._gloo = _gloo(options)
+        # CUDA tensors go to NCCL unchanged.
         self._nccl = _nccl(options) if torch.cuda.is_available() and dist.is_nccl_available() else None
         kind = dist.ProcessGroup.BackendType
         # See above: calls that it does not run go through it and not through ``super()``.
@@ -146,6 +148,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         fits = _alike_on_cpu(output, given) and output.numel() == self.size() * given.numel()
         call = Call("all-gather", *_described([output], []))
         if way.route is None or not fits:
+            # Flat: gloo or NCCL, after the comparison of calls.
             inner = self._inner("all-gather", given)
             both = [output, given]
             return self._ask(call, lambda: inner._allgather_base(output, given, opts), both, [output], opts)
@@ -254,6 +257,7 @@ def _gloo(options: Any) -> Any:
     # Prefixes: gloo, NCCL and this file use one store, with keys of the same names.
     store = dist.PrefixStore("smp/cpu", options.store)
     made = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=options.timeout)
+    # As torch sets them on the backends that it makes itself.
     made.options.global_ranks_in_group = options.global_ranks_in_group
     made.options.group_name = options.group_id
     return made
@@ -318,6 +322,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 def _described(tensors: Sequence[torch.Tensor], options: Sequence[Any]) -> tuple[int, str]:
     """(bytes, the rest in words) of what has to be the same on all ranks."""
     told = [_words(dtype) for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)]
+    # Only option objects have a root or an operation; other arguments are passed over.
     for option in options:
         if hasattr(option, "rootRank"):
             told.append(f"rank {option.rootRank} of the group")

@@ -174,6 +174,7 @@ def _own_part(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _own_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
+    # (..., width x size) -> (..., width)
     width = x.shape[-1] // group.size
     return x.narrow(-1, group.rank * width, width)
 
@@ -191,6 +192,7 @@ def _own_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _all_gather_slices(x: torch.Tensor, group: Group) -> torch.Tensor:
+    # (size, batch, n, ...) -> (batch, size x n, ...)
     return _all_gather(x.unsqueeze(0), group).movedim(0, 1).flatten(1, 2)
 
 
@@ -297,6 +299,7 @@ class _StartExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group, back: Any) -> Any:
+        # A list that both Functions share: autograd passes nothing between them but the gradient.
         ctx.back = back
         return _exchange_rows_op(x, sent, received, group.name)
 
@@ -365,6 +368,7 @@ def sum_over(x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
 def max_over(x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     """The largest over the ranks of all groups, one after the other, without a gradient."""
     for group in groups:
+        # One group after the other: a maximum of maxima is that over all ranks of the mesh.
         x = x if group.size == 1 else wait(_ops.all_reduce(x.contiguous(), "max", group.name), group)
     return x
 

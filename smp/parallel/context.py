@@ -275,6 +275,7 @@ def _expert_meshes(
         return None, None, None
     # Neighbours within dp_shard x cp (x tp, but for those that cut an expert) hold different experts; what is left of
     # these ranks shards each expert.
+    # The same ranks in the same order, cut into other dimensions.
     shape = (layout.pp, layout.dp_replicate, layout.expert_shard, layout.ep, layout.expert_tp)
     expert = make(ranks.view(shape), ("pp", "dp_replicate", "expert_shard", "ep", "tp"))
     return expert["ep"], expert["ep", "tp"], _sharding(expert, "expert_shard")
@@ -288,9 +289,11 @@ def _cp_meshes(
     if cp == 1:
         return None, None
     slices = ranks.view(-1, cp, tp).movedim(-1, 0).reshape(-1, cp)  # a row: ranks with the same sequences
+    # Ranks that differ in cp alone: they have the same tp index, and read the same samples.
     whole = make(slices, ("slices", "cp"))["cp"]
     if not 1 < heads_group < cp:
         return whole, whole
+    # Neighbours, which share the fastest links, exchange heads; groups of them exchange keys.
     groups = slices.view(-1, cp // heads_group, heads_group)
     return whole, make(groups, ("slices", "p2p", "a2a"))["p2p", "a2a"]
 

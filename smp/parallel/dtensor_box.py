@@ -51,4 +51,5 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def placed_like(tensor: DTensor, part: torch.Tensor) -> DTensor:
     """``part``, of this rank, as a DTensor that is cut as ``tensor`` is, evenly or not."""
     shape, stride = tensor.shape, tensor.stride()
+    # With shape and stride, which ``from_local`` would otherwise compute as if all parts were equal.
     return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)

@@ -74,6 +74,7 @@ class Links:
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Begin to send; the tensor must stay as it is until the work is done."""
         group = self._groups[_lane((self.rank, to), self.size)]
+        # Global numbers, also for a message within a group.
         work = dist.isend(tensor, self._ranks[to], group=group)
         assert work is not None, "this rank is in the group"
         return work

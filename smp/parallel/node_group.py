@@ -85,6 +85,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         if self.memory is None or not alike or not _is_moved(given, *outputs[0]):
             return super().allgather(outputs, inputs, opts)
         whole = given.new_empty(self.size(), *given.shape)
+        # Through memory it is done here, so the parts can be copied at once.
         work = self.all_gather_single(whole, given, opts)
         for one, part in zip(outputs[0], whole, strict=True):
             one.copy_(part)
@@ -148,6 +149,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         """``call`` with the flat output, the time limit and the memory."""
         self.counts[f"memory {kind}"] += 1
         with torch.inference_mode(output.is_inference()):  # else nothing may write to it
+            # A view where the tensor is contiguous; else a copy, which is written back.
             result = _flat(output)
             call(result, partial(self._seconds, opts), self.memory)
             _copy_into(result, output)

@@ -71,6 +71,7 @@ def on_owners(
         for stage in stages:
             before.append(list(held))
             held = stage.collect(held)
+        # One whole tensor on each rank; in the last round some have none.
         held = {k: compute(numbers[k], whole) for k, whole in held.items()}
         for stage in reversed(stages):
             held = stage.hand_out(held, before.pop())
@@ -181,6 +182,7 @@ class _Stage:
         counts = [sum(some) for some in sizes]
         received = self.like.new_empty(sum(counts))
         group = self.mesh.get_group(self.dim)
+        # Every rank of the dimension calls this in every round, also with nothing to send.
         dist.all_to_all_single(received, torch.cat(flat), counts, [part.numel() for part in flat], group=group)
         return [
             [piece.view(shape) for piece, shape in zip(part.split(size), some, strict=True)]

@@ -36,6 +36,7 @@ def keyed_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], box:
     outside the box are drawn and dropped.
     """
     columns = max(1, torch.Size(shape[1:]).numel())
+    # Part of the definition of the weights: another size would draw other numbers.
     block = max(1, _BLOCK_ELEMENTS // columns)
     first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
     out = torch.empty(box.sizes)

@@ -92,8 +92,10 @@ class Memory:
     def all_reduce(self, x: torch.Tensor, limit: _Limit, operation: str = "SUM") -> None:
         """(n), reduced over all ranks in their order, in place; 16-bit sums are rounded once."""
         with self._lock, self._begin("all-reduce", x, OPERATIONS.index(operation)):
+            # Every chunk is a meeting of its own, with the next sequence number.
             for chunk in x.split(SLOT_BYTES // x.itemsize):
                 slots = self._next_slots(chunk)
+                # Then all ranks read all slots: each adds up the same numbers in the same order, to the same bits.
                 slots[self.rank].copy_(chunk)
                 self._meet(limit)
                 _reduce(slots, chunk, operation)
@@ -113,6 +115,7 @@ class Memory:
 
     def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit, operation: str = "SUM") -> None:
         """(size x n) of every rank -> this rank's (n) of what is reduced."""
+        # Elements of each rank's part that fit into a slot at a time.
         columns = SLOT_BYTES // x.itemsize // self.size
         with self._lock, self._begin("reduce-scatter", x, OPERATIONS.index(operation)):
             chunks = _apart(x, output).view(self.size, -1).split(columns, 1)
@@ -160,6 +163,7 @@ class Memory:
         with self._lock, self._begin("broadcast", x, root):
             for chunk in x.split(SLOT_BYTES // x.itemsize):
                 slots = self._next_slots(chunk)
+                # The other ranks' slots stay empty; they meet all the same.
                 if self.rank == root:
                     slots[root].copy_(chunk)
                 self._meet(limit)
@@ -221,6 +225,7 @@ class Memory:
     def _next_slots(self, chunk: torch.Tensor) -> torch.Tensor:
         """Slots of the next sequence number, (ranks, elements of chunk)."""
         self._sequence += 1
+        # Two slots in turn: a rank fills that of number n + 2 after all have published n + 1, and so have read n.
         return self._slots[self._sequence & 1][:, : chunk.nbytes].view(chunk.dtype)
 
     def _areas(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -306,6 +311,7 @@ def _apart(x: torch.Tensor, output: torch.Tensor, whole_rows: bool = True) -> to
     """x, or a copy of it if a chunk of ``output`` would be written over a later chunk of x: they share memory, and the
     smaller one is not a whole row (one rank's part) of the other."""
     overlap = x.data_ptr() < output.data_ptr() + output.nbytes and output.data_ptr() < x.data_ptr() + x.nbytes
+    # A whole row is this rank's own part, which is copied to its slot before that row is written.
     rows = whole_rows and not (x.data_ptr() - output.data_ptr()) % max(min(x.nbytes, output.nbytes), 1)
     return x.clone() if overlap and not rows else x
 
@@ -340,6 +346,7 @@ def join(rank: int, size: int, store: Any) -> Memory | None:
     able = platform.machine() == "x86_64" and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
     able = able and size <= _MOST
     store.set(f"process {rank}", str(os.getpid()))
+    # The path may open another file in another container: the secret tells.
     secret = secrets.token_hex(16)
     descriptor = _create_memory(size, secret) if able and rank == 0 else -1
     try:

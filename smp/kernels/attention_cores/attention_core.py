@@ -119,6 +119,7 @@ class Masked:
 def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor) -> Pair:
     """Attention to two sets of keys from attention to each, in fp32 at least; out has the wider dtype of the two."""
     # In fp32 at least: the shares of blocks add up to 1 only as exactly as these are.
+    # Without overflow, and -inf where neither set of keys was seen.
     total = torch.logaddexp(lse, other_lse)
     shift = total.masked_fill(total.isneginf(), 0.0)  # where both are empty: -inf - -inf is NaN
     shares = [(part - shift).exp().t()[..., None] for part in (lse, other_lse)]  # (tokens, heads, 1)

@@ -59,6 +59,7 @@ class FusedAttention(Masked):
             # Backends differ in what they say of a row that sees nothing; all say this here.
             blind = scores.mask.isneginf().all(dim=-1)  # (batch or 1, 1, length)
             out, lse = out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
+        # Without the channels of zeros, and with the padding of the rows again.
         return fold(out[..., : q.shape[2]], q.shape[0]), fold_lse(lse, q.shape[0])
 
     def backward(
@@ -80,6 +81,7 @@ class FusedAttention(Masked):
         # As wide as q, k and v, which the kernel got with channels of zeros.
         dout, out = (unfold(widened(x, operator.multiple), layout.batch, layout.length) for x in (dout, out))
         lse = lse.masked_fill(lse.isneginf(), 0.0)  # nobody is seen: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
+        # ``out`` and ``lse`` may be merged over more blocks of keys than these: then the gradients are right too.
         kept = out, unfold_lse(lse, layout)
         dq, dk, dv = operator.backward(dout, *given, *kept, scores=scores)
         # Where heads were repeated for the kernel, each copy has a part of the gradient.

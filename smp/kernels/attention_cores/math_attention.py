@@ -98,6 +98,7 @@ class MathAttention(Masked):
         ds = probabilities * (dp - (dout * out).sum(-1, keepdim=True)) * _scale(q, spec)
         if spec.softcap is not None:
             ds = ds * (1 - (scores / spec.softcap).clamp(-1, 1).square())  # tanh' = 1 - tanh^2; what is masked has ds 0
+        # dk and dv of each query head; those of a group are added up below.
         pairs = (ds.transpose(-1, -2) @ q, dropped.transpose(-1, -2) @ dout)
         dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in pairs)
         return tuple(fold(dx, x.shape[0]).to(x.dtype) for dx, x in zip((ds @ k, dk, dv), given, strict=True))

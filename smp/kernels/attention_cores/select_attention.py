@@ -140,6 +140,7 @@ def _runs(core: BlockCore, device: torch.device, shape: AttentionShape) -> bool:
     """Forward and backward; False if PyTorch itself would not take this kernel, which knows of broken versions."""
     length = shape.length
     options: dict[str, Any] = {"device": device, "dtype": shape.dtype, "requires_grad": True}
+    # Zeros: only whether a kernel runs is asked, not what it computes.
     q = torch.zeros(length, shape.heads, shape.head_dim, **options)
     k = torch.zeros(length, shape.groups, shape.head_dim, **options)
     # Two documents, so that a kernel that takes a mask has to show it.

@@ -104,6 +104,7 @@ class VarlenAttention:
             spec.scale,
             list(sides),
         )
+        # Heads were repeated for the kernel: each copy has a part of the gradient.
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
         return tuple(pad_rows(dx, x.shape[0]) for dx, x in ((dq, q), (dk, k), (dv, v)))
 

@@ -83,6 +83,7 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, counts, *weights = ctx.saved_tensors
         grads = tuple(grad.contiguous() for grad in grads)
+        # All pairs in one operator, which adds them up.
         dx = _input_gradient_op(grads, weights, counts, ctx.backend) if ctx.needs_input_grad[0] else None
         computations = [partial(_weight_gradient_op, grad, x, counts, ctx.backend) for grad in grads]
         return dx, None, None, None, *gradients_now(computations, ctx.needs_input_grad[4:], ctx.later)

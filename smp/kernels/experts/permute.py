@@ -63,6 +63,7 @@ class _Repeat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (inverse,) = ctx.saved_tensors
+        # A permutation: its gradient is the inverse one, and there is nothing to sum.
         if ctx.k == 1:
             return _gathered(grad, inverse, 1, ctx.backend), None, None, None, None
         choices = inverse.view(-1, ctx.k)
@@ -135,6 +136,7 @@ def combine_backward_in_pieces(
     drows, sums = torch.empty_like(rows), flat.new_empty(len(rows), dtype=dtype)
     pieces = (x.split(_PIECE) for x in (order, rows, drows, sums))
     for own, part, out, dots in zip(*pieces, strict=True):
+        # The gradient of the token that each row belongs to.
         given = grad.index_select(0, own // k).to(dtype)
         torch.sum(given * part, -1, out=dots)
         out.copy_(given.mul_(flat.index_select(0, own)[:, None]))
@@ -152,6 +154,7 @@ def combine_reference(rows: torch.Tensor, weights: torch.Tensor | None, choices:
     for own, of_own, out in zip(choices.split(_PIECE), weights.split(_PIECE), y.split(_PIECE), strict=True):
         # Widened before the sum, which is rounded once at the end.
         gathered = rows.index_select(0, own.flatten()).to(wide)
+        # The gathered rows lie in the order of the choices.
         there = torch.arange(own.numel(), device=rows.device).view(own.shape)
         out.copy_(F.embedding_bag(there, gathered, mode="sum", per_sample_weights=of_own))
     return y

@@ -53,6 +53,7 @@ def choose_experts(
         compared: (tokens, experts), without gradient, in place of what is compared otherwise.
         backend: torch or triton.
     """
+    # Plain operations: autograd differentiates them, and a compiler fuses them.
     if backend == "torch":
         return _chosen(logits, compared, bias, k, scores, factor)
     return _ChooseExperts.apply(logits, compared, bias, k, scores, factor, backend)

@@ -77,6 +77,7 @@ def largest_of_blocks(x: torch.Tensor, *, size: int = BLOCK, square: bool = Fals
     """
     if x.shape[1] % size or (square and x.shape[0] % size):
         raise ValueError(f"blockwise scaling of {tuple(x.shape)}: a dimension is not a multiple of {size}")
+    # (rows, width / size)
     blocks = x.detach().abs().unflatten(1, (-1, size)).amax(2)
     blocks = blocks.unflatten(0, (-1, size)).amax(1) if square else blocks
     return blocks.float().nan_to_num(nan=math.inf, posinf=math.inf)
@@ -161,6 +162,7 @@ def _aligned(data: torch.Tensor) -> torch.Tensor:
             return fp8.transpose(data.t(), data.shape[1] + missing)
     if not missing:
         return data.contiguous()
+    # As bytes: torch pads no 8-bit floats, and a byte of 0 is the number 0.
     return F.pad(data.contiguous().view(torch.uint8), (0, missing)).view(data.dtype)
 
 

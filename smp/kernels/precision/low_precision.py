@@ -50,6 +50,7 @@ def round_to_e4m3(x: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, to
     _, exponent = torch.frexp(y)
     # Distance to the next e4m3 number: by the exponent, and for subnormal numbers that of the smallest.
     step = torch.ldexp(torch.ones_like(y), (exponent - 1).clamp(min=_E4M3_EXPONENT) - _E4M3_DIGITS)
+    # floor(a + u) with u uniform in [0, 1) rounds up with probability a - floor(a).
     rounded = torch.floor(y / step + bits.float() / (1 << _RANDOM)) * step
     # Rounding up may pass the largest number.
     return rounded.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), scale

@@ -127,6 +127,7 @@ def widen(packed: torch.Tensor, dtype: torch.dtype, *, double: bool) -> torch.Te
     for start in range(0, packed.shape[0], size):
         # bf16 numbers are bytes here; a view of another width needs rows that lie together.
         rows = packed[start : start + size].contiguous().view(torch.uint8)
+        # (rows, k, 64)
         values = F.embedding(rows[:, : k * BLOCK // 2].int(), pairs).view(-1, k, BLOCK)
         scales = _scales(rows, k) if double else rows[:, k * BLOCK // 2 :].contiguous().view(torch.float32)
         out[start : start + size] = (values * scales.unsqueeze(-1)).flatten(1)

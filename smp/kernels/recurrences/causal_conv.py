@@ -109,6 +109,7 @@ def _backward(
     dx, dweight = torch.zeros_like(x, dtype=wide), torch.zeros_like(weight, dtype=wide)
     dbias = torch.zeros(0 if bias is None else len(bias), dtype=wide, device=x.device)
     for start, end in _blocks(x, dy.shape[1]):
+        # The sum is made again, block by block: only x is saved.
         part, seen_places = x[:, start : end + history].to(wide), _part(places, start, end)
         summed = _sum(part, weight, bias, seen_places)
         share = summed.sigmoid()

@@ -48,6 +48,7 @@ class ChannelDecays:
         if begins is not None:
             number, known = documents_of(begins, g.shape[2])
             together = number == number.transpose(2, 3)
+            # After exp, and not -inf before it as in ``Decays``: here all exponents are at most 0.
             before.masked_fill_(number != known, 0.0)
             behind.masked_fill_(number != number[:, :, -1:], 0.0)
             whole.masked_fill_(number[:, :, -1:] != known, 0.0)

@@ -138,6 +138,7 @@ def by_chunk(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 def as_tokens(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`by_chunk`, in the shape and dtype of ``like``."""
     rows, length, heads = like.shape[:3]
+    # (rows, n x C, heads, channels), without the padding of the last chunk
     by_row = x.unflatten(1, (rows, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
     return by_row.to(like.dtype).contiguous()
 

@@ -229,6 +229,7 @@ def _forward(
     c = _Chunks.of(q, k, v, g, beta, begins)
     d = c.decays
     scores, keys = d.products(c.q, c.k)
+    # Saved: the backward pass multiplies by T and by its transpose.
     inverse = _inverse(keys, c.beta)
     # Saved for the backward pass, which then needs no second forward sweep over the chunks.
     states = state.new_empty(len(c.v) + 1, *state.flatten(0, 1).shape)
@@ -268,6 +269,7 @@ def _backward(
     # v - e k S of all chunks at once: the states before them are saved.
     missing = torch.baddbmm(c.v.flatten(0, 1), asked.flatten(0, 1), known.flatten(0, 1), alpha=-1)
     missing = missing.view_as(c.v)
+    # (n, B, C, value_dim): V of all chunks
     written = inverse @ (missing * c.beta)
     # What each token's write and the state before each chunk get from the outputs of the chunk.
     dmissing = scores.transpose(2, 3) @ dout

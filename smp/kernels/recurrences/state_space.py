@@ -251,6 +251,7 @@ def _backward(
     dstep = of_kept * d.behind
     dk = _joined(c.v * kept) @ dstates[1:].transpose(2, 3)
     dq = dread @ known.transpose(2, 3)
+    # Gradients by the logarithms of decays: a product times its gradient, summed over the channels.
     of_before = (_apart(c.q @ known, heads) * dout).sum(4, keepdim=True) * d.before
     of_whole = (known * dstates[1:]).unflatten(3, (heads, -1)).sum((2, 4))[..., None, None] * d.whole
     # Within the chunk.

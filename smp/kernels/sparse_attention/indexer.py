@@ -64,6 +64,7 @@ def _chosen(
     aligned: bool,
 ) -> list[torch.Tensor]:
     rows, pairs = q.shape[0], Pairs(batch, length, keys, start, aligned)
+    # Zeros: places that do not count have to be numbers of rows of the table.
     indices = torch.zeros(rows, topk, dtype=torch.int32, device=q.device)
     counts = torch.zeros(rows, dtype=torch.int32, device=q.device)
     for some, span in pairs.blocks(rows, q.shape[1] * accumulation_dtype(q.dtype).itemsize):

@@ -68,6 +68,7 @@ def _backward(
     for some in rows_at_once(q.shape[0], _bytes(q, indices)):
         index = indices[some].long()
         chosen, q_, dout_ = table[index].to(wide), q[some].to(wide), dout[some].to(wide)
+        # Made again from the log-sum-exp: probabilities of all queries, heads and keys are not saved.
         p = _probabilities(_scores(q_, chosen, counts[some], scale), lse[some])
         dp = dout_ @ chosen[..., :rank].transpose(1, 2)
         # As in FlashAttention: D = rowsum(dout * out).

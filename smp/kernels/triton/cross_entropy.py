@@ -10,6 +10,7 @@ GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 8
 
 @triton.jit
 def add_block(peak, sums, z):
+    # The sums so far are relative to the old peak.
     higher = tl.maximum(peak, tl.max(z, axis=0))
     return higher, sums * tl.exp(peak - higher) + tl.exp(z - higher)
 

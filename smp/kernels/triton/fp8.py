@@ -39,6 +39,7 @@ def quantise_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     if BY_COLUMN:
+        # Rounded to nearest: Triton's own division is approximate, and powers of two have to stay exact.
         scale = tl.div_rn(1.0, tl.load(inverse + column, mask=inside, other=1.0))
     else:
         scale = tl.div_rn(1.0, tl.load(inverse + row * row_step))

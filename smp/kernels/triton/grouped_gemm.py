@@ -90,6 +90,7 @@ def rows_kernel(
     count = tl.load(counts + number, mask=number < experts, other=0).to(tl.int32)
     tiles = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
     ends, column_tiles = tl.cumsum(tiles, axis=0), tl.cdiv(width, BLOCK_COLUMNS)
+    # Persistent programs: each takes every n-th tile of all experts, whatever the counts are.
     for tile in range(tl.program_id(0), tl.sum(tiles, axis=0) * column_tiles, tl.num_programs(0)):
         # As many experts as end before this tile.
         expert = tl.sum((ends * column_tiles <= tile).to(tl.int32), axis=0)
@@ -164,6 +165,7 @@ def weights_kernel(
         expert = tile // (row_tiles * column_tiles)
         place, column_place = _place_of(tile % (row_tiles * column_tiles), row_tiles, column_tiles, GROUP)
         first = tl.sum(tl.where(number < expert, count, 0), axis=0).to(tl.int64)
+        # The summed dimension is the expert's rows; without rows the tile stores zeros.
         rows = tl.sum(tl.where(number == expert, count, 0), axis=0)
         row = place * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         column = column_place * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)

@@ -126,6 +126,7 @@ def sum_kernel(partial, out, out_bias, parts, features, PARTS: tl.constexpr, COL
         inside = (part[:, None] < parts) & (column[None, :] < features)
         place = (which * parts + part[:, None]) * features + column[None, :]
         total += tl.load(partial + place, mask=inside, other=0.0)
+    # In one order for every launch: (PARTS, COLUMNS) lanes, then over the lanes.
     found = tl.sum(total, axis=0).to(out.dtype.element_ty)
     if which == 0:
         tl.store(out + column, found, mask=column < features)

@@ -65,6 +65,7 @@ def forward_kernel(
     for i in range(K):
         # Of the experts left, -inf or not, the first of the largest.
         largest = tl.max(tl.where(left, values, float("-inf")), axis=1)
+        # The lowest number among equal values, as a stable sort has it.
         best = tl.min(tl.where(left & (values == largest[:, None]), column[None, :], BLOCK), axis=1)
         hit = column[None, :] == best[:, None]
         own = tl.sum(tl.where(hit, scores, 0.0), axis=1)

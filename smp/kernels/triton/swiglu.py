@@ -42,6 +42,7 @@ def backward_kernel(
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     s = tl.sigmoid(g)
     silu = g * s
+    # The results are contiguous, whatever the strides of the inputs.
     place = row * width + column
     tl.store(dgate + place, (d * u * s * (1 + g * (1 - s))).to(dgate.dtype.element_ty), mask=inside)
     tl.store(dup + place, (d * silu).to(dup.dtype.element_ty), mask=inside)

@@ -108,6 +108,7 @@ def waits(rank: int, actions: Sequence[Action]) -> Iterator[tuple[Action, list[M
         elif action.op is Op.SEND and action.key in arriving:
             needed = [(arriving.pop(action.key), rank, *action.key)]
         elif action.op is Op.REDUCE:
+            # A sum waits for its parts, each of which is a message.
             needed = [(source, rank, *action.key) for source in action.ranks if source != rank]
         yield action, needed
 

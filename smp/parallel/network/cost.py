@@ -94,11 +94,13 @@ def two_levels(kind: Kind, topology: Topology, links: Links, size: int, way: Way
         # Pieces that leave each node: on a ring all but those of the next node, which end there; on
         # a mesh its own pieces, once for each other node.
         out = [ranks - n if way.route == "ring" else (count - 1) * m for n, m in zip(following, nodes, strict=True)]
+        # The busiest uplink, outwards or inwards: a node receives all pieces but its own.
         crossing = max(max(o, ranks - m) for o, m in zip(out, nodes, strict=True)) * piece
         hops = count - 1 if way.route == "ring" else 1
     # pieces that the busiest rank handles; each goes to all others of its node, or comes from them
     others = Counter(nodes)
     handled = max(sum(-(-other // mine) * times for other, times in others.items()) for mine in others)
+    # A and I of the module docstring, for one chunk.
     between = hops * links.between.latency + crossing / chunks / links.between.rate
     inside = (most > 1) * (links.inside.latency + handled * (most - 1) * piece / chunks / links.inside.rate)
     messages = chunks * (2 * handled * (most - 1) + 2 * (count - 1))
@@ -153,6 +155,7 @@ class Policy:
         """How a collective with a whole buffer of ``size`` bytes is to run."""
         if not self.hierarchical or size < self.smallest:
             return FLAT
+        # Decided once for each size: FSDP calls with a few sizes, thousands of times.
         if (kind, size) not in self._known:
             self._known[kind, size] = self._decide(kind, size)
         return self._known[kind, size]

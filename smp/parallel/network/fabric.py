@@ -68,6 +68,7 @@ class Fabric:
             return 0.0
         lanes = min(ranks, max(1, self.domain // stride))
         below = min(ranks, max(1, self.leaf // stride)) if self.leaf else ranks
+        # The slowest of three levels: inside of the domain, over the cards, over the spine.
         narrow = self.oversubscription * self.contention
         times = (
             (lanes - 1) / ranks * size / self.local,

@@ -70,6 +70,7 @@ class NetworkGroup:
     @property
     def timeout(self) -> timedelta:
         """Timeout of a collective that begins now."""
+        # Asked for each time: torch lets a group's timeout be changed while it lives.
         return self._backend.options._timeout if self._timeout is None else self._timeout
 
     def way(self, kind: Kind, tensor: torch.Tensor) -> Way:
@@ -178,6 +179,8 @@ class NetworkGroup:
         """Run a job on this group's thread, after those before it."""
         self._check_open()
         if self._thread is None:
+            # One thread for a group: its collectives run in the order in which they were called. It
+            # holds the queue and not the group, which could otherwise never be freed.
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name="collectives", daemon=True)
             self._thread.start()
             # A group that is never closed ends its thread, too: while the interpreter still lives, or C++ would abort.
@@ -216,6 +219,7 @@ class NetworkGroup:
         # No empty chunks: a piece of fewer elements than chunks has one element in each.
         chunks = tuple(min(way.chunks, piece.numel()) for piece in pieces)
         actions = self._actions(kind, self.policy.topology, chunks, way.route, self.rank)
+        # All ranks count alike, because they start the same collectives in the same order.
         messages: Transport = _Messages(self._backend, _FIRST_TAG + next(self._tags) % _TAGS)
         if quantization is not None:
             messages = CodedBetweenNodes(messages, self.policy.topology.beyond(self.rank), quantization)

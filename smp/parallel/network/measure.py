@@ -40,6 +40,7 @@ def _measure(ring: list[int]) -> Link:
         taken = _shift(ring, size)
         if taken > _LONG_ENOUGH:
             break
+    # The median of three, unless the link is so slow that more transfers would take seconds.
     taken = sorted([taken, _shift(ring, size), _shift(ring, size)])[1] if taken < 10 * _LONG_ENOUGH else taken
     return Link(latency, size / max(taken - latency, 1e-9))
 
@@ -53,6 +54,7 @@ def _shift(ring: list[int], size: int) -> float:
         here = ring.index(dist.get_rank())
         sent, into = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
         started = time.perf_counter()
+        # Receive first: with all ranks sending at once no message has to wait for its buffer.
         receiving = dist.irecv(into, ring[here - 1])
         sending = dist.isend(sent, ring[(here + 1) % len(ring)])
         for work in (receiving, sending):

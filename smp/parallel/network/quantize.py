@@ -42,6 +42,7 @@ def _blocks(count: int) -> int:
 def encode(x: torch.Tensor) -> torch.Tensor:
     """Floating-point numbers (n) -> bytes (:func:`coded_bytes`), codes before scales."""
     count, blocks = x.numel(), _blocks(x.numel())
+    # Filled up with zeros, which change no block's largest number.
     rows = torch.zeros(blocks * BLOCK)
     rows[:count] = x
     rows = rows.view(blocks, BLOCK)
@@ -115,6 +116,7 @@ class CodedBetweenNodes:
     quantization: Quantization
 
     def send(self, tensor: torch.Tensor, to: int) -> Posted:
+        # Inside of a node messages are exact.
         if to not in self.other_nodes:
             return self.transport.send(tensor, to)
         coded = self.quantization.encoded(tensor, "gradients")

@@ -68,6 +68,7 @@ class Execution:
     def steps(self) -> Iterator[tuple[Message, Posted]]:
         """Run; yields each message that has to be waited for before the next step."""
         for action, needed in waits(self.rank, self.actions):
+            # Yielded and not waited for here: the caller knows the time limit and names the rank that is late.
             for message in needed:
                 yield message, self._messages.pop(message)
             self._act(action)
@@ -77,6 +78,7 @@ class Execution:
 
     def _act(self, action: Action) -> None:
         if action.op is Op.SEND:
+            # The sum so far where there is one, else what this rank was given.
             posted = self.transport.send(self._current(action), action.peer)
             self._leaving.append(((self.rank, action.peer, *action.key), posted))
         elif action.op is Op.REDUCE:

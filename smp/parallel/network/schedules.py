@@ -107,6 +107,7 @@ class _Trees:
     def source(self, piece: int, rank: int) -> int:
         """The rank that this one, not the owner, gets a piece from."""
         node = self.topology.places[rank][0]
+        # Inside of a node from its handler; the handler from the node before.
         handler = self.handler(piece, node)
         return handler if handler != rank else self.handler(piece, self.before(piece, node))
 
@@ -151,6 +152,7 @@ def _reductions(trees: _Trees, chunks: Sequence[int], rank: int) -> list[Action]
     node = trees.topology.places[rank][0]
     last = len(trees.topology.nodes) - 1
     # chunks whose sums have a longer way go first, and each node begins with another one's
+    # Uplinks that a sum has still to pass, on the way to its owner.
     rest = {piece: (last if trees.route == "ring" else 1) - trees.hops(piece, node) for piece in range(len(chunks))}
     order = sorted(
         (chunk + rest[piece], rest[piece], -trees.away(piece, node), piece, chunk)
@@ -179,6 +181,7 @@ def _reduction(trees: _Trees, piece: int, chunk: int, rank: int) -> list[Action]
         # order of the parts is fixed, and so are the bits.
         made.append(Action(Op.REDUCE, piece, chunk, trees.local(rank)))
     if below := trees.onward(piece, node):
+        # The order of a sum: by node on a mesh; on a ring what came round, and then this node's.
         nodes = sorted([node, *below]) if trees.route == "mesh" else [*below, node]
         made.append(Action(Op.REDUCE, piece, chunk, tuple(trees.handler(piece, other) for other in nodes)))
     if rank != piece:

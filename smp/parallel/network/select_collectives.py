@@ -168,6 +168,7 @@ def with_secondary_shards(
             f"secondary shards of {name}: {size} neighbours in a node hold the weights once more; forward passes "
             f"gather over {group.size()} ranks, backward passes over these {size}"
         )
+    # Two collectives on every rank, before anything is raised: all ranks raise alike.
     found, several = next((said for said in gather(problem) if said), None), any(gather(spared))
     if found or not several:
         why = found or f"by {where} all processes that share weights are on one node, so nothing would be spared"
@@ -208,12 +209,14 @@ def _network(topology_file: str | None) -> tuple[Topology, Links | None]:
     """Topology and links of the default group; what a file says comes from rank 0."""
     nodes, links = None, None
     if topology_file is not None:
+        # Read once: ranks that read different files would run different schedules.
         nodes, links = on_rank_zero(lambda: read_topology(topology_file, dist.get_world_size()), ConfigError)
     return nodes or Topology.of(gather(socket.gethostname())), links
 
 
 def _policy(topology: Topology, links: Links | None, setting: Setting) -> Policy:
     policy = Policy(topology, links, allow_flat=setting == "auto", hierarchical=topology.several_levels)
+    # Without links there is no prediction: a limit in bytes decides.
     return replace(policy, smallest=SMALLEST) if links is None else policy
 
 

@@ -90,6 +90,7 @@ class _Network:
         position = self.position[rank]
         if position < len(self.programs[rank]):
             op = self.programs[rank][position][0].op
+            # Of actions at one time receives go first, then what stands earlier in its rank's list.
             heapq.heappush(self.queue, (time, op in (Op.SEND, Op.REDUCE), position, rank))
 
     def _act(self, now: float, rank: int) -> None:

@@ -27,6 +27,7 @@ class Topology:
     @staticmethod
     def of(hosts: Sequence[str]) -> Topology:
         """Ranks with the same text are on one node."""
+        # In the order of first ranks, so that all ranks number the nodes alike.
         names = tuple(dict.fromkeys(hosts))
         return Topology(tuple(tuple(r for r, host in enumerate(hosts) if host == name) for name in names), names)
 

@@ -87,6 +87,7 @@ def message_of(rank: int, action: Action) -> Message | None:
 def _check_contents(schedule: Schedule) -> None:
     ranks, gathers = range(schedule.size), schedule.kind == "all-gather"
     keys = [(piece, chunk) for piece in ranks for chunk in range(schedule.chunks[piece])]
+    # In the beginning: in a gather each rank has its own piece, else each has a contribution to all.
     has: list[dict[tuple[int, int], Parts]] = [
         {key: frozenset({rank}) for key in keys if not gathers or key[0] == rank} for rank in ranks
     ]
@@ -128,6 +129,7 @@ def _apply(
         under_way[rank, action.peer, *key] = has[key]
     elif action.op is Op.REDUCE:
         parts = [has[key] if source == rank else under_way[source, rank, *key] for source in action.ranks]
+        # A rank's contribution in two parts would count twice in the sum.
         if sum(map(len, parts)) != len(frozenset().union(*parts)):
             raise ScheduleError(f"{schedule}: rank {rank}, {action}: a part is added twice")
         has[key] = frozenset().union(*parts)
