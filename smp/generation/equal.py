@@ -40,7 +40,7 @@ class EqualTexts:
         self._cache = OwnCache()
 
     def next(self) -> Forward | None:
-        """What to compute; None: nothing is left."""
+        """The next forward pass; None: nothing is left."""
         if self.texts and self.cached:
             new = [text.ids[-1:] for text in self.texts]
             return self._forward(new, list(range(len(new))))

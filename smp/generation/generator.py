@@ -171,7 +171,7 @@ class Generator:
             self._ring.finish()
 
     def _keeps(self) -> bool:
-        """Whether the model's own cache serves; found out once."""
+        """Whether the model's own cache gives the right logits; tested once."""
         if self._cached is None:
             self._cached = keeps(self.model)
             if not self._cached and dist.get_rank() == 0:

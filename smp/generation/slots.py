@@ -68,7 +68,7 @@ class Slots:
         self._done = 0  # tokens of it
 
     def next(self) -> Forward | None:
-        """What to compute; None: nothing is left."""
+        """The next forward pass; None: nothing is left."""
         free = self.cache.slots - len(self.texts)
         if self._coming is not None:
             return self._piece(*self._coming)

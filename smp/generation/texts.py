@@ -1,4 +1,4 @@
-"""What is asked for and what was written."""
+"""Requests for texts, and texts that are being written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends a text before its greatest length.
+    """Stop ids and stop strings, which end a text before its greatest length.
 
     Attributes:
         ids: tokens; they belong to the text.
@@ -69,7 +69,7 @@ class Stops:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was written.
+    """A finished text.
 
     Attributes:
         request: what was asked for.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 Event = Any
-"""What :meth:`Copier.wait` takes; only the copier that made it looks inside."""
+"""The completion of a copy, for :meth:`Copier.wait`; only the copier that made it looks inside."""
 
 
 class Copier(ABC):
@@ -105,7 +105,7 @@ class CudaCopier(Copier):
 
 
 def copier_of(device: torch.device) -> Copier:
-    """What copies while ``device`` computes."""
+    """The copier of ``device``."""
     return CudaCopier(device) if device.type == "cuda" else HostCopier()
 
 

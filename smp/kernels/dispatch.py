@@ -81,7 +81,7 @@ def interpreted() -> bool:
 def choose_kernels(
     wish: Wish, device: torch.device, *, features: int = 0, compile: bool = False, selective: bool = False
 ) -> tuple[Kernels, dict[str, str]]:
-    """What a run uses, and why, by operation.
+    """The backend of each operation, and the reason for it.
 
     Args:
         wish: of --kernels.

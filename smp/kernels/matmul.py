@@ -131,7 +131,7 @@ def _taken(*tensors: torch.Tensor) -> bool:
 
 
 def _eager(*tensors: torch.Tensor) -> bool:
-    """What a compiler knows by itself, or cannot see."""
+    """Conditions that hold in a compiled graph anyway, or that a compiler cannot trace."""
     forward_mode = forward_ad._current_level >= 0
     return bool(torch.backends.mkldnn.enabled) and not forward_mode and all(t.layout == torch.strided for t in tensors)
 

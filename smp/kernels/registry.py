@@ -18,7 +18,7 @@ from smp.kernels.dispatch import interpreted
 
 _LIBRARY = torch.library.Library("smp", "FRAGMENT")
 BODIES: dict[Any, Callable[..., Any]] = {}
-"""What operators run on a CPU, for who counts what they consist of."""
+"""The CPU implementation of each operator, for tools that count operations inside of it (FLOPs, memory)."""
 
 
 def define(
@@ -48,7 +48,7 @@ def define(
 
 
 def shapes_of(run: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
-    """What makes the outputs' shapes for tracing, of ``run``, which returns several: it runs on tensors without data,
+    """A fake implementation made from ``run``, which returns several tensors: it runs on tensors without data,
     which no kernel takes. Arguments are tensors, lists of them, and anything else."""
 
     def shapeless(given: Any) -> Any:
@@ -72,7 +72,7 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
 
 
 def on_any_device(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs operator ``name``, whose last argument is its backend, wherever PyTorch does."""
+    """An implementation of operator ``name``, whose last argument is its backend, for every device."""
     on_gpu, elsewhere = _on_its_device(run), _where_it_can(name, run)
 
     def wrapped(*arguments: Any) -> Any:
@@ -82,7 +82,7 @@ def on_any_device(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def dispatched(operation: str, launcher: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs an operator: ``reference`` with the backend torch, else that launcher of ``operation``."""
+    """An operator's implementation: ``reference`` with the backend torch, else that launcher of ``operation``."""
 
     def run(*arguments: Any) -> Any:
         *given, backend = arguments
@@ -127,5 +127,5 @@ def kernels_of(operation: str, backend: str) -> Any:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are made in: fp32, and fp64 for fp64."""
+    """Dtype of sums: fp64 for fp64, else fp32."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What an ``autograd.Function`` may return under a compiler."""
+"""A workaround for outputs of ``autograd.Function`` under torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tokens of a micro-batch lie: all that attention, RoPE and dropout may know of them, without process groups.
+"""Layout of a micro-batch's tokens: all that attention, RoPE and dropout may know of them, without process groups.
 
 Rows of activations are the tokens of all sequences, one sequence behind the other, then padding. Queries and keys of a
 sequence are usually the same tokens. With a cache of keys, or when a rank holds a slice of each sequence, they are not:
@@ -95,7 +95,7 @@ class TokenLayout:
 
     @property
     def sees_itself(self) -> bool:
-        """Whether the keys of all queries are there, so that every query sees one."""
+        """Whether each query's own key is among the keys, so that every query sees at least one."""
         if self.key_positions is not None:
             return self.cache.whole
         # Keys before the first query and behind the last one.

@@ -23,7 +23,7 @@ from smp.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class QueryKeyOptions:
-    """What becomes of queries and keys between their projections and their product.
+    """Norms, rotation and scaling of queries and keys before their product.
 
     Attributes:
         norm_eps: when given, queries and keys are RMS-normalized per head with this epsilon, before RoPE.

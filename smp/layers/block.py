@@ -21,7 +21,7 @@ DROPOUT_SITES = 3
 """Places of dropout in a block: the mixer's own (attention probabilities), what the mixer adds, what the feed-forward
 network adds."""
 Run = Callable[..., Any]
-"""What ``forward`` of a block gets, to what it returns."""
+"""Type of a block's computation: the arguments of ``forward`` to its result."""
 
 
 class TransformerBlock(nn.Module):
@@ -88,7 +88,8 @@ class TransformerBlock(nn.Module):
         return self._chosen(layout)(x, layout, keys)
 
     def _chosen(self, layout: TokenLayout) -> Run:
-        """What runs. Not compiled code while text is generated: it would be made anew for every length."""
+        """The computation to run. Not the compiled one while text is generated: it would be compiled for every
+        length."""
         return self.run if layout.cache is None else self._run
 
     def _run(self, x: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None) -> Any:
@@ -139,19 +140,19 @@ class TransformerBlock(nn.Module):
         keys: torch.Tensor | None,
         own: dict[str, Own],
     ) -> torch.Tensor:
-        """What the MLP adds to the residual stream."""
+        """The MLP's contribution to the residual stream, after its post-norm, dropout and multiplier."""
         fed = mlp(normed, layout.token_index, layout.local_token_index)
         if self.mlp_post_norm is not None:
             fed = self.mlp_post_norm(fed, own["mlp_post_norm"])
         return self._added(fed, layout, keys, 2)
 
     def _own_of_norms(self, dtype: torch.dtype) -> dict[str, Own]:
-        """What the norms compute with, by name; their gradients are summed together."""
+        """Weights and biases of the norms, by name; their gradients are summed in one all-reduce."""
         norms = {name: getattr(self, name) for name in _NORMS if getattr(self, name) is not None}
         return dict(zip(norms, own_together(list(norms.values()), dtype), strict=True)) if norms else {}
 
     def _added(self, y: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, site: int) -> torch.Tensor:
-        """What a part that gave ``y`` adds to the residual stream."""
+        """The contribution of an output ``y`` to the residual stream: after dropout and multiplier."""
         y = self._drop(y, layout, keys, site)
         return y if self.multiplier == 1.0 else y * self.multiplier
 
@@ -181,7 +182,7 @@ class MoEBlock(TransformerBlock):
         keys: torch.Tensor | None = None,
         counted: Counted | None = None,
     ) -> Any:
-        """What :class:`TransformerBlock` gives, and what :class:`MoE` measures of ``counted``, which is known of the
+        """The output of :class:`TransformerBlock`, and the balance that :class:`MoE` measures of ``counted``, of the
         tokens in ``x``."""
         assert isinstance(self.mlp, MoE)
         # Through ``Experts.forward``, on which FSDP's hooks for experts sit: their weights are

@@ -50,7 +50,7 @@ from smp.parallel.context import ParallelContext
 NORM_EPS = 1e-6
 """Epsilon of the norm of keys; that of the model's other norms does not apply."""
 LOSS_WEIGHTS = "loss weights of tokens"
-"""Where ``TokenLayout.prepared`` has what each token's loss counts, fp32 (tokens,), in a pass that measures the
+"""Key in ``TokenLayout.prepared`` of each token's loss weight, fp32 (tokens,), in a pass that measures the
 indexer's."""
 
 
@@ -139,7 +139,7 @@ def _numbers(begins: torch.Tensor, ends: torch.Tensor, keys: int, padding: int) 
 
 
 class Index(NamedTuple):
-    """What the indexer makes of the tokens.
+    """Queries, keys and head weights of the indexer.
 
     Attributes:
         q: (tokens [/p], heads, head_dim).

@@ -30,7 +30,7 @@ ROUNDED = 64
 
 
 class KVCache:
-    """What the attention layers of one rank keep.
+    """Keys, values and recurrent states of the layers of one rank.
 
     Args:
         slots: number of texts at once.
@@ -84,7 +84,7 @@ class KVCache:
 
 @dataclass(eq=False)
 class CacheView:
-    """What one forward pass does with the cache.
+    """How one forward pass reads and writes the cache.
 
     Attributes:
         cache: of this rank.
@@ -106,7 +106,7 @@ class CacheView:
 
     @property
     def whole(self) -> bool:
-        """Whether a token sees itself at least."""
+        """Whether this rank holds all keys of its texts, so that a token at least sees itself."""
         return self.cache.cp is None
 
     def laid_out(self, layout: TokenLayout, positions: torch.Tensor) -> TokenLayout:
@@ -131,8 +131,8 @@ class CacheView:
         return [x[self.start : self.start + batch, :, : self.keys] for x in kept]
 
     def states(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What this layer's recurrence has kept of these texts, (batch, ...) each, as ``like`` (1, ...); zeros of those
-        that begin now."""
+        """States of this layer's recurrence for these texts, (batch, ...) each, shaped as ``like`` (1, ...); zeros for
+        those that begin now."""
         known = self.cache.states.get(self.layer)
         if known is None:
             slots, device = self.cache.slots, self.columns.device
@@ -143,7 +143,7 @@ class CacheView:
         return rows if self.keys else [torch.zeros_like(x) for x in rows]
 
     def keep(self, *states: torch.Tensor) -> None:
-        """Keep what the recurrence has after these tokens, in place of what :meth:`states` gave."""
+        """Store the states after these tokens, in place of those that :meth:`states` returned."""
         for known, x in zip(self.cache.states[self.layer], states, strict=True):
             known[self.start : self.start + len(self.columns)] = x
 

@@ -65,7 +65,7 @@ class ColumnParallelLinear(nn.Module):
     """
 
     add_low_rank: ClassVar[Callable[..., list[torch.Tensor]] | None] = None
-    """What a layer with an adapter adds to the products of all layers that share its input; see
+    """Hook of layers with an adapter: adds to the products of all layers that share its input; see
     ``smp.layers.adapters.lora``."""
 
     def __init__(
@@ -163,7 +163,7 @@ class RowParallelLinear(nn.Module):
     """
 
     add_low_rank: ClassVar[Callable[..., torch.Tensor] | None] = None
-    """What a layer with an adapter adds to its product; see ``smp.layers.adapters.lora``."""
+    """Hook of layers with an adapter: adds to the product; see ``smp.layers.adapters.lora``."""
 
     def __init__(
         self,

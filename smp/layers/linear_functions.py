@@ -284,7 +284,7 @@ def _dense_column_gradients(
 
 
 def _later_gradients(x: Operand, pairs: list[tuple[Any, Operand]], linear: Linear) -> list[tuple[Any, Any]]:
-    """What a sink computes: (layer, gradient of its local weight)."""
+    """The deferred weight gradients, which a sink computes: (layer, gradient of its local weight)."""
     full = linear.gathered(x)
     return [(layer, linear.run.weight_gradient(grad, full)) for layer, grad in pairs]
 

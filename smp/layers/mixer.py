@@ -1,4 +1,4 @@
-"""What a layer's mixer is: the module that lets tokens see each other, such as attention."""
+"""The protocol of a layer's mixer: the module that mixes tokens, such as attention."""
 
 from __future__ import annotations
 

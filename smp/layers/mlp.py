@@ -41,7 +41,7 @@ def activate_gated(
 
 
 def has_gate(activation: Activation | QuickGeglu) -> bool:
-    """Whether there is a third matrix.
+    """Whether the activation has a gate projection.
 
     Raises:
         ValueError: there is no such activation.

@@ -87,7 +87,7 @@ class Norm(nn.Module):
 
 
 def own_together(norms: Sequence[Norm], dtype: torch.dtype) -> list[Own]:
-    """What each norm computes with in ``dtype``. Gradients of norms that the same ranks share are summed in one
+    """Weights and biases of each norm in ``dtype``. Gradients of norms that the same ranks share are summed in one
     all-reduce, when all are there; so the norms are of one unit of FSDP, which takes its gradients together."""
     parts = [each.parts(dtype) for each in norms]
     shared_by = norms[0].shared_by

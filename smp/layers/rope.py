@@ -139,12 +139,12 @@ class DynamicScaling:
 
 
 def longrope_amplitude(factor: float, original_max_position: int) -> float:
-    """What LongRoPE multiplies queries and keys by where the context grows by ``factor``."""
+    """LongRoPE's factor of cos and sin for a context that grows by ``factor``: sqrt(1 + ln(factor) / ln(original))."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_max_position))
 
 
 def yarn_amplitude(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """What YaRN multiplies queries and keys by: 0.1 ln(factor) + 1, or DeepSeek's quotient of two such numbers."""
+    """YaRN's factor of cos and sin: 0.1 ln(factor) + 1, or DeepSeek's quotient of two such numbers."""
 
     if not mscale or not mscale_all_dim:
         return yarn_growth(factor)
@@ -187,7 +187,7 @@ def rope_table(
 
 
 def temperature(positions: torch.Tensor, floor_scale: int, attn_scale: float) -> torch.Tensor:
-    """What queries at integer ``positions`` (tokens,) are multiplied by where long texts would flatten attention
+    """Temperature of queries at integer ``positions`` (tokens,), because attention flattens over long texts
     (Llama 4, after arXiv 2501.19399): fp32 (tokens, 1, 1), 1 for the first ``floor_scale`` - 1 tokens."""
     steps = ((positions.to(torch.float32) + 1) / floor_scale).floor()
     return (steps.log1p() * attn_scale + 1)[:, None, None]

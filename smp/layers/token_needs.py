@@ -26,10 +26,10 @@ class TokenNeed(Protocol):
 
     @property
     def key(self) -> str:
-        """Where the layer finds what it needs. (Text, which compiled code can compare.)"""
+        """Key of the result in ``TokenLayout.prepared``. (Text, which compiled code can compare.)"""
 
     def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> Any:
-        """What the layers need, from a layout with ``position_ids``, of which this rank has all rows.
+        """Compute the result from a layout with ``position_ids``, of which this rank has all rows.
 
         Args:
             layout: of the micro-batch.
@@ -85,7 +85,7 @@ class QueryScale:
 
 
 def chunks_key(size: int) -> str:
-    """Where layers whose tokens see their own chunk of ``size`` find the layout of it."""
+    """Key in ``TokenLayout.prepared`` of the layout in which tokens see their own chunk of ``size``."""
     return f"chunks of {size}"
 
 
@@ -98,7 +98,7 @@ def with_needs(
 
 
 def prepared(layout: TokenLayout, key: str) -> Any:
-    """What is under ``key``.
+    """The value of ``key`` in ``TokenLayout.prepared``.
 
     Raises:
         ValueError: nothing prepared it.

@@ -80,7 +80,7 @@ class ForwardFlops:
 
 
 def forward_flops(model: ModelConfig, seq_length: int) -> ForwardFlops:
-    """Where a resolved model's FLOPs are; see :func:`training_flops_per_token` for what counts."""
+    """FLOPs of a resolved model by part; see :func:`training_flops_per_token` for what counts."""
     # The specs of multi-token prediction come after these; their blocks are counted as copies of the last.
     specs = layer_specs(model)[: model.num_layers]
     # Mixers that are alike are counted once.

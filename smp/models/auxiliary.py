@@ -26,7 +26,7 @@ INDEXER_KL = "indexer KL"
 
 @dataclass
 class Found:
-    """What layers measured in a forward pass.
+    """Measurements of the layers in a forward pass.
 
     Attributes:
         balance: of each layer with experts, fp32 (5,), see :class:`~smp.layers.moe.router.Balance`.

@@ -49,7 +49,7 @@ from smp.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class Build:
-    """What all layers of a model are built with.
+    """Settings that all layers of a model share, and builders of their parts.
 
     Attributes:
         hidden_size: width of the residual stream.
@@ -66,7 +66,7 @@ class Build:
 
     @staticmethod
     def of(config: ModelConfig, context: ParallelContext, kernels: Kernels) -> Build:
-        """What the layers of a model of this configuration are built with."""
+        """The builder for a model of this configuration."""
         std = config.init_method_std
         # GPT-2 (Radford et al. 2019): 2 x layers terms are added to the residual stream, so what
         # writes to it starts smaller. Layers of the whole model, on every pipeline stage.
@@ -176,7 +176,7 @@ class Build:
 
 
 def activation_of(spec: specs.Activation) -> Activation | QuickGeglu:
-    """What layers take for it."""
+    """The argument of layers for an activation's spec."""
     return QuickGeglu(spec.clamp, spec.linear_offset) if spec.kind == "quick_geglu" else spec.kind
 
 
@@ -319,7 +319,7 @@ MIXER_BUILDERS: dict[type, MixerBuilder] = {
 
 
 def build_prediction(config: ModelConfig, build: Build, norm: NormSpec) -> Prediction:
-    """What stands around the block of a layer of multi-token prediction."""
+    """Norms and projection around the block of a layer of multi-token prediction."""
     return Prediction(config.hidden_size, build.context, partial(build.norm, norm), init_std=config.init_method_std)
 
 

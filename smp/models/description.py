@@ -77,7 +77,7 @@ def _recurrence(model: ModelConfig) -> str:
 
 
 def _of_rope_layers(model: ModelConfig) -> str:
-    """What heads of layers with RoPE, and those of layers without, have of their own."""
+    """Settings of heads that differ between layers with RoPE and layers without."""
     count = no_rope(model).count(False)
     some = "" if count == model.num_layers else f" in {count} of {model.num_layers} layers"
     text = f", each divided by its L2 norm{some}" if model.qk_l2_norm else ""
@@ -109,7 +109,7 @@ def _latent_heads(model: ModelConfig) -> str:
 
 
 def _some(model: ModelConfig, which: tuple[bool, ...]) -> str:
-    """How many layers have it, where layers are one part alone."""
+    """The number of layers with a part, for hybrids whose layers are one part each; else nothing."""
     return "" if model.hybrid_layer_pattern is None else f" in {sum(which)} of {model.num_layers} layers"
 
 

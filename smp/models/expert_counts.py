@@ -27,7 +27,7 @@ class ExpertCounts:
         self.seen: dict[int, torch.Tensor] = {}  # by layer, tokens of each expert in this step so far
 
     def of(self, tokens: Tokens, weights: torch.Tensor) -> Counted | None:
-        """What routers measure their balance with, of loss weights (batch, length); padding does not count."""
+        """The routers' input for measuring balance, from loss weights (batch, length); padding does not count."""
         if self.spec is None:
             return None
         seen = torch.zeros(self.spec.count, dtype=torch.int64, device=weights.device)

@@ -22,7 +22,7 @@ from smp.models.part import ModelPart
 
 @dataclass(frozen=True)
 class Parts:
-    """What is in a model. Names are Hugging Face's, shapes those of the whole; how a mesh cuts it is not said.
+    """Parameters and buffers of a model. Names are Hugging Face's, shapes are global, without placements.
 
     Attributes:
         ends: parameters outside of the blocks.
@@ -69,7 +69,7 @@ def new_module(content: str, *, scores: bool = False) -> Any:
 
 
 def output_matrix(module: Any) -> nn.Module | None:
-    """What makes logits of hidden states, or the row that makes scores; None: there is neither."""
+    """The module that makes logits of hidden states, or the row that makes scores; None: there is neither."""
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     return getattr(module, SCORE, None) if head is None else head
 

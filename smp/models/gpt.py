@@ -128,7 +128,7 @@ class GPT(StagedModel):
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the model is on another pipeline rank."""
+        """Whether this rank has the whole model, and no other pipeline rank a part of it."""
         return self.parts == (whole(self.config.num_layers),)
 
     @property
@@ -220,7 +220,7 @@ class GPT(StagedModel):
         return x
 
     def _wanted(self, x: torch.Tensor, batch: MicroBatch, matrix: torch.Tensor | None) -> ModelOutput:
-        """What generation asks for, of the head's input."""
+        """Logits of the tokens that generation asks for, from the head's input."""
         assert self.head is not None and batch.cache is not None
         if batch.cache.last is None:
             return ModelOutput()
@@ -229,7 +229,7 @@ class GPT(StagedModel):
         return ModelOutput(logits=logits)
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """What the output matrix is multiplied with, of a norm's result."""
+        """A norm's result times ``logit_scale``: the input of the output matrix."""
         return x if self.config.logit_scale == 1.0 or self.config.scalar_head else x * self.config.logit_scale
 
     def end_step(self, applied: torch.Tensor) -> None:

@@ -73,7 +73,7 @@ class Parameter:
         return None if replicated else self.shard_dim
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """What one rank of ``group`` (of experts, of ep and etp) holds, padding included, before FSDP."""
+        """Shape on one rank of ``group`` (for experts, of ep and etp), padding included, before FSDP."""
         dim, shape, ranks = self.placement(layout), list(self.shape), getattr(layout, self.group)
         if self.chosen is not None:
             # Experts are cut evenly by ep, and inside each one its width by etp, which may differ from tp.

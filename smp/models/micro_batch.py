@@ -1,4 +1,4 @@
-"""What a model takes: the tokens of one micro-batch and all that is known of them."""
+"""The input of a model: the tokens of one micro-batch and all that is known of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smp.layers.kv_cache import CacheView
 
 @dataclass(frozen=True)
 class MTPBatch:
-    """What a layer of multi-token prediction reads and predicts, k tokens ahead of the model: tensors as those of
+    """Inputs and labels of a layer of multi-token prediction, k tokens ahead of the model: tensors as those of
     :class:`MicroBatch`, shifted by k.
 
     Attributes:
@@ -32,7 +32,7 @@ class MTPBatch:
 
 @dataclass(eq=False)
 class OwnCache:
-    """What a model that keeps keys, values and states by itself has of the tokens before these, in rows of one length.
+    """The cache of a model that keeps keys, values and states by itself, for rows of one length.
 
     Attributes:
         value: the model's own; None: these are the first tokens, and behind them: it keeps nothing. It has

@@ -1,4 +1,4 @@
-"""What runs, objectives, sharding, optimizers, checkpoints, adapters and generation ask of a model.
+"""The protocol of a model: what runs, objectives, sharding, optimizers, checkpoints, adapters and generation ask of it.
 
 :class:`Model` is what every model gives; what only some can give is :class:`StagedModel`, and a name in
 ``capabilities``. ``smp.models.gpt.GPT`` is the implementation that gives all of it, and
@@ -35,7 +35,7 @@ Capability = Literal["context parallelism", "generation", "own cache"]
 
 
 class OutputShard(NamedTuple):
-    """What this rank has of a model's output matrix.
+    """This rank's shard of a model's output matrix.
 
     Attributes:
         shard: which columns of the logits it makes.
@@ -76,7 +76,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def fsdp_units(self) -> list[nn.Module | list[nn.Module]]:
-        """What FSDP gathers and frees together, in the order of the forward pass; the rest is one unit more."""
+        """FSDP's units, in the order of the forward pass; all other parameters form the root unit."""
 
     def output_shard(self) -> OutputShard | None:
         """This rank's shard of the output matrix; None: another pipeline rank has it, or there is a head of scores

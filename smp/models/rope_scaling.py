@@ -1,4 +1,4 @@
-"""What a spec of RoPE's scaling is in torch."""
+"""RoPE's scaling for layers, from its spec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smp.layers.rope import (
 
 
 def latent_scale(mixer: LatentMixer) -> float:
-    """What the scores of latent attention are multiplied by: 1 / sqrt(channels of a key), and as in DeepSeek-V2's and
+    """Scale of latent attention's scores: 1 / sqrt(channels of a key), and as in DeepSeek-V2's and
     V3's files the square of YaRN's amplitude for --yarn-mscale-all-dim."""
     scale = float((mixer.plain_dim + mixer.rope_dim) ** -0.5)
     scaling = None if mixer.rope is None else mixer.rope.scaling

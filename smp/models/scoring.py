@@ -1,4 +1,4 @@
-"""How likely a text is: log-probabilities of its tokens, each given those before it in a window."""
+"""Likelihood of a text: log-probabilities of its tokens, each given those before it in a window."""
 
 from __future__ import annotations
 

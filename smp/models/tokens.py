@@ -48,7 +48,7 @@ class Tokens:
         return _own(self.flat(x), self.group)
 
     def of_layer(self, layer: int) -> tuple[TokenLayout, torch.Tensor | None]:
-        """What a layer takes, by its number in the whole model, so that a pipeline drops what one rank drops: the
+        """Inputs of a layer, by its number in the whole model, so that a pipeline drops what one rank drops: the
         layout, whose cache then is the layer's, and keys of dropout."""
         if self.layout.cache is not None:
             self.layout.cache.layer = layer
@@ -56,7 +56,7 @@ class Tokens:
         return self.layout, None if self.keys is None else self.keys[sites]
 
     def dropped_embedding(self, x: torch.Tensor, rate: float) -> torch.Tensor:
-        """What is left of the embedding, (tokens [/p], hidden)."""
+        """The embedding after dropout, (tokens [/p], hidden)."""
         if self.keys is None or self.layout.local_token_index is None:
             return x
         return keyed_dropout(x, self.keys[-1], self.layout.local_token_index, rate)

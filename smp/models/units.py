@@ -14,7 +14,7 @@ GPT = Any
 
 
 def fsdp_units(model: GPT) -> list[nn.Module | list[nn.Module]]:
-    """What FSDP gathers and frees together: each block, and what comes before and after the blocks.
+    """FSDP's units: each block, and what comes before and after the blocks.
 
     A tied matrix is used at both ends: in a whole model it stays in the root unit, with the small rest. So do, with
     multi-token prediction, all that it uses more than once. A part of a model leaves the root nothing: FSDP gathers the

@@ -100,7 +100,7 @@ class HostAdamW(torch.optim.AdamW):
             window.extend(islice(coming, 1))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        """What autograd and FSDP call when they have made or changed a gradient."""
+        """Hook that autograd and FSDP call when they have made or changed a gradient."""
         if self._streams and parameter not in self._later:
             # A gradient that grew once more leaves again: what left before is not all of it.
             self._forget(parameter)

@@ -73,7 +73,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                 _check_blocks(p, name)
 
     def kind(self, moment: str, parameter: torch.Tensor) -> Kind:
-        """What a moment of this parameter rests in."""
+        """The precision that a moment of this parameter is stored in."""
         return self.kinds[moment] if parameter.ndim > 1 else "fp32"
 
     def new_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -62,7 +62,7 @@ def gather(value: Answer, group: dist.ProcessGroup | None = None) -> list[Answer
 
 
 def on_rank_zero(action: Callable[[], Answer], wrap: type[Exception], group: dist.ProcessGroup | None = None) -> Answer:
-    """What ``action`` returns on rank 0, on all ranks.
+    """Run ``action`` on rank 0 and return its result on all ranks.
 
     Raises:
         wrap: ``action`` failed; all ranks raise the same error, with the same exit code.
@@ -84,7 +84,7 @@ def on_rank_zero(action: Callable[[], Answer], wrap: type[Exception], group: dis
 
 
 def on_all_or_none(action: Callable[[], Answer], wrap: type[Exception], what: str) -> Answer:
-    """What ``action`` returns on this rank, when it succeeds on all of them.
+    """Run ``action`` on every rank and return this rank's result, if it succeeds on all of them.
 
     Args:
         action: run on every rank.

@@ -49,12 +49,12 @@ from smp.parallel.network.select_collectives import SMALLEST
 from smp.parallel.network.topology import Topology, read_topology
 
 NAME = "smp"
-"""What init_process_group and new_group take, once smp is imported (:mod:`smp.backend_names`)."""
+"""Name for init_process_group and new_group, once smp is imported (:mod:`smp.backend_names`)."""
 TOPOLOGY = "SMP_NETWORK_TOPOLOGY"
 """Environment variable: a file as of --network-topology. Its ranks are those of the default group."""
 DIVIDED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ADDED = (*DIVIDED, torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-"""What torch adds on a CPU. A rank that has nothing to add would else wait for one that failed."""
+"""Dtypes that torch can add on a CPU. With another one a rank would fail in its sum while others wait for it."""
 
 
 _OP = dist.ReduceOp
@@ -213,7 +213,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _compare_parts(self, sent: list[int], received: list[int], opts: Any) -> None:
-        """What each rank sends to this one is what it waits for; on all ranks."""
+        """Check that the bytes that each rank sends to this one are those that it expects. Collective."""
         # Each rank tells the others how much it sends them, before any data: gloo would end the process.
         coming = torch.empty(self.size(), dtype=torch.int64)
         self._plain_group.alltoall_base(coming, torch.tensor(sent), [], [], opts).wait()
@@ -226,7 +226,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.network.compare(Call(said, 0), limit_of(opts))
 
     def _ask(self, call: Call, run: Callable[[], Any], tensors: Sequence[Any], result: Any, opts: Any) -> Any:
-        """What gloo is to ``run``, once all ranks are at this call. NCCL runs in the order of the caller's stream."""
+        """Run a call of gloo once all ranks are at this call. NCCL runs in the order of the caller's stream."""
         if self.size() == 1 or any(tensor.device.type != "cpu" for tensor in tensors):
             return run()
         timeout = limit_of(opts) if hasattr(opts, "timeout") else None
@@ -299,7 +299,8 @@ def _topology(options: Any) -> tuple[Topology, Any]:
 
 
 def _check_alike(problems: Sequence[str], files: Sequence[Sequence[Any]]) -> None:
-    """What each rank failed with, and (has a file, its digest) of each."""
+    """Raise ConfigError unless all ranks read the same: the problem of each rank ("": none), and (has a file,
+    digest)."""
     failed = next((rank for rank, problem in enumerate(problems) if problem), None)
     if failed is not None:
         raise ConfigError(f"{TOPOLOGY} of rank {failed} in a group of {len(files)}: {problems[failed]}")

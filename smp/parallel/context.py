@@ -304,7 +304,7 @@ def _group_of(mesh: DeviceMesh, dim: int) -> Group:
 
 
 def _sharding(mesh: DeviceMesh, shard: str) -> DeviceMesh:
-    """What FSDP works on: with replicas two dimensions."""
+    """FSDP's mesh: 1-D, or with replicas 2-D (replicate, shard)."""
     return mesh[shard] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", shard]
 
 

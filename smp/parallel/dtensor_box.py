@@ -44,7 +44,7 @@ def local_box(tensor: torch.Tensor) -> Box:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, on the same memory: all of it unless it is a DTensor."""
+    """The local tensor of a DTensor, on the same memory; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

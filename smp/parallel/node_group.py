@@ -30,7 +30,7 @@ from smp.parallel.network.topology import Topology
 from smp.parallel.shared_memory import DTYPES, OPERATIONS, join
 
 NAME = "smp_node"
-"""What new_group takes, once this module is imported."""
+"""Name for new_group, once this module is imported."""
 _ADDED = DTYPES[: DTYPES.index(torch.bool)]
 
 
@@ -52,7 +52,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         return NAME
 
     def shutdown(self) -> None:
-        """What ``destroy_process_group`` calls."""
+        """Called by ``destroy_process_group``."""
         if self.memory is not None:
             self.memory.leave()
             self.memory = None
@@ -131,7 +131,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         return _CompletedWork([])
 
     def shift(self, output: torch.Tensor, given: torch.Tensor, source: int) -> Any:
-        """What the rank ``source`` gives, where every rank is the source of one; None: it cannot, ask for messages."""
+        """Receive from the rank ``source``; every rank is the source of one. None: not through memory, use messages."""
         if self.memory is None or not _is_moved(output, given):
             return None
         opts = dist.AllToAllOptions()
@@ -224,7 +224,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_into(result: torch.Tensor, x: torch.Tensor) -> None:
-    """What :func:`_flat` copied from x, back into x."""
+    """Write the result back into x where :func:`_flat` made a copy."""
     if x.is_neg() or x.is_conj() or not x.is_contiguous():
         x.detach().copy_(result.view(x.shape))
 

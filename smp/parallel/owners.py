@@ -22,7 +22,7 @@ from smp.parallel.collectives import all_gather_flat
 from smp.parallel.dtensor_box import cuts_of
 
 Parts = Mapping[int, torch.Tensor]
-"""What a rank has of some of a round's tensors, by their number in it."""
+"""This rank's parts of some of a round's tensors, by their number in the round."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class _Shared:
     coordinate: tuple[int, ...]
 
     def box(self, undone: Sequence[Cut], at: tuple[int, int] | None = None) -> Box:
-        """What a rank has when some cuts are undone: this one, or that at (mesh dimension, index) next to it."""
+        """The box of a rank when some cuts are undone: of this rank, or of the one at index ``at[1]`` of mesh dimension
+        ``at[0]``."""
         left = [cut for cut in self.cuts if cut not in undone]
         coordinate = list(self.coordinate)
         if at is not None:
@@ -142,7 +143,7 @@ class _Stage:
         return number // self.turn % self.mesh.size(self.dim)
 
     def _box(self, number: int, rank: int | None) -> Box:
-        """What ``rank`` of this dimension has before the cut is undone; None: what its owner has then."""
+        """The box of ``rank`` of this dimension before the cut is undone; None: the owner's box afterwards."""
         shared = self.shared[number]
         undone = [c for c in shared.cuts if c.mesh_dim in self.before or (rank is None and c.mesh_dim == self.dim)]
         return shared.box(undone, None if rank is None else (self.dim, rank))
@@ -169,7 +170,7 @@ class _Stage:
         return {k: part for some, parts in zip(of, received, strict=True) for k, part in zip(some, parts, strict=True)}
 
     def _view(self, whole: torch.Tensor, number: int, rank: int) -> torch.Tensor:
-        """What ``rank`` has of a tensor that is put together."""
+        """The view of ``rank``'s part in an assembled tensor."""
         return _inside(whole, self._box(number, None), self._box(number, rank))
 
     def _exchange(

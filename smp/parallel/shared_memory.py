@@ -34,7 +34,7 @@ _LINE, _GONE, _CALL = 16, 1, 2
 _GONE why the rank will not come any more, at _CALL and behind it which collective it calls with this sequence number
 and which with the one before, alternating like the slots."""
 _LEFT, _FAILED = 1, 2
-"""What is at _GONE."""
+"""Values at _GONE."""
 _WHY = {
     0: "it is late, or waits for one that is",
     _LEFT: "its process ended, or it left the group",
@@ -52,7 +52,7 @@ DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128),
 )
-"""What is moved; all before bool can be added up."""
+"""Dtypes that are moved; those before bool can be added up."""
 _Limit = Callable[[], float]
 """Seconds until a late rank is an error, asked for only while one is late."""
 _SPINS = 3000
@@ -64,7 +64,7 @@ class AbsentRankError(CollectiveError):
 
 
 class Memory:
-    """What the ranks of one group share.
+    """The shared memory of one group, and its collectives.
 
     Args:
         memory: sequence numbers, then 2 x size slots.
@@ -290,7 +290,7 @@ class Memory:
 
 
 def _in_words(call: int) -> str:
-    """What :meth:`Memory._begin` made one number of, so that ranks can compare it."""
+    """The call that :meth:`Memory._begin` packed into one number, as text."""
     kind, dtype, detail = _KINDS[call & 15], DTYPES[call >> 4 & 255], call >> 12 & 4095
     told = [str(dtype).removeprefix("torch.")]
     if kind in ("all-reduce", "reduce-scatter"):
@@ -383,7 +383,7 @@ def _create_memory(size: int, secret: str) -> int:
 
 
 def _open(path: str, secret: str) -> mmap.mmap | None:
-    """What is at ``path``; None if that cannot be opened here, or is something else."""
+    """Map the memory at ``path``; None if it cannot be opened here, or is another file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -126,7 +126,7 @@ def counterpart(action: Action) -> Action:
 
 
 def completed(action: Action) -> tuple[Action, ...]:
-    """What is done once the action is: a whole backward is its input part and its weight part."""
+    """The actions that count as done once this one is: a whole backward is its input part and its weight part."""
     if action.op is not Op.BACKWARD:
         return (action,)
     # The input part first: the runner files the result of a whole backward pass under it.
@@ -135,7 +135,7 @@ def completed(action: Action) -> tuple[Action, ...]:
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
-    """What has to be done earlier on the same rank, as ``completed`` says it.
+    """Actions that have to be done earlier on the same rank, in the terms of ``completed``.
 
     A stage whose neighbour lives on the same rank takes its input from there, any other one from a receive.
     """
@@ -160,7 +160,7 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
 
 
 def _input(schedule: Schedule, action: Action, neighbour: int, local: Op, remote: Op) -> list[Action]:
-    """Where the tensor comes from that ``action`` reads: nowhere at the ends of the model."""
+    """The action that produces the tensor that ``action`` reads, as a list; empty at the ends of the model."""
     if not 0 <= neighbour < schedule.stages:
         return []
     if schedule.rank_of(neighbour) == schedule.rank_of(action.stage):

@@ -1,4 +1,4 @@
-"""What a rank says when it loses contact with another one.
+"""Error messages of a rank that loses contact with another one.
 
 No rank can know which one is lost: it sees that a message or a collective fails, and what is at its other end may have
 ended only because it lost contact too. So each rank says where it stands, and the one that says nothing is lost. Where

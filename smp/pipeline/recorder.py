@@ -27,7 +27,7 @@ class Watcher(Protocol):
         """Its message is here."""
 
     def running(self, action: Action) -> AbstractContextManager[None]:
-        """What an action runs in."""
+        """Context manager around an action."""
 
 
 class Recorder:

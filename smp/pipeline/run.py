@@ -23,7 +23,7 @@ from smp.pipeline.recorder import Watcher
 
 
 class Stages(Protocol):
-    """What the stages of one rank compute, for one step. ``micro_batch`` counts from 0."""
+    """The computations of one rank's stages in one step. ``micro_batch`` counts from 0."""
 
     def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """From the output of the stage before (None: this is the first) to this one's (None: this is the last)."""

@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def split_backward(self) -> bool:
-        """Whether the schedule computes weight gradients apart."""
+        """Whether the schedule splits backward passes into input and weight gradients."""
         return any(action.op is Op.BACKWARD_WEIGHT for rank in self.training.actions for action in rank)
 
     def stages_of(self, rank: int) -> dict[int, ModelPart]:

@@ -78,7 +78,7 @@ def split_activations(
 
 @dataclass(frozen=True)
 class PassState:
-    """What a rank holds in a pass of a micro-batch through one of its stages.
+    """Memory state of a rank during a pass of a micro-batch through one of its stages.
 
     Attributes:
         part: which of the rank's stages it goes through, counted from 0.
@@ -244,7 +244,7 @@ def _end(schedule: Schedule, rank: int, end: tuple[int, Action] | None) -> str:
 
 
 def _at(schedule: Schedule, rank: int, position: int) -> str:
-    """Where an action stands, for messages."""
+    """Rank, position and action, for messages."""
     actions = schedule.actions[rank]
     return f"rank {rank}, position {position}, {actions[position] if position < len(actions) else 'end of the step'}"
 

@@ -30,7 +30,8 @@ _ALIGNED = 8
 
 @dataclass(frozen=True)
 class Part:
-    """Where a parameter lies in a unit's buffer, in elements, and how its layer scales; None: as it is."""
+    """A parameter's range in a unit's buffer, in elements, and its layer's FP8 scaling; None: it is gathered as it
+    is."""
 
     start: int
     end: int

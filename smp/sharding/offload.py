@@ -83,7 +83,7 @@ class _Storage:
 
 @dataclass(eq=False)
 class _Block:
-    """What one forward pass of a block has saved.
+    """Tensors that one forward pass of a block has saved.
 
     Attributes:
         key: of the micro-batch's pass through a stage.
@@ -125,7 +125,7 @@ class _Saved:
 
 
 class Offload:
-    """Where the activations of wrapped blocks are.
+    """Moves activations of wrapped blocks to the host and back.
 
     Args:
         copier: of the device; see :func:`smp.kernels.copier.copier_of`.
@@ -342,7 +342,7 @@ def _addresses(nested: Any) -> set[int]:
 
 
 def offload_of(config: ParallelConfig, copier: Copier) -> Offload | None:
-    """What --offload-activations asks for, for all models of a run; None if it is not given."""
+    """The offload of --offload-activations, for all models of a run; None if it is not given."""
     if not config.offload_activations:
         return None
     size = 0 if config.recompute_granularity == "full" else config.min_offloaded_tensor_size

@@ -29,7 +29,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one layer's attention is.
+    """Settings of one layer's attention.
 
     Attributes:
         causal: a token does not see later ones.
@@ -55,12 +55,12 @@ class AttentionSpec:
         return self.softcap is not None or self.alibi_heads is not None
 
     def pattern(self, layout: TokenLayout) -> Pattern:
-        """What this layer shares with others of the same causality and window."""
+        """The mask pattern, shared by layers of the same causality and window."""
         return layout.pattern(self.causal, self.window)
 
 
 class AttentionCore(Protocol):
-    """What computes attention in a run."""
+    """Protocol of the attention implementation of a run."""
 
     @property
     def name(self) -> str:

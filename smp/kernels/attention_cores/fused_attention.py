@@ -91,7 +91,7 @@ class FusedAttention(Masked):
     def arguments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: TokenLayout, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Scores]:
-        """What the operator gets: q, k and v (batch, heads, length, head_dim), and what the scores are.
+        """Arguments of the operator: q, k and v (batch, heads, length, head_dim), and the options of the scores.
 
         Raises:
             ValueError: they are more than an operator computes.

@@ -23,7 +23,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Scores:
-    """What the scores of a call are.
+    """Options of a call's scores.
 
     Attributes:
         causal: a query sees the keys that do not come after it; without a mask and with as many keys as queries only.

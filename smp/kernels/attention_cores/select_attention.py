@@ -25,7 +25,7 @@ AttentionWish = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one call looks like: (1, heads, length, head_dim), causal or with a mask.
+    """Shape of one call: (1, heads, length, head_dim), causal or with a mask.
 
     Attributes:
         heads, length, head_dim, dtype: of queries; keys and values have fewer heads, else the same.
@@ -98,7 +98,7 @@ def choose_attention(
 
 
 def _core(name: str, device: torch.device, shape: AttentionShape) -> BlockCore:
-    """What computes with backend ``name``."""
+    """The core of backend ``name``."""
     if name == "math":
         return MathAttention()
     # FlashAttention's dense kernel takes no mask on a GPU; documents and windows go by their ends.

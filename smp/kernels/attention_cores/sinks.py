@@ -46,7 +46,7 @@ def attend_with_sinks(
     dropout_key: torch.Tensor | None,
     sinks: torch.Tensor,
 ) -> Pair:
-    """What a core that computes all keys in one call does with ``sinks``."""
+    """Attention with ``sinks`` by a core that computes all keys in one call."""
     return _WithSinks.apply(q, k, v, sinks, dropout_key, core, layout, spec)
 
 

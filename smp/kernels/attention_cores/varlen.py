@@ -111,7 +111,7 @@ class VarlenAttention:
     def _documents(
         self, q: torch.Tensor, layout: TokenLayout, spec: AttentionSpec
     ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Where they begin in queries and keys, and the longest."""
+        """(cu_seqlens of queries, of keys, the longest document in queries, in keys)."""
         if layout.cu_seqlens_q is None:
             layout = self.prepare(layout, [spec], q.dtype, q.device)
         assert layout.cu_seqlens_q is not None and layout.cu_seqlens_k is not None
@@ -128,5 +128,5 @@ def _rows(
 
 
 def _sides(spec: AttentionSpec) -> tuple[int, int]:
-    """How many tokens before and after it a token sees; -1: all."""
+    """``window_size`` of the kernel: tokens before and after itself that a token sees; -1: all."""
     return (-1 if spec.window is None else spec.window - 1, 0 if spec.causal else -1)

@@ -92,7 +92,7 @@ class _Products(torch.autograd.Function):
 def gradients_now(
     computations: Sequence[Callable[[], torch.Tensor]], wanted: Sequence[bool], later: Sequence[Later]
 ) -> list[torch.Tensor | None]:
-    """What a backward pass returns for weights: the gradients of those that are wanted, or None for each when
+    """Weight gradients that a backward pass returns: those of the ``wanted`` weights, or None for each when
     ``later`` takes them over."""
     if not later:
         return [compute() if needed else None for compute, needed in zip(computations, wanted, strict=True)]

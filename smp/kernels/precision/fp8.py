@@ -47,7 +47,7 @@ class Quantised(NamedTuple):
 
 
 Operand = torch.Tensor | Quantised
-"""What a product takes."""
+"""An operand of a product: a plain tensor or a quantised one."""
 
 
 def largest(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:

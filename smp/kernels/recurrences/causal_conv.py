@@ -62,7 +62,8 @@ def _taps(size: int, places: torch.Tensor | None) -> list[tuple[int, torch.Tenso
 
 
 def _sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor | None) -> torch.Tensor:
-    """What SiLU is of, (rows, length, channels), of x (rows, K - 1 + length, channels), in the precision of sums."""
+    """The convolution before SiLU, (rows, length, channels), of x (rows, K - 1 + length, channels), in fp32 at
+    least."""
     length, wide = x.shape[1] - weight.shape[1] + 1, accumulation_dtype(x.dtype)
     x, weight = x.to(wide), weight.to(wide)
     out = torch.zeros((), dtype=wide, device=x.device) if bias is None else bias.to(wide)

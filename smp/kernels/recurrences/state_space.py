@@ -152,11 +152,11 @@ class _Chunks:
         return _Chunks(by_chunk(q), by_chunk(k), v, step, decays)
 
     def faded(self) -> torch.Tensor:
-        """How much of what token j writes is there at token i: within * step, (n, B, r, C, C)."""
+        """Weight of token j's write in the state at token i: within * step, (n, B, r, C, C)."""
         return self.decays.within * self.step.transpose(3, 4)
 
     def kept(self) -> torch.Tensor:
-        """How much of what a token writes is there behind the chunk, (n, B, r, C, 1)."""
+        """Weight of a token's write in the state after the chunk, (n, B, r, C, 1)."""
         return self.decays.behind * self.step
 
 

@@ -85,7 +85,7 @@ class Call:
     pairs: int
 
     def spec(self, layer: AttentionSpec) -> AttentionSpec:
-        """What the call computes of ``layer``."""
+        """The spec of ``layer`` with the causality and window of this call."""
         return replace(layer, causal=self.causal, window=self.window)
 
 

@@ -66,7 +66,7 @@ class CutAttention(ABC):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Any:
-        """What follows from a cut, once per micro-batch."""
+        """The plan of exchanges and calls for a cut, once per micro-batch."""
 
     @abstractmethod
     def exchange(

@@ -1,4 +1,4 @@
-"""What attention cores compute from the split of a sequence: once per micro-batch, for all layers."""
+"""Kinds of layers that share a plan: attention cores make one per kind and micro-batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import Pattern
 
 Kind = tuple[Pattern, bool]
-"""What layers share that have the same plan: the pattern, and whether probabilities are dropped."""
+"""(pattern, whether probabilities are dropped): layers of one kind share a plan."""
 
 
 def kind_of(spec: AttentionSpec, cut: SequenceCut) -> Kind:

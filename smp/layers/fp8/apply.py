@@ -21,7 +21,7 @@ from smp.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class Fp8:
-    """How a run computes in FP8.
+    """FP8 settings of a run.
 
     Attributes:
         precision: recipe and formats.
@@ -75,7 +75,7 @@ def fp8_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def fp8_history(model: nn.Module) -> AmaxHistory | None:
-    """What :func:`use_fp8` made for delayed scaling; None without it."""
+    """The history that :func:`use_fp8` made for delayed scaling; None for other recipes."""
     found = getattr(model, "fp8_history", None)
     return found if isinstance(found, AmaxHistory) else None
 

@@ -22,7 +22,7 @@ from smp.parallel.collectives import Group, max_over, sum_over
 Algorithm = Literal["max", "most_recent"]
 INPUT, WEIGHT, GRADIENT = 0, 1, 2
 HISTORY = "fp8.amax_history."
-"""What names of its tensors in checkpoints begin with."""
+"""Prefix of its tensors' names in checkpoints."""
 Maxima = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Maxima of a layer in one step: of its inputs, weights and gradients, fp32 0-dim each. Each has its own memory, which
 compiled code writes into: see ``traced.py``."""
@@ -66,7 +66,7 @@ class AmaxHistory:
         self.is_empty = True
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds, (length, 3) of each layer, by names that do not depend on the layout. The tensors
+        """Tensors for a checkpoint, (length, 3) of each layer, by names that do not depend on the layout. The tensors
         are the live ones; call :meth:`restored` after loading into them."""
         return {f"{HISTORY}{name}": self._maxima[i] for i, name in enumerate(self.names)}
 

@@ -1,4 +1,4 @@
-"""What one linear layer knows of FP8. It knows no layer, so that layers can name it."""
+"""FP8 state of one linear layer. Imports no layer, so that layers can import it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smp.parallel.collectives import Group, max_over
 
 
 class LayerScaling:
-    """What a linear layer knows of FP8: how its scales are made, and with delayed scaling its row of the history."""
+    """FP8 state of a linear layer: how its scales are made, and with delayed scaling its row of the history."""
 
     def __init__(self, made: Scales, history: AmaxHistory | None = None, row: int = 0) -> None:
         self._made, self._key, self.history = made, made.key, history

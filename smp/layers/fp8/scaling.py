@@ -94,7 +94,7 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class Precision:
-    """What the layers of a run have in common; see ``smp.kernels.product.Scaled``."""
+    """Recipe and formats of a run's layers; see ``smp.kernels.product.Scaled``."""
 
     recipe: Recipe
     fp8_format: Format

@@ -26,7 +26,8 @@ from smp.parallel.collectives import Group, reduce_from_group
 
 @dataclass(frozen=True)
 class TokenValues:
-    """What a head found for the tokens of a micro-batch, on the columns of every sequence that this rank holds.
+    """Log-probabilities or scores of the tokens of a micro-batch, on the columns of every sequence that this rank
+    holds.
 
     Attributes:
         values: fp32 (rows, length), without gradient: log-probabilities or scores; 0 outside of the answers.
@@ -42,7 +43,7 @@ class TokenValues:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank counts what all ranks of ``cp`` compute alike: losses and metrics of all ranks are added
+        """Whether this rank contributes numbers that all ranks of ``cp`` compute alike: losses and metrics are added
         up."""
         return self.cp is None or self.cp.rank == 0
 
@@ -52,7 +53,7 @@ class TokenValues:
 
 
 class Judged(NamedTuple):
-    """What a loss makes of :class:`TokenValues`.
+    """The result of a loss of answers.
 
     Attributes:
         loss: 0-dim fp32, this rank's part of the mean over the global batch.
@@ -67,7 +68,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerLoss:
-    """What is wanted of the answers in a micro-batch.
+    """The loss of the answers in a micro-batch, and what the head has to compute for it.
 
     Attributes:
         judge: the loss; None: only the values of tokens are wanted.

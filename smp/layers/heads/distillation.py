@@ -38,7 +38,7 @@ _LEAST = 1.2e-38
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """What makes logits of a teacher's states.
+    """The teacher's output matrix: logits = states @ matrix^T.
 
     Attributes:
         matrix: this rank's rows of the output matrix, (rows, hidden), for the same token ids as the model's.
@@ -80,7 +80,7 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TopLogits:
-    """What was kept of a teacher that ran on these tokens before.
+    """Stored log-probabilities of a teacher that ran on these tokens before: its k likeliest ids of each.
 
     Attributes:
         ids: int64 (tokens, k), token ids, each once.

@@ -65,7 +65,7 @@ class ModelOutput(NamedTuple):
 
     @property
     def total(self) -> torch.Tensor | None:
-        """What is minimised: the loss and all auxiliary ones; None: a stage without any."""
+        """The sum that is minimised: the loss and all auxiliary losses; None for a stage without any."""
         losses = [*([] if self.loss is None else [self.loss]), *self.aux_losses.values()]
         # From the first one on, and not from 0: a sum that begins with a number would add it to the graph.
         return sum(losses[1:], losses[0]) if losses else None

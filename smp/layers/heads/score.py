@@ -72,7 +72,7 @@ def scored(
     shared_by: Group | None = None,
     cp: Group | None = None,
 ) -> ModelOutput:
-    """What :class:`ScoreHead` gives, of a row ``weight`` (1, hidden).
+    """The forward pass of :class:`ScoreHead` with a given row ``weight`` (1, hidden).
 
     Args:
         shared_by: ranks that have some of the tokens each.

@@ -161,7 +161,7 @@ class Dispatch:
         return lambda: permute_rows(receive(), order, inverse, backend)
 
     def from_experts(self, rows: torch.Tensor, weights: torch.Tensor, backend: str = "torch") -> torch.Tensor:
-        """What experts made of these rows, back and summed by ``weights``, fp32 (tokens, k) -> (tokens, h)."""
+        """Send the experts' results back and sum them by ``weights``, fp32 (tokens, k): -> (tokens, h)."""
         if self.group is not None:
             assert self.local_order is not None and self.local_inverse is not None
             rows = permute_rows(rows, self.local_inverse, self.local_order, backend)

@@ -45,7 +45,7 @@ class ExpertLinear(nn.Module):
     """
 
     add_low_rank: ClassVar[Callable[..., torch.Tensor] | None] = None
-    """What a layer with adapters adds to its product; see ``smp.layers.moe.lora``."""
+    """Hook of layers with adapters: adds to the product; see ``smp.layers.moe.lora``."""
 
     def __init__(
         self,

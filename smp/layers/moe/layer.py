@@ -27,7 +27,7 @@ from smp.parallel.context import ParallelContext
 
 
 class SharedExpertGate(nn.Module):
-    """What the shared experts' result is multiplied by, ``sigmoid(w . x_t)`` for each token (Qwen 2).
+    """The gate of shared experts: their result is multiplied by ``sigmoid(w . x_t)`` of each token (Qwen 2).
 
     Args:
         hidden_size: of the tokens.
@@ -139,7 +139,7 @@ class MoE(nn.Module):
     def _shared(
         self, x: torch.Tensor, token_index: torch.Tensor | None, local_token_index: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """What shared experts make of these tokens; None: there are none."""
+        """Output of the shared experts for these tokens; None: there are no shared experts."""
         if self.shared_experts is None:
             return None
         y = self.shared_experts(x, token_index, local_token_index)

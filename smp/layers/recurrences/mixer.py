@@ -34,7 +34,7 @@ StatesBefore = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Tokens(NamedTuple):
-    """What a mixer projects tokens to, (batch, length, ...) each.
+    """Projections of a mixer's input, (batch, length, ...) each.
 
     Attributes:
         mixed: queries, keys and values side by side before the convolution.
@@ -66,7 +66,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     output: RowParallelLinear
     conv_multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """What queries, keys and values are multiplied by in front of the convolution."""
+    """Factors of queries, keys and values before the convolution."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     @abstractmethod
     def _projected(self, x: torch.Tensor, layout: TokenLayout) -> tuple[Tokens, torch.Tensor]:
-        """What the recurrence takes, and the gate (tokens, heads/p x value_dim)."""
+        """(the recurrence's inputs, the gate (tokens, heads/p x value_dim))."""
 
     @abstractmethod
     def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

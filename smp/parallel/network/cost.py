@@ -44,7 +44,7 @@ LEAST_CHUNK = 64 << 10
 
 @dataclass(frozen=True)
 class Way:
-    """How a collective runs.
+    """A way to run a collective.
 
     Attributes:
         route: between nodes; None: flat, as the process group does it.
@@ -121,7 +121,7 @@ def ways(topology: Topology, piece: int, numbers: Sequence[int] = CHUNKS) -> Ite
 
 
 def weight(way: Way, topology: Topology) -> float:
-    """What a predicted time is multiplied by where ways are compared."""
+    """Factor of a predicted time where ways are compared, see ``MEETING``."""
     return MEETING if way.route == "mesh" and len(topology.nodes) > 2 else 1.0
 
 
@@ -190,7 +190,7 @@ class Policy:
 
 
 def messages(kind: Kind, topology: Topology, way: Way) -> int:
-    """How many all ranks send: of each chunk all ranks but one get it, or add to it."""
+    """Number of messages of all ranks: each chunk goes to all ranks but one, or comes from them."""
     twice = kind == "all-reduce" or (kind == "reduce-scatter" and way == FLAT)
     return (2 if twice else 1) * topology.size * (topology.size - 1) * way.chunks
 

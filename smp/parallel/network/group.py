@@ -39,7 +39,7 @@ class CollectiveError(RuntimeError):
 
 
 class NetworkGroup:
-    """What a process group needs to run collectives by schedules.
+    """Runs the collectives of a process group by schedules.
 
     Args:
         group: as messages for errors name it, its ranks in the default group.

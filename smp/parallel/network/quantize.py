@@ -27,7 +27,7 @@ _LARGEST = 127
 _LARGEST_SCALE = 2.6793878e36  # below the largest number / 127, which rounded up would decode to infinity
 What = Literal["weights", "gradients"]
 NAMES: dict[What, str] = {"weights": "weight quantization error", "gradients": "gradient quantization error"}
-"""What a run logs: norm of the error / norm of what was coded, since the step before."""
+"""Names of metrics: norm of the quantization error / norm of the quantized numbers, since the step before."""
 
 
 def coded_bytes(count: int) -> int:
@@ -66,7 +66,7 @@ def decode(coded: torch.Tensor, into: torch.Tensor) -> None:
 
 @dataclass
 class Quantization:
-    """What of a run is coded where it crosses an uplink, and the error of it on this rank since it was last asked for.
+    """What is quantized where it crosses an uplink, and the error on this rank since :meth:`taken` was called last.
 
     Attributes:
         weights: in gathers.
@@ -102,7 +102,7 @@ class Quantization:
 
     @staticmethod
     def relative(taken: torch.Tensor) -> torch.Tensor:
-        """What :meth:`taken` gives -> (1 per name) fp32; 0 where nothing was coded."""
+        """Relative errors from the result of :meth:`taken`, fp32 (1 per name); 0 where nothing was coded."""
         errors, numbers = taken.view(-1, 2).unbind(1)
         return (errors / numbers.clamp_min(torch.finfo(taken.dtype).tiny)).sqrt().float()
 

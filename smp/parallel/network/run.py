@@ -25,7 +25,7 @@ class Posted(Protocol):
 
 
 class Transport(Protocol):
-    """What moves messages of one collective. Messages of one channel arrive in the order in which they were sent."""
+    """Point-to-point messages of one collective. Those of one channel arrive in the order in which they were sent."""
 
     def send(self, tensor: torch.Tensor, to: int) -> Posted:
         """Begin to send a contiguous tensor, which stays as it is until the message has left."""

@@ -1,4 +1,4 @@
-"""Whether all ranks of a group begin the same collective, before any of its data is sent.
+"""Check that all ranks of a group begin the same collective, before any of its data is sent.
 
 gloo ends the process that receives more bytes than it waits for, and its peers then blame a lost rank. So each rank
 says in a message of fixed size what it calls, and learns in log2(ranks) rounds the first and the last of what all say,
@@ -20,7 +20,7 @@ _TEXT, _RANK = 156, 4
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank calls.
+    """A collective as a rank calls it.
 
     Attributes:
         kind: of the collective, in words.

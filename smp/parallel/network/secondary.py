@@ -40,7 +40,7 @@ class SecondaryShards:
 
     @property
     def nbytes(self) -> int:
-        """What this rank holds by now."""
+        """Bytes of this rank's secondary shards so far."""
         return sum(0 if unit.own is None else unit.own.nbytes for unit in self._units)
 
 

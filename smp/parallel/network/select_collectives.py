@@ -32,7 +32,7 @@ SMALLEST = 64 << 10
 
 @dataclass(frozen=True)
 class NetworkCollectives:
-    """What a run's data-parallel groups do.
+    """The collectives of a run's data-parallel groups.
 
     Attributes:
         groups: by the name of a process group; what is not here is flat.
@@ -229,7 +229,7 @@ def _network_group(group: dist.ProcessGroup, policy: Policy, timeout: timedelta)
 
 
 def _describe_policy(name: str, policy: Policy, source: str) -> str:
-    """What was picked for one group, and why."""
+    """A line for the log: the choice for one group, and the reason."""
     begin = f"data-parallel collectives of {name} over {policy.topology}:"
     if not policy.hierarchical:
         level = "one node" if len(policy.topology.nodes) == 1 else "one rank on each node"

@@ -31,7 +31,7 @@ class Span:
 
 @dataclass
 class Timeline:
-    """What happened.
+    """All messages and sums of a collective, with their times.
 
     Attributes:
         sent, received: bytes of each node's uplink.

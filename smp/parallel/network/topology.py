@@ -104,7 +104,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """What the network does.
+    """Rates of a network.
 
     Attributes:
         between: of a node's uplink, which its ranks share.

@@ -77,7 +77,7 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def message_of(rank: int, action: Action) -> Message | None:
-    """What an action of a rank sends or receives."""
+    """The message that an action of a rank sends or receives; None for a sum."""
     if action.op is Op.REDUCE:
         return None
     ends = (rank, action.peer) if action.op is Op.SEND else (action.peer, rank)
