@@ -125,6 +125,7 @@ def logits_to_gradient_reference(
     minus, columns = torch.where(here, -weights, 0.0)[:, None], columns.clamp(0, max(valid - 1, 0))[:, None]
     scratch = _scratch(logits, valid)
     for rows in _row_blocks(logits) if valid else ():
+        # Written over block by block: the gradient takes the logits' memory.
         z = logits[rows, :valid]
         gradient = z if z.dtype == scratch.dtype else scratch[: z.shape[0]]
         # In two subtractions: M + L in one number would round away the small one.

@@ -135,6 +135,7 @@ def describe_kernels(kernels: Kernels, reasons: dict[str, str]) -> list[str]:
 def _automatic(name: str, device: torch.device, features: int, compile: bool) -> tuple[str, str]:
     if device.type != "cuda":
         return "torch", f"runs on {device.type}"
+    # An operator of this package is a fusion barrier for Inductor.
     if compile and name in _FUSIBLE:
         return "torch", "torch.compile fuses it with its neighbours"
     if not _installed("triton"):

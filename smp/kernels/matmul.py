@@ -65,9 +65,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """g^T x, with gradients of any order: (..., out) and (..., in) -> (out, in)."""
+    # (n, out) and (n, in)
     grad, x = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, x))
     if not gradient_by_onednn(grad, x):
         return grad.t() @ x
+    # For a second derivative: ``linear`` is differentiable, the private operator is not.
     if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
         return linear(grad.t(), x.t())
     if not _is_wide(grad, x) and grad.shape[1] > _COLUMNS:

@@ -123,6 +123,7 @@ def backward_reference(
 ) -> Tensors:
     """(dx, dw, db) by the formulas above; ``dtotal`` is added to dx, and db is empty without ``has_bias``."""
     wide = x.to(scale.dtype)
+    # n of the formulas, made again from x and the saved numbers of each row.
     wide = (wide - mean[:, None] if has_bias else wide) * scale[:, None]
     # dy w of the formula; ``wide`` is n.
     dwide = dy.to(scale.dtype) * weight

@@ -144,6 +144,7 @@ def along_rows(x: torch.Tensor, dtype: torch.dtype, size: int) -> Quantised:
 
 
 def _along_rows(x: torch.Tensor, dtype: torch.dtype, size: int) -> Quantised:
+    # Blocks along the tokens: the maxima of columns of x are those of rows here.
     turned = x.t()
     return quantise(turned, inverse_scale(largest_of_blocks(turned, size=size), dtype), dtype)
 

@@ -58,6 +58,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     # (a, b) -> (-b, a), the half-rotation of Hugging Face's ``rotate_half``.
     first, second = rotated.chunk(2, dim=-1)
     out = (rotated * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    # Partial rotary: channels from r on carry no position.
     return out if passed.shape[-1] == 0 else torch.cat((out, passed), dim=-1)
 
 

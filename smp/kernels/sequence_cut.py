@@ -195,6 +195,7 @@ def _deal(lengths: list[int], cp: int, whole: int) -> np.ndarray:
     # Long ones first, while there is room for them in one piece.
     for length, start in sorted(rest, key=lambda document: -document[0]):
         while length:
+            # The first of ranks with equal room: every rank makes the same cut.
             rank = int(room.argmax())
             taken = min(length, int(room[rank]))
             ranks[start : start + taken] = rank

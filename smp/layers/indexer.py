@@ -131,6 +131,7 @@ class SeenKeysNeed:
 
 def _numbers(begins: torch.Tensor, ends: torch.Tensor, keys: int, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(first, last) key numbers in the table, int64 (tokens,), from columns (batch, length); padding sees nothing."""
+    # The table has the keys of all sequences one after the other.
     base = torch.arange(len(begins), device=begins.device)[:, None] * keys
     first, last = (begins + base).flatten(), (ends + base).flatten()
     none = first.new_zeros(padding)
@@ -216,6 +217,7 @@ class Indexer(nn.Module):
             layout: of the tokens.
             rotary: where its table is.
         """
+        # (tokens [/p], heads, head_dim)
         q = self.queries(low).unflatten(1, (self.heads, self.head_dim))
         # (tokens [/p], 1, head_dim): one key, as a head for the rotation.
         k, w = self.key_norm(self.keys(x))[:, None], self.weights(x)
@@ -295,6 +297,7 @@ class _Loss(torch.autograd.Function):
         rest: tuple[torch.Tensor, ...],
         pairs: Pairs | None,
     ) -> torch.Tensor:
+        # Operators take no objects.
         where = () if pairs is None else (pairs.batch, pairs.length, pairs.keys, pairs.start, pairs.aligned)
         loss, *gradients = op(q, k, w, *rest, *where)
         ctx.save_for_backward(*gradients)

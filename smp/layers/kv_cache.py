@@ -57,6 +57,7 @@ class KVCache:
         self.positions = grown
 
     def _grown(self, kept: torch.Tensor) -> torch.Tensor:
+        # Zeros and not empty memory: masked values are multiplied by 0, and 0 x NaN is NaN.
         grown = kept.new_zeros(self.slots, kept.shape[1], self.capacity, kept.shape[3])
         grown[:, :, : kept.shape[2]] = kept
         return grown
@@ -66,6 +67,7 @@ class KVCache:
         for kept in self.layers.values():
             for x in kept:
                 x[target, :, :columns] = x[source, :, :columns]
+        # A recurrent state has no columns: all of it is what the text has been so far.
         for states in self.states.values():
             for x in states:
                 x[target] = x[source]

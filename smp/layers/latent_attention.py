@@ -141,6 +141,7 @@ class LatentAttention(nn.Module):
         ...), and the rotated part of the key, (tokens, 1, rope_dim), which the heads of all ranks share."""
         # The heads of all ranks use it, so its gradient is a sum over them.
         key_rope = self._of_all(key_rope)[:, None]
+        # (tokens, heads/p, qk_head_dim) and (tokens, heads/p, rope_dim)
         plain, rotated = q.split((self.qk_head_dim, self.rope_dim), dim=-1)
         if self.rope is not None:
             # DeepSeek's files have pairs side by side. Kernels rotate halves; queries and keys are reordered alike.

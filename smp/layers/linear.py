@@ -136,6 +136,7 @@ def column_parallel(
             raise ValueError("layers with one input differ in their group, sequence_parallel, product or sink")
     # Again with all layers: in FP8 they share one exchange of maxima.
     linear = _call(layers, x.dtype)
+    # (out/p, in) each
     weights = [layer.own_rows(layer.weight, x.dtype) for layer in layers]
     outputs = list(column_parallel_function(x, weights, linear, first.sink, layers if first.sink else ()))
     add_low_rank = next((m.add_low_rank for m in layers if m.add_low_rank is not None), None)
@@ -202,6 +203,7 @@ class RowParallelLinear(nn.Module):
         # (out, in/p)
         weight = local(self.weight, inputs[0].dtype)
         linear = _call([self], weight.dtype)
+        # (tokens [/p], ..., out), summed over the ranks
         y = row_parallel_function(inputs, weight, linear, activation, self.sink, self if self.sink else None)
         if self.add_low_rank is not None:
             y = self.add_low_rank(inputs[0], y, token_index)

@@ -188,6 +188,7 @@ class _Column(torch.autograd.Function):
         # Saved tensors come back as one flat list: this says where the operand ends.
         ctx.kept = len(kept)
         ctx.save_for_backward(*kept, *weights, *made.scales)
+        # No operator for one rank: the compiler sees the product and fuses what is around it.
         if linear.group.size == 1:
             return tuple(_column_products(made.x, made.weights, linear))
         if isinstance(made.x, Quantised):
@@ -237,6 +238,7 @@ def _quantised(parts: Sequence[torch.Tensor]) -> list[Operand]:
 
 
 def _column_products(x: Operand, weights: Sequence[Operand], linear: Linear) -> list[torch.Tensor]:
+    # (tokens, ..., in): every rank multiplies all tokens by its rows of the weights.
     full = linear.gathered(x)
     return [linear.run.forward(full, weight) for weight in weights]
 
@@ -341,6 +343,7 @@ def _row_gradients(grad: torch.Tensor, linear: Linear) -> tuple[Operand, Operand
     """Gradient of a row-parallel output (tokens [/p], ...): all of it for the input's and for the weight's gradient,
     and for the latter this rank's slice, which is to be gathered."""
     if linear.scaling is not None and linear.scaling.gathers_first:
+        # The gradient of the split output: all of it on every rank.
         full = linear.gathered(grad)
         assert isinstance(full, torch.Tensor)
         ((used, kept),) = linear.gradients([full])
@@ -398,6 +401,7 @@ def _scaled_row_fake(operands: list[torch.Tensor], linear: str) -> torch.Tensor:
 def _like_results(x: torch.Tensor, linear: str) -> torch.Tensor:
     product = Linear.of(linear).run
     assert isinstance(product, Scaled)
+    # A stand-in with the dtype of results: operands are 8-bit.
     return x.new_empty(x.shape, dtype=product.dtype)
 
 

@@ -135,6 +135,7 @@ class SplitRMSNorm(nn.Module):
         dtype = dtype or x.dtype
         # (..., groups of this rank, features of a group on this rank)
         wide = x.to(accumulation_dtype(x.dtype)).unflatten(-1, (self.own_groups, -1))
+        # (..., groups of this rank, 1)
         squares = wide.square().sum(-1, keepdim=True)
         if self.is_shared:
             # Its adjoint passes the gradient as it is; the next line sums it.

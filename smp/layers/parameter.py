@@ -195,6 +195,7 @@ def _fill(parameter: torch.Tensor, name: str, initializer: Initializer, seed: in
     if isinstance(initializer, Constant):
         data.fill_(initializer.value)
         return
+    # This rank's part of the whole: only its numbers are drawn.
     box = local_box(parameter)
     # Uneven sharding leaves ranks without rows.
     if box.empty:

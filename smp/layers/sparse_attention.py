@@ -97,11 +97,13 @@ class SparseLatentAttention(LatentAttention):
             return self.output(out.flatten(1), token_index=layout.token_index), loss
         # (keys of all sequences, kv_lora_rank + rope_dim); under context parallelism gathered from its ranks
         table, matrix = seen.table(self._table(latent, key_rope)), self._up_matrix(plain)
+        # int32 (tokens, topk) and (tokens,), of all tokens that TP ranks share
         chosen = self.indexer.choose(index, seen)
         out, sums = self._selected(plain, rotated, table, matrix, chosen)
         loss = None
         if weights is not None and self.stage == "sparse loss":
             loss = self.indexer.loss(index, seen, sums, weights, chosen)
+        # "dense loss": attention is sparse, and the indexer learns from all keys.
         elif weights is not None:
             loss = self._loss_of_all(plain, rotated, table, matrix, index, seen, weights)
         return self.output(out.flatten(1), token_index=layout.token_index), loss
@@ -123,6 +125,7 @@ class SparseLatentAttention(LatentAttention):
         # ``LatentAttention._to_latents``: scores are with rows of the table, and no keys or values
         # of single heads are made.
         keys, values = matrix.split((self.qk_head_dim, self.v_head_dim), dim=-1)
+        # (tokens, heads/p, kv_lora_rank + rope_dim)
         q = torch.cat((torch.einsum("thd,rhd->thr", plain, keys), rotated), dim=-1)
         out, sums = _Selected.apply(q, table, *chosen, self.spec.scale, self.kv_lora_rank)
         return torch.einsum("thr,rhd->thd", out, values), sums

@@ -62,6 +62,7 @@ def auxiliary_outputs(config: ModelConfig, found: Found, mtp: torch.Tensor | Non
         metrics[INDEXER_KL] = total.detach() / (sum(attends(config)) + len(mtp_layers(config)))
     if found.balance:
         total, coefficients = torch.stack(found.balance).double().sum(0), aux_losses(config)
+        # In the order of ``Balance.measures``.
         kinds = ("load balancing loss", "z loss")
         losses |= {name: coefficients[name] * total[i] for i, name in enumerate(kinds) if name in coefficients}
         experts = with_experts(config)

@@ -140,6 +140,7 @@ class Build:
             self._router(spec),
             experts,
             self.context,
+            # A dense MLP for every token, cut over TP as any other.
             shared=None if spec.shared is None else self.mlp(spec.shared),
             gate=SharedExpertGate(self.hidden_size, self.context, init_std=self.init_std) if spec.shared_gate else None,
             capacity=None
@@ -182,6 +183,7 @@ def activation_of(spec: specs.Activation) -> Activation | QuickGeglu:
 
 def _attention(spec: AttentionMixer, build: Build) -> SelfAttention:
     rope, temperature = spec.rope, spec.temperature
+    # Layers with equal settings make equal tables, which are prepared once.
     table = None if rope is None else RopeTable(rope.base, rope.channels, scaling_of(rope.scaling))
     # Tables are made once for each micro-batch and shared by the layers that name the same key.
     scaled = None if temperature is None else QueryScale(temperature.floor_scale, temperature.scale)

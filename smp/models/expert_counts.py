@@ -30,6 +30,7 @@ class ExpertCounts:
         """The routers' input for measuring balance, from loss weights (batch, length); padding does not count."""
         if self.spec is None:
             return None
+        # For layers that have counted nothing in this step yet, see :meth:`before`.
         seen = torch.zeros(self.spec.count, dtype=torch.int64, device=weights.device)
         counted = Counted(tokens.own(weights), seen)
         if self.spec.balancing != "seq_aux_loss":

@@ -156,6 +156,7 @@ def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
 @cache
 def parts_of(content: str, *, scores: bool = False) -> Parts:
     """The parts of the model that a config.json's ``content`` describes; arguments as of :func:`new_module`."""
+    # On the meta device: no weights, so this runs on a login node too.
     module = new_module(content, scores=scores)
     chosen = _experts_of_a_token(module.config.get_text_config(decoder=True))
     named, images = dict(module.named_parameters()), bool(decoder_of(module))

@@ -222,6 +222,7 @@ class GPT(StagedModel):
     def _wanted(self, x: torch.Tensor, batch: MicroBatch, matrix: torch.Tensor | None) -> ModelOutput:
         """Logits of the tokens that generation asks for, from the head's input."""
         assert self.head is not None and batch.cache is not None
+        # A piece of a long prompt before its last: only the cache is filled.
         if batch.cache.last is None:
             return ModelOutput()
         assert isinstance(self.head, VocabParallelHead), "a reward model writes nothing"

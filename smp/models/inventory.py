@@ -202,6 +202,7 @@ def _attention(mixer: AttentionMixer, hidden: int, name: str) -> Iterator[Parame
     yield from linear(f"{name}.value", hidden, kv, 0, mixer.qkv_bias, mixer.groups)
     if mixer.gate:
         yield from linear(f"{name}.gate", hidden, q, 0, False)
+    # Row-parallel: it reads the heads of each rank and its result is summed.
     yield from linear(f"{name}.output", q, hidden, 1, mixer.bias)
     if mixer.sinks:
         yield Parameter(f"{name}.sinks", (mixer.heads,), 0)

@@ -97,6 +97,7 @@ def _logits(model: Model, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
         # Pieces go on from each other through the cache, so a token is read once in its window.
         position_ids = torch.arange(at, at + len(new), device=device)[None]
         cache.reserve(at + len(new))
+        # Logits of all new tokens, unlike in generation, which wants the last one's.
         every = torch.arange(len(new), device=device)
         view = CacheView(cache, 0, position_ids, at + len(new) if at else 0, every)
         # Of the whole window, not of the piece: LongRoPE chooses its factors by it.

@@ -169,6 +169,7 @@ class TokenPreparation:
             return None
         if layout.token_index is None:
             raise ValueError("dropout needs token_index: masks are keyed by the global number of each token")
+        # Of the whole model, on every pipeline stage: a layer's keys follow from its number.
         return dropout_keys(self.seed, DROPOUT_SITES * self.num_layers + 1, device)
 
 

@@ -47,6 +47,7 @@ def sum_over_ranks(*numbers: int) -> list[int]:
     """The sum of each number over all ranks."""
     if not dist.is_initialized():
         return list(numbers)
+    # int64: counts of tokens exceed 2^31.
     sums = torch.tensor(numbers, dtype=torch.int64, device=_device())
     dist.all_reduce(sums)
     return sums.tolist()
@@ -57,6 +58,7 @@ def gather(value: Answer, group: dist.ProcessGroup | None = None) -> list[Answer
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
+    # Objects go as pickled bytes between the ranks of this run, never from a file.
     dist.all_gather_object(values, value, group)
     return values
 

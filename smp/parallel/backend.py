@@ -129,6 +129,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Any:
         """All-reduce in place; a sum or an average of one tensor is hierarchical."""
         opts = options_of(dist.AllreduceOptions, opts, more)
+        # torch passes one tensor, or a list of one.
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         way = self.network.way("all-reduce", given[0])
         # What no schedule can do is left to gloo and counted there.
@@ -230,6 +231,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self.size() == 1 or any(tensor.device.type != "cpu" for tensor in tensors):
             return run()
         timeout = limit_of(opts) if hasattr(opts, "timeout") else None
+        # A tensor made in inference mode may only be written to in inference mode.
         inference = any(tensor.is_inference() for tensor in tensors)
 
         def job() -> None:

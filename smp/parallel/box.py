@@ -45,6 +45,7 @@ def box_at(shape: Sequence[int], cuts: Sequence[Cut], sizes: Sequence[int], coor
     # Each cut works on what the cuts before have left.
     offsets, lengths = [0] * len(shape), list(shape)
     for cut in cuts:
+        # The offset is within what is left of the dimension, so offsets of several cuts add up.
         start, lengths[cut.dim] = chunk(lengths[cut.dim], sizes[cut.mesh_dim], coordinate[cut.mesh_dim])
         offsets[cut.dim] += start
     return Box(tuple(offsets), tuple(lengths))

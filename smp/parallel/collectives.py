@@ -273,6 +273,7 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
+        # One Function for all weights: its backward pass runs when the gradients of all are there.
         return tuple(_identity(weight, group) for weight in weights)
 
     @staticmethod

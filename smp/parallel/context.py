@@ -189,6 +189,7 @@ class ParallelContext:
     def sum_loss(self, value: torch.Tensor) -> torch.Tensor:
         """Sum of ``value`` over the ranks that compute different parts of a loss, in place, outside of autograd."""
         # Not over ``tp``: its ranks have the same loss.
+        # One dimension after the other: a sum over all ranks of their product.
         for mesh in self.loss_meshes:
             if mesh.size() > 1:
                 dist.all_reduce(value, group=mesh.get_group())
@@ -337,6 +338,7 @@ def _make_group(
     """Make the groups of ranks that differ in ``dim`` only; returns this rank's."""
     # Every process makes all groups of a dimension, in one order, as torch demands.
     own = None
+    # Rows of ranks that differ in this dimension only.
     for members in ranks.movedim(dim, -1).flatten(0, -2).tolist():
         group = dist.new_group(members, timeout=timeout, backend=special or backend(members))
         progress()

@@ -20,6 +20,7 @@ def cuts_of(tensor: DTensor) -> list[Cut]:
     """
     plain, strided = [], []
     for mesh_dim, placement in enumerate(tensor.placements):
+        # Asked first: it is a Shard as well.
         if isinstance(placement, _StridedShard):
             strided.append(Cut(mesh_dim, placement.dim))
         elif isinstance(placement, Shard):

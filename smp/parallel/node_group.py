@@ -62,6 +62,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         """All-reduce in place; that of one tensor goes through memory."""
         opts = options_of(dist.AllreduceOptions, opts, more)
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        # Decided by what is the same on all ranks: a rank that went another way would wait for ever.
         operation = _operation(opts.reduceOp, given[0])
         if self.memory is None or len(given) > 1 or operation is None:
             return super().allreduce(tensors, opts)
@@ -212,6 +213,7 @@ def _elements(x: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
         ValueError: the parts are not all of it.
     """
     count = x.shape[0] if x.ndim else 1
+    # An empty list means equal parts, as torch has it.
     rows = list(rows) or [count // size] * size
     if sum(rows) != count or len(rows) != size:
         raise ValueError(f"all-to-all over {size} ranks: parts of {rows} rows are not the {count} of the tensor")

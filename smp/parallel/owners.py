@@ -91,6 +91,7 @@ def _rounds(
             mesh, first = tensor.device_mesh, tensor.ndim - whole_dims
             # Cuts are undone from the last one made to the first; dimensions of one rank cut nothing.
             order = tuple(c.mesh_dim for c in reversed(cuts_of(tensor)) if c.dim >= first and mesh.size(c.mesh_dim) > 1)
+        # Tensors that are cut alike can go in one round: their all-to-alls have the same groups.
         kinds.setdefault((mesh if order else None, order), []).append(number)
     for (mesh, order), numbers in kinds.items():
         ranks = 1 if mesh is None else math.prod(mesh.size(dim) for dim in order)

@@ -118,6 +118,7 @@ class Memory:
         # Elements of each rank's part that fit into a slot at a time.
         columns = SLOT_BYTES // x.itemsize // self.size
         with self._lock, self._begin("reduce-scatter", x, OPERATIONS.index(operation)):
+            # (ranks, n) in pieces of some columns
             chunks = _apart(x, output).view(self.size, -1).split(columns, 1)
             for chunk, into in zip(chunks, output.split(columns), strict=True):
                 # (ranks, ranks, n): part j of each rank's slot is for rank j
@@ -143,6 +144,7 @@ class Memory:
             while start <= more:
                 counts, areas = self._areas(most)
                 for rank, part in enumerate(parts):
+                    # With the data, so that a receiver can compare it with what it expects.
                     counts[self.rank, rank] = part.numel()
                     chunk = part[start : start + most]
                     areas[self.rank, rank, : chunk.numel()].copy_(chunk)
@@ -363,6 +365,7 @@ def join(rank: int, size: int, store: Any) -> Memory | None:
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+    # Some rank cannot: then none does, and what this one has mapped is given back.
     if made is not None and not all(joined):
         made.leave()
     return made if all(joined) else None

@@ -77,6 +77,7 @@ class FusedAttention(Masked):
         if dropout_key is not None:
             return MathAttention().backward(dout, q, k, v, out, lse, layout, spec, dropout_key)
         operator, groups = operator_for(self.name, q.device), k.shape[1]
+        # Made again as in the forward pass: what is saved is q, k and v as they came.
         *given, scores = self.arguments(q, k, v, layout, spec)
         # As wide as q, k and v, which the kernel got with channels of zeros.
         dout, out = (unfold(widened(x, operator.multiple), layout.batch, layout.length) for x in (dout, out))

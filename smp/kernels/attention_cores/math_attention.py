@@ -51,6 +51,7 @@ class MathAttention(Masked):
         if dropout_key is None:
             q, k, v = (x.to(accumulation) for x in (q, k, v))
         heads = q.shape[1]
+        # (batch, heads, length or keys, head_dim)
         q, k, v = unfold(q, layout.batch, layout.length), *unfold_keys(k, v, layout, heads)
         scores = _scores(q, k, layout, spec, dtype)  # (batch, heads, length, keys)
         # The log-sum-exp has no gradient, see ``smp.kernels.attention_cores.attention_core``.
@@ -90,6 +91,7 @@ class MathAttention(Masked):
             scores = _scores(q, k, layout, spec, given[0].dtype)
         lse = lse.masked_fill(lse.isneginf(), 0.0)  # nobody is seen: exp(-inf - 0) is 0, exp(-inf + inf) is NaN
         probabilities = (scores - unfold_lse(lse, layout)[..., None]).exp()
+        # (batch, heads, length, keys) both
         dropped, dp = probabilities, dout @ v.transpose(-1, -2)
         if dropout_key is not None:
             # The mask is made again from the same keys; the gradient passes where the probability did.

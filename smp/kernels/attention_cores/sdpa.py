@@ -92,6 +92,7 @@ def _efficient_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
     dout, q, k, v, out, lse = tensors
     # As the forward operator would have given it, with rows up to a multiple of 32.
     lse = F.pad(lse, (0, -lse.shape[2] % 32)).contiguous()
+    # ``state`` is that of dropout, which is not used.
     mask, state = _aligned(scores.mask, q, k), torch.zeros((), dtype=torch.int64, device=q.device)
     wanted = [True, True, True, False]  # no gradient of the mask
     *grads, _ = aten._scaled_dot_product_efficient_attention_backward(

@@ -59,6 +59,7 @@ class VarlenAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if sinks is not None:
             return attend_with_sinks(self, q, k, v, layout, spec, dropout_key, sinks)
+        # Dropout and changed scores end up in MathAttention, by way of the dense core.
         if dropout_key is not None or spec.changes_scores or not layout.needs_mask(spec.pattern(layout)):
             return self.dense(q, k, v, layout, spec, dropout_key)
         from torch.nn.attention.varlen import AuxRequest, varlen_attn  # which imports triton; most runs need neither

@@ -169,6 +169,7 @@ def _input_gradient(
 ) -> torch.Tensor:
     """The sum over the pairs."""
     grad = grads[0]
+    # torch's kernel for all pairs, or the loop for all: their sum is made in one place.
     if all(_ends(g, w.shape[1:], counts) is not None for g, w in zip(grads, weights, strict=True)):
         ends = counts.cumsum(0, dtype=torch.int32)
         dx, *others = (torch._grouped_mm(g, w, offs=ends) for g, w in zip(grads, weights, strict=True))
@@ -177,6 +178,7 @@ def _input_gradient(
         return dx
     dx, start = grad.new_empty(grad.shape[0], weights[0].shape[2]), 0
     for expert, count in occupied(grad, counts):
+        # The second product is added to the rows of the first, expert by expert.
         for i, (g, weight) in enumerate(zip(grads, weights, strict=True)):
             _times(g, start, count, weight[expert], dx, add=i > 0)
         start += count

@@ -61,6 +61,7 @@ def _scaled(product: str) -> Scaled:
 
 def _rows(q: Quantised, start: int, count: int) -> Quantised:
     """A part of the rows, with their scales."""
+    # One scale for a tensor is 0-dim, and that of all its rows.
     return Quantised(q.data.narrow(0, start, count), q.inverse.narrow(0, start, count) if q.inverse.ndim else q.inverse)
 
 

@@ -66,6 +66,7 @@ class _Repeat(torch.autograd.Function):
         # A permutation: its gradient is the inverse one, and there is nothing to sum.
         if ctx.k == 1:
             return _gathered(grad, inverse, 1, ctx.backend), None, None, None, None
+        # (tokens, k): where each choice's row lies
         choices = inverse.view(-1, ctx.k)
         # One choice after the other, in a fixed order: a sum over a reshaped dimension may be made in any.
         if ctx.backend != "torch" or (grad.dtype == accumulation_dtype(grad.dtype) and not _of_operators(grad)):

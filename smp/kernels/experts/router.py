@@ -152,6 +152,7 @@ def backward_reference(
     """dz by the formulas."""
     z = logits.to(accumulation_dtype(logits.dtype))
     chosen = torch.zeros_like(z, dtype=torch.bool).scatter_(1, experts, True)
+    # (tokens, experts), 0 where an expert was not chosen
     g = torch.zeros_like(z).scatter_(1, experts, factor * dweights.to(z.dtype))
     if scores == "sigmoid":
         # 1 - s as sigmoid(-z), see the module docstring.

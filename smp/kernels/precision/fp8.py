@@ -121,6 +121,8 @@ def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype) -> Quan
 
 def dequantise(q: Quantised, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The numbers that ``q`` stands for, (rows, width)."""
+    # Exact: 8-bit numbers have at most 4 significant bits, and a scale is a power of two (of NVFP4
+    # one times an e4m3 number).
     return q.data.to(dtype) * expanded(q.inverse, q.data.shape).to(dtype)
 
 

@@ -46,6 +46,7 @@ def round_to_e4m3(x: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, to
     exponent = exponent - 9 + (mantissa > _E4M3_MAX / 2**9).int()  # the smallest with max <= 448 x 2^exponent
     # So that the scale and its inverse are normal fp32 numbers.
     scale = torch.ldexp(torch.ones_like(mantissa), exponent.clamp(-126, 126))
+    # Exact: a scale is a power of two.
     y = x / expand(scale, x.shape[1])
     _, exponent = torch.frexp(y)
     # Distance to the next e4m3 number: by the exponent, and for subnormal numbers that of the smallest.

@@ -77,6 +77,7 @@ def _scaled(blocks: torch.Tensor, codes: tuple[float, ...]) -> tuple[torch.Tenso
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, 64 k) -> (uint8 (rows, 32 k), two elements each; fp32 scales (rows, k))."""
+    # (rows, k, 64)
     index, scales = _scaled(weight.float().unflatten(1, (-1, BLOCK)), _CODES)
     index = index.flatten(1)
     # The first of a pair is in the upper half, as bitsandbytes has it.
@@ -97,6 +98,7 @@ def pack(
     if whole is None:
         return torch.cat([halves, scales.view(torch.uint8)], 1).view(torch.bfloat16)
     offset = whole.mean(dtype=torch.float64).float()  # in fp32 it would depend on the number of threads
+    # Less their mean: the codes are symmetric around 0, and scales are positive.
     flat = F.pad((whole - offset).reshape(-1), (0, -whole.numel() % NESTED)).view(-1, NESTED)
     index, nested = _scaled(flat, _dynamic_codes())
     index = index.view(-1)[: whole.numel()].view(whole.shape)

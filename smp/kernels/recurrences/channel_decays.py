@@ -90,6 +90,7 @@ class ChannelDecays:
             _half(dleft, at, 1).addcmul_(of_keys @ right, later)
             summed = of_scores.transpose(3, 4) @ (_half(q, at, 1) * later)
             summed += of_keys.transpose(3, 4) @ (_half(k, at, 1) * later)
+            # A product has two factors: second halves get a gradient as the left one, first halves as the right one.
             _half(dright, at, 0).addcmul_(summed, earlier)
         dtotal = (q * dq).addcmul_(k, dleft).addcmul_(k, dright, value=-1)  # of a token with itself nothing fades
         return dq.addcmul_(alone, k), dleft.add_(dright).addcmul_(alone, q), dtotal
@@ -107,6 +108,7 @@ class ChannelDecays:
     ) -> torch.Tensor:
         """Gradient of g, (n, B, C, K), from those of G and of the logarithms of ``before``, ``behind`` and
         ``whole``."""
+        # G is a cumulative sum of g, so the gradient of g is a reversed cumulative sum of G's.
         return from_here_on(of_pairs).add_(passing_gradient(before, behind, whole))
 
     def _halves(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

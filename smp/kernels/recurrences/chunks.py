@@ -110,6 +110,7 @@ def decay_gradient(
 
 def passing_gradient(before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """The part of :func:`decay_gradient` that is not of pairs of a chunk; also of as many channels as these have."""
+    # behind: tokens before t, without t itself, whose writes its decay does not touch.
     return from_here_on(before).add_(behind.cumsum(-2) - behind + whole)
 
 

@@ -272,6 +272,7 @@ def _backward(
     # (n, B, C, value_dim): V of all chunks
     written = inverse @ (missing * c.beta)
     # What each token's write and the state before each chunk get from the outputs of the chunk.
+    # (n, B, C, value_dim)
     dmissing = scores.transpose(2, 3) @ dout
     dstates = torch.empty_like(states)
     dstates[-1] = dlast.flatten(0, 1)
@@ -288,6 +289,7 @@ def _backward(
     dv = dright * c.beta
     # T depends on keys, rates and decays: the gradient of its inverse is - T^T dT T^T.
     dkeys = (dright @ written.transpose(2, 3)).neg_().tril_(-1)
+    # T has the rates too: rows of b k.k D.
     dbeta += (dkeys * keys).sum(3, keepdim=True)
     dq, dk, of_pairs = d.products_backward(dout @ written.transpose(2, 3), dkeys.mul_(c.beta), scores, keys, c.q, c.k)
     # Gradients of e q, e k and exp(G_C - G) k, by which each of them multiplies a state or a write.
@@ -295,6 +297,7 @@ def _backward(
     dkept = written @ dstates[1:].transpose(2, 3)
     of_before = d.of_numbers((dread * read).addcmul_(dasked, asked))
     of_behind = d.of_numbers(dkept * kept)
+    # Second part: gradients through what reads and asks the state before the chunk.
     dq += dread * d.before
     dk += dasked * d.before + dkept * d.behind
     dg = d.gradient(of_pairs, of_before, of_behind, d.of_states(known * dstates[1:]))

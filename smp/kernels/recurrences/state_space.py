@@ -239,6 +239,7 @@ def _backward(
     dout = by_chunk(dout).view_as(c.v)
     # (n, B, C, r x head_dim)
     dread = _joined(dout * d.before)
+    # (n + 1, B, state_dim, r x head_dim): from each chunk's outputs, and from the last state.
     dstates = torch.cat((c.q.transpose(2, 3) @ dread, _by_group(dlast, q.shape[2])))
     factor = _for_channels(d.whole, dstates)
     for i in reversed(range(len(factor))):
@@ -249,6 +250,7 @@ def _backward(
     dkept = _apart(c.k @ dstates[1:], heads)
     of_kept = (dkept * c.v).sum(4, keepdim=True)
     dstep = of_kept * d.behind
+    # Through the states; what is within the chunk follows below.
     dk = _joined(c.v * kept) @ dstates[1:].transpose(2, 3)
     dq = dread @ known.transpose(2, 3)
     # Gradients by the logarithms of decays: a product times its gradient, summed over the channels.

@@ -68,6 +68,7 @@ def _chosen(
     indices = torch.zeros(rows, topk, dtype=torch.int32, device=q.device)
     counts = torch.zeros(rows, dtype=torch.int32, device=q.device)
     for some, span in pairs.blocks(rows, q.shape[1] * accumulation_dtype(q.dtype).itemsize):
+        # (queries, keys of the block)
         scores, _ = scores_of(q[some], k[span], w[some])
         kept = best(scores, within(first, last, some, span), topk)
         # In the order of the keys, one behind the other; what is not kept goes to one place behind all.
@@ -195,6 +196,7 @@ def _empty(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Loss:
 def _by_query(ds: torch.Tensor, products: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Derivatives by q, w and q . k from the derivative by the scores, (queries, keys)."""
     wide = ds.dtype
+    # (queries, heads)
     dw = (products @ ds[:, :, None])[..., 0]
     # ReLU passes a gradient where its result is positive.
     dproducts = w.to(wide)[:, :, None] * ds[:, None] * (products > 0)

@@ -47,6 +47,7 @@ def _forward(
         # (queries, topk, kv_lora_rank + rope_dim)
         chosen = table[indices[some].long()].to(wide)
         scores = _scores(q[some].to(wide), chosen, counts[some], scale)
+        # (queries, heads)
         lse[some] = scores.logsumexp(-1)
         p = _probabilities(scores, lse[some])
         out[some], sums[some] = (p @ chosen[..., :rank]).to(q.dtype), p.sum(1)

@@ -19,6 +19,7 @@ def add_block(peak, sums, z):
 def stats_kernel(logits, columns, peaks, log_sums, targets, stride, valid, BLOCK: tl.constexpr):
     """Online softmax (Milakov & Gimelshein 2018): the sum is rescaled whenever a block brings a larger maximum, so each
     logit is read and exponentiated once. The sum is kept per lane and added up at the end."""
+    # int64: row x stride may be more than 2^31.
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     peak = tl.full((), -3.4e38, tl.float32)  # finite: a block of minus infinities must not make inf - inf

@@ -55,6 +55,7 @@ def transpose_kernel(x, out, stride, out_stride, rows, width, TILE: tl.constexpr
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row[:, None] < rows) & (column[None, :] < width)
+    # Read by rows and stored by rows: both sides of a transposition are coalesced.
     tile = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0)
     # rows of the result are padded with the zeros that were not loaded
     stored = (column[:, None] < width) & (row[None, :] < out_stride)

@@ -270,6 +270,7 @@ def _rows_times(
 ) -> None:
     _require(out.dtype, weights[0][0].numel())
     if out.numel():
+        # The kernel knows no strides.
         rows, weights = ([t.contiguous() for t in given] for given in (rows, weights))
         inner, width, sizes = rows[0].shape[1], out.shape[1], (out.shape[0], len(counts))
         grid = (programs(out.device, out.dtype != torch.bfloat16 or has_few(*sizes)),)

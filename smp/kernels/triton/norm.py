@@ -100,6 +100,7 @@ def backward_kernel(
             db += tl.sum(g, axis=0)
         # read again for each row: it comes from a cache, and the registers are full
         g *= tl.load(weight + column, mask=column < features, other=0.0).to(tl.float32)[None, :]
+        # dx of the module's formula, before the factor 1 / std.
         out = g - normal * (tl.sum(g * normal, axis=1) / features)[:, None]
         if CENTER:
             out -= (tl.sum(g, axis=1) / features)[:, None]

@@ -109,6 +109,7 @@ def backward_kernel(
         expert = tl.load(experts + row * K + i, mask=row < rows, other=0).to(tl.int32)
         given = tl.load(dweights + row * K + i, mask=row < rows, other=0.0).to(tl.float32)
         hit = column[None, :] == expert[:, None]
+        # Each expert is chosen once at most, so nothing is added up.
         g = tl.where(hit, FACTOR * given[:, None], g)
         chosen = chosen | hit
     if SCORES == "sigmoid":

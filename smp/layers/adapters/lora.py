@@ -133,6 +133,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         # A lies whole on every rank; under sequence parallelism each uses it on its own tokens, so gradients are summed
         factors = [local(m.a, x.dtype, summed_over=layers[0].shared_by) for m in used]
         # All adapters' activations side by side: one collective for all of them.
+        # (tokens [/p], ..., sum of ranks)
         low = torch.cat([m.down(x, a, token_index) for m, a in zip(used, factors, strict=True)], dim=-1)
         low = gather_tokens(low, group) if split else copy_to_group(low, group)  # (tokens, ..., sum of ranks)
         # Taken one by one below, in the order of the layers, by those that have an adapter.

@@ -170,6 +170,7 @@ def _of_layers(
     sent = sum(bytes_sent(kind, replace(of, heads_group=size if kind == "a2a+p2p" else 1)))
     mean = Estimate(kind, size, sent, 0.0, 0.0, 0.0)
     for seen, share in shares.items():
+        # Documents of the whole micro-batch: every rank has a part of each.
         documents = 1 if seen.document is None else max(of.cp * of.tokens // seen.document, 1)
         mean = mean.plus(_estimate(kind, size, of, attention_flops(of, length, seen), documents, machine), share)
     return mean
@@ -227,6 +228,7 @@ def _all_gather(of: Exchanged, compute: float, speed: float, message: float) -> 
     gradients have nothing to hide behind."""
     parts = of.groups / heads_at_once(of.groups, of.key_bytes() * of.cp // of.groups)
     forward, backward = (sent / speed + 2 * parts * message for sent in bytes_sent("all_gather", of))
+    # All parts but one travel while another one is computed.
     hidden = (parts - 1) / parts
     exposed = sum(
         max(taken - hidden * work, (1 - hidden) * taken)

@@ -93,6 +93,7 @@ def runs_of(cut: SequenceCut, rank: int | None) -> list[Run]:
     """The rank's tokens; with None those of all ranks, in the order of the sequences."""
     # On the host: plans are made of Python numbers, and no device is waited for.
     columns = torch.arange(cut.length).expand(cut.batch, -1) if rank is None else cut.index(rank)
+    # (batch, length / cp), the document of each of the rank's tokens
     ids = torch.zeros_like(columns) if cut.document_ids is None else cut.document_ids.gather(1, columns)
     first = torch.ones_like(columns, dtype=torch.bool)
     # A run ends where the cut jumps to another chunk, or a document ends.
@@ -262,6 +263,7 @@ class Planner:
 
     def _rows(self, ranges: Sequence[Sequence[tuple[int, int]]], count: int) -> torch.Tensor | None:
         """All numbers in ``ranges``, on the device; None if they are those below ``count``."""
+        # Block by block: the order in which the call sees its sequences.
         found = np.concatenate([np.arange(*one) for several in ranges for one in several])
         # All rows in their order need no index, and no copy.
         if len(found) == count and (found == np.arange(count)).all():

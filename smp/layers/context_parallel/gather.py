@@ -106,6 +106,7 @@ class _Gathered(torch.autograd.Function):
             out, lse = finished(sums, q[:, heads], q.shape[0], None if sinks is None else sinks[heads])
             outs.append(out)
             log_sums.append(lse)
+        # (tokens, heads, head_dim) and (heads, tokens)
         out, lse = torch.cat(outs, 1), torch.cat(log_sums, 0)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.calls, ctx.layer, ctx.group = calls, layer, group

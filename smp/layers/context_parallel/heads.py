@@ -46,6 +46,7 @@ class WholePlan:
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """The way back, (batch, length, heads / cp, channels) -> (batch, length / cp, heads, channels)."""
+        # (tokens of all ranks, heads / cp, channels), in the order in which the ranks hold them
         sent = Permuted.apply(x.flatten(0, 1), self.back, self.order)
         given = all_to_all(sent, self.cp).unflatten(0, (self.cp.size, -1))  # (cp, tokens, heads / cp, channels)
         return given.transpose(0, 1).flatten(1, 2).unflatten(0, (self.batch, -1))

@@ -47,6 +47,7 @@ class Layer:
             sums: of earlier keys.
         """
         for call in calls:
+            # A copy of the rows that the call needs; none where they are all rows in order.
             queries, keys, values = _taken(q, call.queries), _taken(k, call.keys), _taken(v, call.keys)
             part = self.core(queries, keys, values, call.layout, call.spec(self.spec), self.dropout_key)
             if sums is None and call.queries is None:

@@ -163,4 +163,5 @@ def _round(
         coming = start_shift(both, group, 1) if step + 1 < len(steps) else both
         # The shift was started before: it runs while the caller computes.
         yield calls, both[0], both[1]
+        # After the last step nothing is under way, and ``wait`` returns the tensor as it is.
         both = wait(coming, group)

@@ -79,6 +79,7 @@ class StatesPlan:
         # (rows, heads, key_dim x value_dim + the elements of M): both in one message
         sent = torch.cat((added.flatten(2), factor.flatten(2)), 2)
         none = torch.cat((torch.zeros_like(added[:1]).flatten(2), nothing.flatten(2)), 2)
+        # (rows of all ranks + 1, heads, ...): the last one stands for pieces that do not exist.
         whole = torch.cat((gather_tokens(sent, cp), none)).split([x[1] * x[2] for x in shapes], dim=2)
         added, factor = (x.unflatten(2, shape[1:]) for x, shape in zip(whole, shapes, strict=True))
         # S -> M S + B from piece to piece, for all sequences at once. As many steps as a sequence
@@ -86,6 +87,7 @@ class StatesPlan:
         state = added.new_zeros(self.steps.shape[1], *added.shape[1:])
         found = []
         for step in self.steps:
+            # (batch, heads, key_dim, value_dim), before step ``len(found)`` of each sequence.
             found.append(state)
             state = added[step] + (factor[step] * state if is_number else factor[step] @ state)
         return torch.cat(found)[self.own]

@@ -158,6 +158,7 @@ class _TokensBack(torch.autograd.Function):
         width = out.shape[2]
         numbers = lse.t().contiguous()[..., None].view(out.dtype)  # bits of fp32 as one number, or as two of 16 bits
         # The log-sum-exp travels as extra channels of the output: one exchange.
+        # (tokens of all ranks, heads / cp, head_dim + 1 or 2), in the order in which the ranks hold them
         both = torch.cat((out, numbers), 2)[plan.back]
         both = wait(start_all_to_all(both, group), group)  # (cp x tokens, heads / cp, head_dim + 1 or 2)
         both = both.unflatten(0, (group.size, -1)).transpose(0, 1).flatten(1, 2)  # (tokens, heads, ...)

@@ -27,8 +27,10 @@ class LayerScaling:
     def of_call(self, layers: Sequence[LayerScaling]) -> Scaling:
         """The scaling for one call of layers that share their input, this one the first of them."""
         inverse = [layer._inverse for layer in layers if layer._inverse is not None]
+        # Evaluation notes no maxima: they would enter the history of training.
         notes = [layer._now for layer in layers if layer._now is not None] if torch.is_grad_enabled() else []
         is_empty = self.history is not None and self.history.is_empty
+        # Before there is a history the gather is in the run's precision and notes nothing.
         notes_weights = is_empty or not self.gathered
         if torch.compiler.is_compiling():
             return TracedScaling(self._made, self._key, notes, inverse, is_empty, notes_weights)

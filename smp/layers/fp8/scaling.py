@@ -142,6 +142,7 @@ class TensorScaling:
     def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
         dtype = self.precision.gradient
         scales = self._scales(grads, dtype)
+        # One quantised gradient for both products: with one scale it may be transposed.
         made = [quantise(grad, scale, dtype) for grad, scale in zip(grads, scales, strict=True)]
         return [(grad, grad) for grad in made]
 
@@ -162,6 +163,7 @@ class RowScaling:
 
     def _scales(self, amaxes: Sequence[torch.Tensor], dtype: torch.dtype, *, cut: bool) -> list[torch.Tensor]:
         """Scales of rows, one for each number of ``amaxes``; rows that are ``cut`` over the ranks take one exchange."""
+        # All tensors of the call in one vector: one exchange, also for several weights.
         every = torch.cat([amax.flatten() for amax in amaxes])
         scales = inverse_scale(max_over(every, (self.tp,)) if cut else every, dtype)
         parts = scales.split([amax.numel() for amax in amaxes])
@@ -178,6 +180,7 @@ class RowScaling:
 
     def weights(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
         """The weights, with scales of columns: the product for the input's gradient sums over rows."""
+        # A column-parallel layer has rows of the weight, so maxima of its columns are over TP ranks.
         columns = self._scales([largest(w, -2) for w in weights], E4M3, cut=self.kind == "column")
         return [quantise(w, scale, E4M3) for w, scale in zip(weights, columns, strict=True)]
 
@@ -212,6 +215,7 @@ class BlockScaling:
     def forward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Operands:
         used = self._along_width(x, E4M3)
         if self.precision.recipe == "blockwise":
+            # The input itself is kept: the weight's gradient takes blocks along the tokens.
             return Operands(used, x, self.weights(weights, []), [])
         return Operands(used, x, [self._along_width(w, E4M3) for w in weights], [])
 
@@ -222,6 +226,7 @@ class BlockScaling:
         if self.precision.recipe == "mxfp8":
             # Blocks along the other dimension than in the forward pass: this product sums over the outputs.
             return [transposed(along_rows(w, E4M3, MX_BLOCK)) for w in weights]
+        # Square blocks: a weight and its transpose have the same scales, so both products use the same numbers.
         return [quantise(w, inverse_scale(largest_of_blocks(w, square=True), E4M3), E4M3) for w in weights]
 
     def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:

@@ -104,6 +104,7 @@ def judged(
         cp: see :class:`TokenValues`.
     """
     size = shape[0] * shape[1]  # what follows is padding
+    # (rows, length)
     counted = (loss_weights[:size] > 0).view(shape)
 
     def laid_out(x: torch.Tensor) -> torch.Tensor:
@@ -140,6 +141,7 @@ def linear_answers(
         loss_weights, answers, shape, cp: as in :func:`judged`.
     """
     arguments = hidden, weight, labels
+    # Log-probabilities of the distribution that the answers were drawn from.
     shard = replace(shard, temperature=answers.temperature)
     with torch.no_grad():
         # First pass, without gradient: log-probabilities of all tokens, from which the loss gets its slopes.

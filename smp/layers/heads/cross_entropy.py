@@ -84,6 +84,7 @@ def _stats(logits: torch.Tensor, columns: torch.Tensor, shard: VocabShard, backe
     # Of this rank's columns: the peak, the log of the sum of exponentials relative to it, and the label's logit.
     stats = softmax_stats(logits, columns, shard.valid, backend)
     # Gathered and not reduced: the peak of all is needed to add up sums that are relative to different peaks.
+    # (p, 3, n)
     everyone = wait(start_all_gather(stats, shard.group), shard.group).view(shard.group.size, 3, -1)
     return combine_stats(everyone)
 
@@ -98,6 +99,7 @@ def softmax_normalizer(logits: torch.Tensor, shard: VocabShard, backend: str) ->
 def _losses(logits: torch.Tensor, labels: torch.Tensor, shard: VocabShard, backend: str) -> tuple[torch.Tensor, ...]:
     """Loss per token (n,), NaN where the label is outside the vocabulary, and (stats, columns) from which the gradient
     follows. One exchange of 3 floats a token."""
+    # Outside of [0, valid) where another rank has the label.
     columns = labels - shard.start
     stats = _stats(logits, columns, shard, backend)
     peak, log_sum, target = stats
@@ -125,6 +127,7 @@ class _CrossEntropy(torch.autograd.Function):
         # The same for the gradient.
         weights = torch.where(counts, grad, 0.0)
         target = logits if ctx.overwrite else logits.clone()
+        # (n, rows per rank), from the logits alone: no probabilities are saved.
         dlogits = logits_to_gradient(target, stats, columns, ctx.valid, weights, ctx.backend)
         return dlogits, None, None, None, None
 

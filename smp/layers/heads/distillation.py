@@ -288,6 +288,7 @@ class _ByTeacher:
         if not with_gradient:
             return values, None
         gradient = F.pad(others.mul_((factor - mean)[:, None]), (0, 1))
+        # Ids of other ranks go to the column that is cut off at the end.
         gradient.scatter_(1, columns, terms.slopes - terms.q * mean[:, None])
         return values, gradient[:, : shard.valid]
 
@@ -337,11 +338,13 @@ def _top(states: torch.Tensor, head: TeacherHead, shard: VocabShard, k: int, bac
     # The k largest of all are among the k largest of each rank.
     local = min(k, shard.valid)
     values, columns = seen[:, : shard.valid].topk(local, dim=1)
+    # Equal shapes for the gather, where a rank has fewer than k columns.
     values, ids = F.pad(values, (0, k - local), value=-math.inf), F.pad(columns + shard.start, (0, k - local))
     if shard.group.size > 1:
         every, which = (_all_columns(x, shard.group) for x in (values, ids))
         values, order = every.topk(k, dim=1)
         ids = which.gather(1, order)
+    # (n, valid): probabilities of this rank's columns.
     own = (seen[:, : shard.valid] - peak[:, None] - log_sum[:, None]).exp()
     # Summed without the chosen ones, and not as 1 - their sum, see :class:`TopLogits`.
     rest = reduce_from_group(_without(own, _columns(ids, shard)[1]).sum(1), shard.group)

@@ -180,6 +180,7 @@ class VocabParallelHead(nn.Module):
         arguments = hidden, weight, labels, loss_weights, self.shard
         backend = self.kernels.cross_entropy
         if isinstance(answers, Distilled):
+            # Smaller: a divergence needs several tensors of the size of a chunk's logits.
             chunk = chunk_tokens(weight, self.chunk_bytes, share=DISTILLED)
             return ModelOutput(loss=linear_divergence(*arguments, answers, chunk_tokens=chunk, backend=backend))
         if answers is None:

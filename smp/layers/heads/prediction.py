@@ -40,6 +40,7 @@ class Prediction(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding_norm, self.hidden_norm, self.norm = make_norm(), make_norm(), make_norm()
+        # ``every_output``: the result goes to the block's residual stream, which is not cut by width.
         self.projection = ColumnParallelLinear(
             2 * hidden_size, hidden_size, context, bias=False, init_std=init_std, every_output=True
         )

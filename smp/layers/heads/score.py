@@ -85,6 +85,7 @@ def scored(
         everywhere = scores if shared_by is None else gather_tokens(scores, shared_by)  # (tokens,)
         if answers is None or loss_weights is None or shape is None:
             return ModelOutput(logits=everywhere[:, None])
+        # Computed alike on all TP ranks, which have all scores.
         values, result = judged(answers, everywhere, loss_weights, shape, cp)
     if result is None:
         return ModelOutput(values=values)

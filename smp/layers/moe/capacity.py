@@ -69,6 +69,7 @@ class Capacity:
         chosen, worth = (x.reshape(layout.batch, -1) for x in (chosen, worth))  # (batch, S x k)
         limit = self.limit(chosen.shape[1] // k, k, num_experts)
         fitting = _fitting(chosen, _rounded(worth) if self.policy == "probs" else None, limit, num_experts).view(-1, k)
+        # (tokens, k), this rank's tokens in its order
         fitting = fitting if back is None else fitting[back]
         return torch.cat((fitting, fitting.new_zeros(len(experts) - count, k)))
 

@@ -83,6 +83,7 @@ class Dispatch:
         # Empty slots point behind the last token's choices: at the row of zeros that ``send`` pads.
         order = torch.full((rows + 1,), len(chosen), dtype=torch.int64, device=chosen.device)
         order.scatter_(0, slot, first)[rows:].fill_(len(chosen))
+        # The k choices of the padded token of zeros: all at the row behind the slots.
         inverse = F.pad(torch.empty_like(slot).scatter_(0, first, slot), (0, k), value=rows)
         ranks = 1 if group is None else group.size
         own = num_experts // ranks
@@ -122,6 +123,7 @@ class Dispatch:
         incoming = all_to_all(counts, group)  # (experts,): for each rank, of each of this rank's experts
         # Here the host waits for the device: sizes of the exchange are Python numbers.
         table = read(torch.stack((counts, incoming)).view(2, group.size, -1), len(chosen) if rows is None else rows)
+        # Rows to and from each rank: sums over the experts that it has.
         sent, received = ([sum(row) for row in rows] for rows in table)
         own = num_experts // group.size
         # Received rows come rank by rank, each rank's sorted by expert.

@@ -132,6 +132,7 @@ class MoE(nn.Module):
         # last: the host waits for the counts above, not for this collective
         measured = None
         if counted is not None:
+            # The router's loss is of this rank's slice of the tokens.
             own = kept if kept is None or not self.sequence_parallel else split_tokens(kept, self.group)
             measured = self.router.balance(routing, counted, own)
         return y if shared is None else y + shared, measured

@@ -37,6 +37,7 @@ class ExpertLora(nn.Module):
         # (ep, tp) placements where experts are spread, else that of TP alone.
         *spread, cut = weight.placements
         self.sums_a = layer.tp_dim == 1  # outputs are cut: the ranks share A
+        # As of a dense layer: the factor at the cut side of the weight is cut with it, the other is replicated.
         of_a, of_b = (REPLICATE, cut) if self.sums_a else (cut, REPLICATE)
         with torch.device(weight.device):
             self.a = placed_parameter((experts, rank, in_features), (*spread, of_a), mesh)

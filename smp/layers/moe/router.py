@@ -157,6 +157,7 @@ class Router(nn.Module):
         # Under sequence parallelism TP ranks have different tokens: a count over all tokens includes them.
         slices = () if self.shared_by is None else (self.shared_by,)
         self.token_groups = (*slices, *context.data_groups)
+        # The ranks that hold parts of one sequence: its balance is counted over these.
         self.sequence_groups = (*slices, *(() if context.cp_group is None else (context.cp_group,)))
         self.sinkhorn = Sinkhorn(self.shared_by, context.cp_group) if sinkhorn else None
         self.weight = tp_parameter((num_experts, hidden_size), REPLICATE, context.tp)
@@ -202,6 +203,7 @@ class Router(nn.Module):
     def _best_groups(self, values: torch.Tensor, groups: int) -> torch.Tensor:
         """``values`` with -inf outside of each token's best groups."""
         assert self.group_topk is not None, "given with num_groups"
+        # (tokens, groups, experts of a group)
         grouped = values.view(-1, groups, self.num_experts // groups)
         worth = grouped.topk(self.group_summed, dim=-1).values.sum(-1)  # (tokens, groups)
         # A stable sort: of equal groups the first, on every device.
@@ -235,6 +237,7 @@ class Router(nn.Module):
         else:
             # (tokens, experts)
             load = (_load(seen) if self.balancing == "global_aux_loss" else now).expand_as(scores)
+        # (tokens,), as all that follows
         z = logits.logsumexp(-1).square()
         entropy = torch.special.entr(scores.detach()).sum(-1)
         dropped = torch.zeros_like(w) if kept is None else (~kept).to(w.dtype).mean(-1)

@@ -62,6 +62,7 @@ def expert_factors(logits: torch.Tensor) -> torch.Tensor:
     scores = (logits - logits.amax(-1, keepdim=True)).exp()  # a factor of a row, which d0 takes up
     d1 = scores.new_ones(len(scores), 1, experts)
     for _ in range(ROUNDS):
+        # (batch, tokens, 1) and (batch, 1, experts)
         d0 = 1 / (tokens * (scores * d1).sum(-1, keepdim=True))
         # An expert that no token scores would divide by 0.
         d1 = 1 / (experts * (scores * d0).sum(1, keepdim=True) + 1e-20)

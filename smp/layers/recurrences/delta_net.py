@@ -71,6 +71,7 @@ class DeltaRuleMixer(RecurrentMixer):
         first = F.pad(unit, (self.value_dim, 0)).expand(v.shape[0], v.shape[2], -1, -1)
         v = F.pad(v, (0, self.key_dim))
         # Not by flash-linear-attention, whose kernels round to 16 bits.
+        # (rows, length, heads, value_dim + key_dim) and (rows, heads, key_dim, value_dim + key_dim)
         both, maps = gated_delta_rule(q, k, v, self._decay(tokens), tokens.rate, begins, first)
         widths = self.value_dim, self.key_dim
         out, factor = both.split(widths, dim=3)

@@ -115,4 +115,5 @@ class KimiDeltaAttention(DeltaRuleMixer):
         # Rounded as FSDP would round them, then wide again.
         log, bias = (local(p, x.dtype).to(wide) for p in (self.decay_log, self.decay_bias))
         steps = F.softplus(x.to(wide) + bias).unflatten(2, (-1, self.key_dim))
+        # One decay rate for each head, times a step for each of its channels.
         return (-log.exp()[:, None] * steps).flatten(2)

@@ -93,6 +93,7 @@ class Mamba2(RecurrentMixer):
         def projection(width: int, parts: int | None = None) -> ColumnParallelLinear:
             return ColumnParallelLinear(hidden_size, width, context, bias=False, parts=parts, init_std=init_std)
 
+        # ``parts``: a single group is computed by every rank, several are cut as heads are.
         self.query, self.key, self.value = projection(keys, groups), projection(keys, groups), projection(values)
         self.gate, self.step = projection(values), projection(heads)
         self.decay_log, self.step_bias, self.skip = (tp_parameter((heads,), SHARD_ROWS, context.tp) for _ in range(3))
@@ -114,6 +115,7 @@ class Mamba2(RecurrentMixer):
     def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """(tokens, heads/p, head_dim), and the gate (tokens, heads/p x head_dim)."""
         wide = accumulation_dtype(gate.dtype)
+        # (tokens, heads/p x head_dim)
         gated = out.flatten(1).to(wide) * F.silu(times(gate.to(wide), self.gate_multiplier))
         return gated.to(gate.dtype) if self.norm is None else self.norm(gated, gate.dtype)
 

@@ -173,6 +173,7 @@ class RecurrentMixer(nn.Module, ABC):
         before, state = None, None
         if cache is not None and documents.valid is not None:
             # Padding behind a prompt writes nothing, and forgets nothing.
+            # A log decay of 0 keeps the state, a rate of 0 writes nothing.
             g, rate = (y.masked_fill(~documents.valid[..., None], 0.0) for y in tokens[1:])
             tokens = Tokens(tokens.mixed, g, rate)
             # The last conv - 1 tokens before these, and the state after them.
@@ -206,6 +207,7 @@ class RecurrentMixer(nn.Module, ABC):
         weights = [times(*both) for both in zip(weights, self.conv_multipliers, strict=True)]
         bias = torch.cat(self._of_convolution("conv_bias", mixed.dtype, heads)) if self.conv_bias else None
         convolved = causal_conv(mixed, torch.cat(weights), before, places, bias)
+        # (rows, length, channels of this rank) each
         q, k, v = convolved.split([weight.shape[0] for weight in weights], dim=-1)
         q, k = self._normed(*(y.unflatten(2, (-1, self.key_dim)) for y in (q, k)))
         return q, k, v.unflatten(2, (-1, self.value_dim))

@@ -48,6 +48,7 @@ def links_over_time(schedule: Schedule, network: Topology | None = None, width: 
         if span.source == span.destination:
             continue
         node, other = places[span.source][0], places[span.destination][0]
+        # A node has one uplink; inside of a node each rank has a link of its own.
         name = f"uplink of node {node}" if node != other else f"rank {span.source} inside"
         first, last = (round(moment / LONGEST * width) for moment in (span.start, span.end))
         # At least one column, or a short message would not be seen.

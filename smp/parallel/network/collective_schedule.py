@@ -121,4 +121,5 @@ def span(size: int, chunks: int, chunk: int) -> tuple[int, int]:
 
 def even_sizes(elements: int, parts: int) -> list[int]:
     """Sizes of ``parts`` pieces that differ by one element at most."""
+    # The same rounding as :func:`span`'s, so both cut alike.
     return [elements * (i + 1) // parts - elements * i // parts for i in range(parts)]

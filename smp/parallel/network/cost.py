@@ -76,6 +76,7 @@ def flat_ring(kind: Kind, topology: Topology, links: Links, size: int, *, gloo: 
     rate = min([links.between.rate / max(1, topology.crossings)] * (len(nodes) > 1) + [links.inside.rate] * inside)
     hops = (ranks - len(nodes)) * links.inside.latency + (len(nodes) - 1) * links.between.latency
     once = ring(ranks, size, rate, hops + 2 * (ranks - 1) * links.call)
+    # A ring all-reduce is a reduce-scatter and an all-gather.
     twice = kind == "all-reduce" or (kind == "reduce-scatter" and gloo)
     return once * (2 if twice else 1)
 

@@ -49,11 +49,13 @@ class Fabric:
     def rate(self, ranks: int, stride: int) -> float:
         """Bytes/s of the slowest link of a ring."""
         lanes = max(1, self.domain // stride)
+        # The whole ring is inside of one domain.
         if ranks <= lanes:
             return self.local
         # Across domains a ring has the cards of all its ranks in one for its way out.
         rate = min(self.local, self.card * lanes)
         below = max(1, self.leaf // stride) if self.leaf else ranks
+        # It leaves its leaf: the spine is shared by all rings of the leaf, and by other jobs.
         if ranks > below:
             rate = min(rate, self.card * below / (self.oversubscription * self.contention))
         return rate

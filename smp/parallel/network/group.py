@@ -86,6 +86,7 @@ class NetworkGroup:
         sizes = [given.numel()] * len(self.ranks)
         pieces = pieces_of(output, sizes)
         own = pieces[self.rank]
+        # FSDP2 gives a view of the output, which is in place already.
         if own.data_ptr() != given.data_ptr():
             # A part of the output may overlap with this rank's piece: copied first, or the copy
             # would overwrite what it reads.
@@ -109,6 +110,7 @@ class NetworkGroup:
         parts = pieces_of(output, [given.numel()] * len(self.ranks))
 
         def decode_all() -> None:
+            # (ranks, bytes of one part)
             for part, codes in zip(parts, coded.view(len(self.ranks), -1), strict=True):
                 decode(codes, part)
             then()
@@ -144,6 +146,7 @@ class NetworkGroup:
 
         def wait(posted: Posted, other: int) -> None:
             try:
+                # One limit for all rounds together.
                 posted.wait(timedelta(seconds=max(started + limit - time.monotonic(), 1e-3)))
             except RuntimeError as error:
                 passed = time.monotonic() - started
@@ -231,6 +234,7 @@ class NetworkGroup:
         source, destination, piece, _ = message
         other = source if destination == self.rank else destination
         did = "has not sent" if other == source else "has not taken"
+        # The rank that is late need not be the one that the data comes from: it may only pass it on.
         whose = f" (rank {self.ranks[piece]}'s part)" if piece != other else ""
         name = self.policy.topology.name_of
         text = (

@@ -72,6 +72,7 @@ class Execution:
             for message in needed:
                 yield message, self._messages.pop(message)
             self._act(action)
+        # Receives that nothing has waited for: pieces that this rank does not pass on.
         yield from self._messages.items()
         yield from self._leaving
         self._store()  # last: where it goes may be a part of what is still being sent

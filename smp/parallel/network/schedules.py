@@ -97,6 +97,7 @@ class _Trees:
         if self.route == "ring":
             return [(node + 1) % count] if self.away(piece, node) < count - 1 else []
         home = self.topology.places[piece][0]
+        # Each owner begins with the node after its own: uplinks into one node are not all busy at once.
         return [(home + step) % count for step in range(1, count)] if node == home else []
 
     def before(self, piece: int, node: int) -> int:

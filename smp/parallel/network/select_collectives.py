@@ -236,6 +236,7 @@ def _describe_policy(name: str, policy: Policy, source: str) -> str:
         return f"{begin} flat: {level} has one kind of link"
     if policy.links is None:
         return f"{begin} hierarchical from {SMALLEST >> 10} KiB on, as asked for"
+    # FSDP sums over replicas, gathers and reduces over shards.
     kinds: Sequence[Kind] = ["all-reduce"] if name.endswith("replicated") else ["all-gather", "reduce-scatter"]
     picked = []
     for kind in kinds:

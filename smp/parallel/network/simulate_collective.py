@@ -110,6 +110,7 @@ class _Network:
     def _take(self, now: float, rank: int, action: Action) -> float:
         """Run an action; returns how long the process is busy with it."""
         if action.op is Op.REDUCE:
+            # n parts are n - 1 additions.
             busy = self._bytes(action.key) * (len(action.ranks) - 1) / self.links.add
             self.timeline.spans.append(Span(rank, rank, *action.key, now, now + busy))
             return busy

@@ -177,6 +177,7 @@ def _link(path: str, name: str, said: Any) -> Link:
             raise ValueError(said)
         link = Link(float(said["latency_us"]) / 1e6, float(said["gbit_per_s"]) * 1e9 / 8)
     except (TypeError, KeyError, ValueError):
+        # Not a link: refused below, with the same message as numbers out of range.
         link = Link(-1.0, 0.0)
     if not (0 <= link.latency < 1e3 and 0 < link.rate < 1e15):
         raise ConfigError(

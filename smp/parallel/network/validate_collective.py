@@ -126,6 +126,7 @@ def _apply(
             has[key] = under_way[arriving.pop(key), rank, *key]
         if key not in has:
             raise ScheduleError(f"{schedule}: rank {rank}, {action}: it has nothing of it")
+        # What the chunk holds when it is sent.
         under_way[rank, action.peer, *key] = has[key]
     elif action.op is Op.REDUCE:
         parts = [has[key] if source == rank else under_way[source, rank, *key] for source in action.ranks]
