@@ -189,6 +189,7 @@ def _require_cuda(device: torch.device) -> None:
             "--kernels cuda needs the CUDA C++ kernels, which were not built: python -m smp.kernels.cuda.build, or "
             "SMP_BUILD_CUDA=1 at pip install (both need nvcc)"
         )
+    # Built for other GPUs, or from older sources: known now and not at the first step.
     if (reason := why_unusable(device)) is not None:
         raise ConfigError(
             f"--kernels cuda: {library_path()} does not run on this device: {reason}; build it anew with "

@@ -56,6 +56,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``F.linear``, also its gradients of any order: (..., in), (out, in) and (out,) -> (..., out)."""
+    # Anything unusual goes to F.linear, whose errors and conversions then are PyTorch's own.
     if not linear_by_onednn(x, weight) or not (bias is None or (_taken(bias) and bias.shape == weight.shape[:1])):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():

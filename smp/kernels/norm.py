@@ -106,6 +106,7 @@ def forward_reference(
     # Two passes over the row, first the mean: the difference of mean squares would cancel.
     if bias is not None:
         wide = wide - mean[:, None]
+    # (n,), as is the mean
     scale = (wide.square().mean(dim=1) + eps).rsqrt()
     y = wide * scale[:, None] * weight
     y = y if bias is None else y + bias

@@ -115,6 +115,7 @@ class Scaled:
         return scaled_product(x, weight, self.dtype, emulate=self.emulate, fast=True)
 
     def input_gradient(self, grad: Quantised, weight: Quantised) -> torch.Tensor:
+        # (n, out) x (out, in): the weight comes with the scales that this product needs, see ``fp8.scaling``.
         return scaled_product(grad, transposed(weight), self.dtype, emulate=self.emulate)
 
     def weight_gradient(self, grad: Any, x: Any) -> torch.Tensor:
@@ -165,6 +166,7 @@ _FP8 = [
     for emulate in (True, False)
 ]
 _FP8 += [Scaled("nv", "e2m1", dtype, True) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+# All combinations, as operators look a product up by its name alone, which may come from a compiled graph.
 PRODUCTS: dict[str, Product] = {
     "dense": DENSE,
     "nf4": Nf4(double=False),

@@ -39,6 +39,7 @@ def define(
     # Says that the operator traces: it has a fake version and changes what its schema says.
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key, function in run.items():
+        # No autograd key: the ``autograd.Function`` around the operator has the gradient.
         _LIBRARY.impl(name, function, key)
     torch.library.register_fake(f"smp::{name}", fake, lib=_LIBRARY)
     # Bound once: looking an operator up costs microseconds in each call.

@@ -98,6 +98,7 @@ class _Rope(torch.autograd.Function):
 
 
 def _reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> Pair:
+    # Rotation by the negative angle.
     sin = -sin if inverse else sin
     return rotate(q, cos, sin), rotate(k, cos, sin)
 

@@ -47,6 +47,7 @@ class FusedSwiglu:
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, backend: str) -> torch.Tensor:
+        # Not the sigmoid nor the product: both are made again in one pass over gate and up.
         ctx.save_for_backward(gate, up)
         ctx.backend = backend
         return FusedSwiglu(backend).forward(gate, up)

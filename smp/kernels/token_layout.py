@@ -211,6 +211,7 @@ class TokenLayout:
         # keys these are the last ones, and a document may have none.
         cu_k = starts[:, 0] * self.keys + starts[:, 1]
         cu_q = starts[:, 0] * self.length + (starts[:, 1] - (self.keys - self.length)).clamp(min=0)
+        # Of documents too: numbers that change with every batch would be compiled anew.
         count = _power_of_two(len(starts))
         ends = (cu_q, self.batch * self.length), (cu_k, self.batch * self.keys)
         # Empty documents at the end: they have no queries, so they cost nothing.

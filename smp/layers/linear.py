@@ -90,6 +90,7 @@ class ColumnParallelLinear(nn.Module):
         if parts and (out_features % parts or (parts % self.group.size and self.group.size % parts)):
             raise ValueError(f"{out_features} outputs in {parts} parts cannot be shared by {self.group.size} ranks")
         self.part_features = out_features // (parts if self.replicated and parts else self.group.size)
+        # A replicated weight is one parameter in checkpoints, whatever number of ranks share a part of it.
         placement = REPLICATE if self.replicated else SHARD_ROWS
         self.weight = tp_parameter((out_features, in_features), placement, context.tp)
         self.bias = tp_parameter((out_features,), placement, context.tp) if bias else None

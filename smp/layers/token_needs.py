@@ -59,6 +59,7 @@ class RopeTable:
     def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> RotaryTable:
         positions, scaling = layout.position_ids, self.scaling
         assert positions is not None, "a model gives them"
+        # Made in each micro-batch: dim / 2 numbers, and no buffer that meta-device initialization would lose.
         freqs = rope_frequencies(self.channels, self.base, scaling, positions.device)
         if isinstance(scaling, LongRopeScaling):
             # Called only here: lengths cost a tensor, and only LongRoPE and dynamic NTK depend on them.

@@ -198,6 +198,7 @@ def _embedded(hidden: int) -> Preset:
     return {"embedding_multiplier": hidden**0.5}
 
 
+# Norms after attention and MLP; those of queries and keys go over all heads at once.
 _OLMO2: Preset = {
     **{"vocab_size": 100352, "max_position_embeddings": 4096, "norm_epsilon": 1e-6, "rotary_base": 500000.0},
     **{"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True},
@@ -206,6 +207,7 @@ _GRANITE: Preset = _TIED | {
     **{"vocab_size": 49155, "max_position_embeddings": 131072, "norm_epsilon": 1e-5, "embedding_multiplier": 12.0},
     "residual_multiplier": 0.22,
 }
+# Attention and MLP read one norm, and both are added to its input (Cohere).
 _COMMAND: Preset = _TIED | {
     **{"vocab_size": 256000, "normalization": "LayerNorm", "layernorm_bias": False, "norm_epsilon": 1e-5},
     **{"parallel_residual": True, "parallel_residual_shared_norm": True, "rotary_interleaved": True},
@@ -236,6 +238,8 @@ _FALCON: Preset = (
         },
     }
 )
+# fairseq's table of positions begins with two rows that no token uses:
+# ``position_embedding_offset``.
 _OPT: Preset = (
     _LAYER_NORMS
     | _TIED
@@ -299,6 +303,7 @@ PRESETS: dict[str, Preset] = {
     | {"window_size": 512, "max_position_embeddings": 32768},
     "olmo-2-7b": _OLMO2 | _size(32, 4096, 32, 32, 11008),
     "olmo-2-13b": _OLMO2 | _size(40, 5120, 40, 40, 13824),
+    # Its file says sliding_window 2047.
     "phi-3-mini-4k": _LLAMA2 | _size(32, 3072, 32, 32, 8192) | {"vocab_size": 32064, "window_size": 2047},
     "phi-4": _LLAMA2
     | _size(40, 5120, 40, 10, 17920)
@@ -326,6 +331,7 @@ PRESETS: dict[str, Preset] = {
     "glm-4-9b-0414": _GLM4
     | _size(40, 4096, 32, 2, 13696)
     | {"norm_placement": "sandwich", "max_position_embeddings": 32768},
+    # Multi-query attention: one key/value head. Attention and MLP share a norm, unlike in the 40B model.
     "falcon-7b": _FALCON | _size(32, 4544, 71, 1, 18176) | {"parallel_residual_shared_norm": True},
     "falcon-40b": _FALCON | _size(60, 8192, 128, 8, 32768),
     "opt-125m": _OPT | _size(12, 768, 12, 12, 3072),
@@ -345,6 +351,7 @@ PRESETS: dict[str, Preset] = {
     "qwen3-30b-a3b": _QWEN3 | _size(48, 2048, 32, 4, 6144) | _experts(128, 8, 768),
     "qwen3-235b-a22b": _QWEN3 | _size(94, 4096, 64, 4, 12288) | _experts(128, 8, 1536),
     "qwen3-next-80b-a3b": _QWEN3_NEXT | _size(48, 2048, 16, 2, 5120) | _experts(512, 10, 512, **_shared(512)),
+    # norm_topk_prob is false, as of Qwen 2's.
     "olmoe-1b-7b": _size(16, 2048, 16, 16, 1024)
     | _experts(64, 8, 1024, moe_router_pre_softmax=True)
     | {"vocab_size": 50304, "max_position_embeddings": 4096, "norm_epsilon": 1e-5}
@@ -356,6 +363,7 @@ PRESETS: dict[str, Preset] = {
     | _size(92, 5120, 96, 8, 12288)
     | _experts(160, 8, 1536, moe_layer_freq="[0]*3+[1]*89", **_shared(1536))
     | {"qk_layernorm": True, "moe_router_topk_scaling_factor": 2.5},
+    # The dense first layers are in moe_layer_freq, here and below: 1 in V2, 3 in V3.
     "deepseek-v2-lite": _DEEPSEEK2
     | _size(27, 2048, 16, 16, 10944)
     | _experts(64, 6, 1408, moe_layer_freq="[0]*1+[1]*26", **_shared(2816)),
@@ -391,6 +399,7 @@ PRESETS: dict[str, Preset] = {
     | {"max_position_embeddings": 10485760, "qk_l2_norm": True}
     | {"use_rope_scaling": True, "rope_scaling_factor": 16.0}
     | {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 1.0, "rope_original_max_position": 8192},
+    # Experts in every second layer, and no norm of queries and keys.
     "llama4-maverick": _LLAMA4
     | _size(48, 5120, 40, 8, 16384)
     | _experts(128, 1, 8192, moe_layer_freq="[0,1]*24", **_shared(8192))

@@ -65,6 +65,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         # Decided by what is the same on all ranks: a rank that went another way would wait for ever.
         operation = _operation(opts.reduceOp, given[0])
         if self.memory is None or len(given) > 1 or operation is None:
+            # The next backend: hierarchical collectives or gloo, see ``backend``.
             return super().allreduce(tensors, opts)
         x = given[0]
         return self._through_memory("all-reduce", x, opts, lambda out, limit, m: m.all_reduce(out, limit, operation))
@@ -128,6 +129,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         if self.memory is None or not isinstance(opts, dist.BarrierOptions):
             return super().barrier(opts, **more)
         self.counts["memory barrier"] += 1
+        # The limit as a function: it is asked for only when a rank is late.
         self.memory.barrier(partial(self._seconds, opts))
         return _CompletedWork([])
 

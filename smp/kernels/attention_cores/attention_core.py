@@ -130,6 +130,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_l
 
 def unfold(x: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """(tokens, heads, head_dim) -> (batch, heads, length, head_dim), without the padding."""
+    # A view where it can be: the operators take strided heads.
     return rearrange(x[: batch * length], "(batch length) heads dim -> batch heads length dim", batch=batch)
 
 

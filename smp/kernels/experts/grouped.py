@@ -107,6 +107,7 @@ class _AddRows(torch.autograd.Function):
     def forward(ctx: Any, y: torch.Tensor, bias: torch.Tensor, counts: torch.Tensor, backend: str) -> torch.Tensor:
         ctx.save_for_backward(counts)
         ctx.backend = backend
+        # (experts,) -> (n,): the expert of each row
         own = torch.arange(len(bias), device=y.device)
         # ``output_size`` is given: without it the host would wait for the sum of the counts.
         return y + bias.index_select(0, own.repeat_interleave(counts.to(y.device), output_size=len(y)))

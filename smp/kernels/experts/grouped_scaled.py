@@ -100,6 +100,7 @@ def _weight_gradient(
     # Zeros: an expert without rows is left out of the loop.
     dw = g.new_zeros(counts.shape[0], g.shape[1], x.shape[1], dtype=run.dtype)
     for expert, count in occupied(g, counts):
+        # A sum over the expert's own rows: no other expert's scale is in it.
         dw[expert] = run.weight_gradient(_rows(grad, start, count), _rows(rows, start, count))
         start += count
     return dw

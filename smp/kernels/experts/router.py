@@ -80,6 +80,7 @@ def _chosen(
     factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(experts, weights) by the formulas, in the dtype of the logits."""
+    # Detached: which experts are chosen has no gradient.
     values = compared_values(logits.detach(), scores, bias) if compared is None else compared
     # A stable sort and not ``topk``, which leaves the order of equal values open.
     experts = values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
@@ -92,6 +93,7 @@ def _weights(logits: torch.Tensor, experts: torch.Tensor, scores: Scores) -> tor
         chosen = _of_experts(logits, experts).sigmoid()
         return chosen / (chosen.sum(-1, keepdim=True) + FLOOR) if experts.shape[1] > 1 else chosen
     if scores == "pre_softmax":
+        # Over all experts, and not normalized again.
         return _of_experts(logits.softmax(-1), experts)
     # softmax over the chosen logits is the softmax over all of them, normalized again.
     return _of_experts(logits, experts).softmax(-1)

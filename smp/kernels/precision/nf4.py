@@ -124,6 +124,7 @@ def widen(packed: torch.Tensor, dtype: torch.dtype, *, double: bool) -> torch.Te
     codes = _table(_CODES, packed.device)
     # One look-up for a byte, not two for its halves.
     pairs = torch.stack([codes.repeat_interleave(16), codes.repeat(16)], 1)  # (256, 2): of a byte its two elements
+    # (rows, in), filled some rows at a time: intermediate values are fp32 and would take several times as much.
     out = torch.empty(packed.shape[0], k * BLOCK, dtype=dtype, device=packed.device)
     size = max(1, _CHUNK // (k * BLOCK))
     for start in range(0, packed.shape[0], size):

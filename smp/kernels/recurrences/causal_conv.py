@@ -36,6 +36,7 @@ def causal_conv(
     rows, _, channels = x.shape
     if before is None:
         before = x.new_zeros(rows, weight.shape[1] - 1, channels)
+    # (rows, K - 1 + length, channels)
     return _Conv.apply(torch.cat((before, x), 1), weight, bias, places)
 
 
@@ -70,6 +71,7 @@ def _sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place
     for column, seen in _taps(weight.shape[1], places):
         shifted = x[:, column : column + length]
         shifted = shifted if seen is None else shifted * seen
+        # K fused multiply-adds and no ``conv1d``, which knows no borders of documents.
         out = torch.addcmul(out, shifted, weight[:, column])
     return out
 

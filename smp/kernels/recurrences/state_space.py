@@ -40,6 +40,7 @@ def step_by_step(
     """The recurrence by its definition, a token after the other. Arguments and results as of :func:`chunked`."""
     dtype, wide = v.dtype, accumulation_dtype(v.dtype)
     served = v.shape[2] // q.shape[2]
+    # (rows, length, heads, state_dim): each group's for its heads
     q, k = (x.to(wide).repeat_interleave(served, dim=2) for x in (q, k))
     v, g, step = v.to(wide), g.to(wide), step.to(wide)
     if state is None:
@@ -148,6 +149,7 @@ class _Chunks:
         both = q.shape[0] * q.shape[2], v.shape[2] // q.shape[2]
         d = Decays.of(g, begins, accumulation_dtype(v.dtype))
         decays = Decays(*(x.unflatten(1, both) for x in (d.within, d.before, d.behind, d.whole)))
+        # Heads of a group are neighbours, so rows x heads is rows x groups x heads of a group.
         v, step = (x.unflatten(1, both) for x in (by_chunk(v), by_chunk(step[..., None])))
         return _Chunks(by_chunk(q), by_chunk(k), v, step, decays)
 
@@ -257,6 +259,7 @@ def _backward(
     of_before = (_apart(c.q @ known, heads) * dout).sum(4, keepdim=True) * d.before
     of_whole = (known * dstates[1:]).unflatten(3, (heads, -1)).sum((2, 4))[..., None, None] * d.whole
     # Within the chunk.
+    # (n, B, 1, C, C) for all heads of a group, and (n, B, r, C, C)
     scores, faded = (c.q @ c.k.transpose(2, 3))[:, :, None], c.faded()
     dv = (faded * scores).transpose(3, 4) @ dout
     dv.addcmul_(dkept, kept)

@@ -51,5 +51,6 @@ def rows_at_once(rows: int, bytes_of_row: int) -> Iterator[slice]:
 
 def within(first: torch.Tensor, last: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
     """bool (rows, keys): which of ``keys`` each query sees, from its ``first`` to its ``last`` of the whole table."""
+    # Numbers in the whole table, as ``first`` and ``last`` are.
     number = torch.arange(keys.start, keys.stop, device=first.device)
     return (number >= first[rows, None]) & (number <= last[rows, None])

@@ -94,6 +94,7 @@ def rows_kernel(
     for tile in range(tl.program_id(0), tl.sum(tiles, axis=0) * column_tiles, tl.num_programs(0)):
         # As many experts as end before this tile.
         expert = tl.sum((ends * column_tiles <= tile).to(tl.int32), axis=0)
+        # Masks over the experts, because a program cannot index a tensor in registers.
         before, at = number < expert, number == expert
         own = tile - tl.sum(tl.where(before, tiles, 0), axis=0) * column_tiles
         place, column_place = _place_of(own, tl.sum(tl.where(at, tiles, 0), axis=0), column_tiles, GROUP)

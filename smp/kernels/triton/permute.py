@@ -47,6 +47,7 @@ def combine_backward_kernel(grad, rows, weights, order, drows, products, width, 
         g = tl.load(grad + token * width + column, mask=inside, other=0.0).to(tl.float32)
         total += g * tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(drows + row * width + column, (g * weight).to(drows.dtype.element_ty), mask=inside)
+    # The gradient of this choice's weight, by the sorted row.
     tl.store(products + row, tl.sum(total, axis=0))
 
 

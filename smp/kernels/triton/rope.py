@@ -77,6 +77,7 @@ def rotate(
     """Rotate q and k, (tokens, heads, head_dim) and contiguous, into ``out``, by default new tensors."""
     assert q.is_contiguous() and k.is_contiguous(), "the kernel walks over whole tokens"
     (tokens, q_heads, head_dim), k_heads, half = q.shape, k.shape[1], cos.shape[-1] // 2
+    # The same for q and k: one kernel handles both, with one shape of tile.
     heads = min(HEADS, triton.next_power_of_2(max(q_heads, k_heads)))
     q_blocks, k_blocks, rest = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads), head_dim - 2 * half
     q_out, k_out = (q.new_empty(q.shape), k.new_empty(k.shape)) if out is None else out

@@ -45,6 +45,7 @@ def forward_kernel(
     real = (row[:, None] < rows) & (column[None, :] < EXPERTS)
     place = row[:, None] * EXPERTS + column[None, :]
     z = tl.load(logits + place, mask=real, other=0.0).to(tl.float32)
+    # What a bias is added to and, but for softmax, what weights are made of.
     scores = z
     if SCORES == "sigmoid":
         scores = tl.sigmoid(z)

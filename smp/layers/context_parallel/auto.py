@@ -188,6 +188,7 @@ def _estimate(kind: str, size: int, of: Exchanged, flops: float, documents: int,
     if kind in ("a2a", "a2a+p2p"):
         # The all-to-all is among ``size`` neighbours only, the ring below among the groups.
         heads = replace(of, cp=size)
+        # An all-to-all hides behind nothing: attention needs all tokens of its heads.
         exchange = waiting = sum(_all_to_all(sent, size, machine) for sent in bytes_sent("a2a", heads))
     if steps > 1:
         # Repeated key/value heads travel around the ring as often as they were repeated.

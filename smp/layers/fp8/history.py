@@ -61,6 +61,7 @@ class AmaxHistory:
         self.now: list[Maxima] = list(zip(zeros[::3], zeros[1::3], zeros[2::3], strict=True))
         self._step = torch.zeros(len(names), 3, **fp32)
         self.inverse = torch.ones(len(names), 3, **fp32)
+        # Views of the rows: layers hold them, and see new scales without being told.
         self.inverses = self.inverse.unbind()
         self._ends = torch.tensor([LARGEST[number] for number in self._formats], **fp32)
         self.is_empty = True

@@ -55,6 +55,7 @@ class TracedScaling:
         # The first step of delayed scaling: no history, so no FP8.
         if self._is_empty:
             return Operands(x, x, list(weights), [])
+        # One operator for all operands: an exchange of maxima inside of it is one, too.
         made = _operands_op(x, list(weights), self._inverse, self._key)
         # Two tensors (numbers, scales) for each operand, then the scales that the backward pass needs.
         end = 2 * (1 + len(weights))

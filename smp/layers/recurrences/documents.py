@@ -77,6 +77,7 @@ class DocumentsNeed:
             begins, places, states = states_plan(cut, self.cp.rank, self.conv, device)
             return Documents(begins, places, plan=states)
         found = Documents() if cut.document_ids is None else of_documents(to_device(cut.document_ids, device))
+        # By heads, or for prompts: every rank goes through whole sequences.
         plan = whole_plan(cut, self.cp, device)
         if lengths is None:
             return Documents(found.begins, found.places, plan=plan)

@@ -99,6 +99,7 @@ class Schedule:
 
 def waits(rank: int, actions: Sequence[Action]) -> Iterator[tuple[Action, list[Message]]]:
     """Each action of a rank, with the messages that have to be there before it runs."""
+    # Chunks whose receive is posted, and that nothing has waited for yet.
     arriving: dict[tuple[int, int], int] = {}
     for action in actions:
         needed: list[Message] = []

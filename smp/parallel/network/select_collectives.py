@@ -85,6 +85,7 @@ def choose_collectives(
     if any(mesh is not None and mesh.device_type != "cpu" for mesh in meshes.values()):
         return _on_gpus(setting)
     network, links = _network(topology_file)
+    # Each group has a topology of its own, with its ranks numbered from 0.
     parts = {name: network.part(dist.get_process_group_ranks(group)) for name, group in groups.items()}
     useful = any(gather(any(part.several_levels for part in parts.values())))
     where = "--network-topology" if topology_file else "hostnames"
@@ -163,6 +164,7 @@ def with_secondary_shards(
         if len(hosts) > 1:
             said = " and ".join(f"rank {rank} on {host}" for host, rank in hosts.items())
             problem = problem or f"by {where} {said} would share secondary shards of {name}"
+        # Something is spared only where a gather over all ranks would cross nodes.
         spared = spared or len({topology.name_of(rank) for rank in dist.get_process_group_ranks(group)}) > 1
         lines.append(
             f"secondary shards of {name}: {size} neighbours in a node hold the weights once more; forward passes "

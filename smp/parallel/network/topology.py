@@ -53,6 +53,7 @@ class Topology:
     def crossings(self) -> int:
         """Most edges of a ring in the order of ranks that leave a node: 1 where neighbours share nodes."""
         nodes = [node for node, _ in self.places]
+        # Edges of the ring that leave a node, counted for each node.
         leaving = Counter(here for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if here != there)
         return max(leaving.values(), default=0)
 
@@ -134,6 +135,7 @@ def read_topology(path: str, world_size: int) -> tuple[Topology | None, Links | 
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--network-topology {path}: {error}") from None
     known = {"nodes", "between", "inside"}
+    # Links come in pairs: with one kind alone nothing can be predicted.
     if not isinstance(said, dict) or not said or not set(said) <= known or (("between" in said) != ("inside" in said)):
         raise ConfigError(f"--network-topology {path}: a JSON object with nodes, or between and inside, or all three")
     nodes = _nodes(path, said["nodes"], world_size) if "nodes" in said else None
