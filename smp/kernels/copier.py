@@ -1,7 +1,7 @@
 """Copies between the memory of a device and that of the host, while the device computes.
 
-The order is said with events, in the order of the device's work: a copy begins when all that was issued before it is
-computed, and what is issued after :meth:`Copier.wait` begins when the copy is there. The host waits for neither.
+Events order copies and the device's work: a copy begins when all work issued before it has ended, and work issued after
+:meth:`Copier.wait` begins when the copy has ended. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Copier(ABC):
         self.bytes_out, self.bytes_back = 0, 0
 
     def out(self, source: torch.Tensor, target: torch.Tensor, after: Event = None) -> Event:
-        """Begin to copy ``source`` of the device to ``target`` on the host, both contiguous, when also ``after`` has
-        happened. ``source`` stays as it is, and both stay alive, until the returned event."""
+        """Begin to copy ``source`` on the device to ``target`` on the host, both contiguous, not before the event
+        ``after``. Until the returned event, ``source`` must not be written to, and both must stay alive."""
         self.bytes_out += source.nbytes
         return self._copy("out", source, target, after)
 
@@ -39,8 +39,8 @@ class Copier(ABC):
 
     @abstractmethod
     def host(self, nbytes: int, *, copied: bool = True) -> torch.Tensor:
-        """Memory of the host, uint8 (nbytes,). What is ``copied`` to or from a device is pinned, which costs time and
-        takes it from everything else on the machine."""
+        """Host memory, uint8 (nbytes,). It is pinned if it is ``copied`` to or from a device; pinning takes time, and
+        the memory cannot be swapped out."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
@@ -110,8 +110,8 @@ def copier_of(device: torch.device) -> Copier:
 
 
 class HostPool:
-    """Memory of the host that is used again: as many buffers as there ever were at once. Pinned memory is slow to get,
-    and getting it makes the device wait.
+    """A pool of host buffers: it grows to the largest number in use at once. Pinned memory is slow to allocate, and the
+    allocation makes the device wait.
 
     Attributes:
         nbytes: of all buffers.
@@ -143,6 +143,6 @@ class HostPool:
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to an eighth of a power of two, so that lengths that differ a little share buffers."""
+    """``nbytes`` rounded up to a multiple of an eighth of a power of two, so that similar lengths share buffers."""
     step = max(16, 1 << max(nbytes.bit_length() - 4, 0))
     return -(-nbytes // step) * step

@@ -162,7 +162,7 @@ def _logits_to_gradient(
 
 
 def _nothing(*args: object) -> None:
-    """A kernel that only writes into its arguments makes nothing to trace."""
+    """The fake version of a kernel that only writes into its arguments."""
 
 
 _softmax_stats_op = register(

@@ -36,8 +36,8 @@ class Kernels:
         attention: what computes attention (:mod:`smp.kernels.attention_cores.attention_core`).
         recurrence_exchange: what context-parallel ranks exchange for layers with a recurrence: states, or heads for
             tokens.
-        rope_in_place: a fused one rotates where the projections' outputs are. Not for a compiler, nor for selective
-            recompute, which keeps those.
+        rope_in_place: the fused RoPE overwrites the projections' outputs. Not under torch.compile, nor with selective
+            recompute, which keeps those outputs.
 
     Raises:
         ValueError: an operation has no such backend. Whether this machine can run it shows when it is used.
@@ -68,7 +68,7 @@ class Kernels:
 
 TORCH = Kernels()
 LONGEST_ROW = 8192
-"""Features that a Triton norm takes: more do not stay in registers (16,384 spill 600 bytes a thread)."""
+"""Most features of a row of a Triton norm: longer rows do not fit in registers (16,384 spill 600 bytes a thread)."""
 # What torch.compile fuses with its neighbours, and an operator keeps it from.
 _FUSIBLE = ("norm", "swiglu", "rope", "router", "permute")
 
@@ -124,7 +124,7 @@ def describe_kernels(kernels: Kernels, reasons: dict[str, str]) -> list[str]:
 
     Args:
         kernels: of the run.
-        reasons: by operation; one that is not there is not told of.
+        reasons: by operation; operations without a reason are left out.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
@@ -152,7 +152,7 @@ def _automatic(name: str, device: torch.device, features: int, compile: bool) ->
 
 
 def _delta_rule_in_triton(device: torch.device, compile: bool) -> tuple[str, str]:
-    """Its Triton kernels are flash-linear-attention's."""
+    """(backend, reason) of the delta rule under ``--kernels triton``: the kernels are flash-linear-attention's."""
     if device.type != "cuda":
         return "torch", f"runs on {device.type}"
     if compile:

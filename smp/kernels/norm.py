@@ -92,7 +92,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Rows in the shape of ``x``. Where they have it they stay as they are: FSDP2 warns of units that return views."""
+    """Rows in the shape of ``x``; the same tensor where the shape is equal, because FSDP2 warns of units that return
+    views."""
     return rows if rows.shape == x.shape else rows.view(x.shape)
 
 

@@ -29,11 +29,12 @@ def define(
     leaf: bool = False,
     **run: Callable[..., Any],
 ) -> Any:
-    """Define ``smp::<schema>``; ``fake`` makes its outputs' shapes for tracing, and ``run`` computes them, by dispatch
-    key. ``body`` is in place of ``run`` for who counts, where that looks at numbers; a ``leaf`` counts as one call.
+    """Define ``smp::<schema>``. ``fake`` returns outputs of the right shapes for tracing; ``run`` computes them, by
+    dispatch key. Tools that count operations call ``body`` instead of ``run``, where ``run`` depends on the values of
+    tensors; a ``leaf`` counts as one call.
 
     Returns:
-        The operator, to be bound once and called.
+        The operator: bind it to a name once, and call that.
     """
     name = schema.partition("(")[0]
     # Says that the operator traces: it has a fake version and changes what its schema says.

@@ -3,8 +3,8 @@
 With s = sigmoid(g): du = da g s and dg = da u s (1 + g (1 - s)).
 
 Bytes per element in bf16: forward 6 (read g and u, write a), backward 10 (read da, g, u, write dg, du). Only g and u
-are kept. What needs a again in the backward pass, as the matrix product behind it does for its weight's gradient,
-gets it from the same pass for 2 bytes more, instead of keeping it: see ``smp.layers.mlp``. Arithmetic is fp32 inside
+are kept. The matrix product after it needs a for its weight's gradient: the backward kernel writes it again for 2 bytes
+per element more, so it need not be kept; see ``smp.layers.mlp``. Arithmetic is fp32 inside
 and rounds once. Rows may have any stride, so halves are not copied.
 """
 
@@ -33,7 +33,7 @@ class FusedSwiglu:
     backend: str
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """a."""
+        """a = SiLU(gate) up."""
         return _forward_op(_rows(gate), _rows(up), self.backend).view(gate.shape)
 
     def backward(

@@ -1,4 +1,4 @@
-"""Layout of a micro-batch's tokens: all that attention, RoPE and dropout may know of them, without process groups.
+"""Layout of a micro-batch's tokens: positions, documents, masks and dropout numbers, without process groups.
 
 Rows of activations are the tokens of all sequences, one sequence behind the other, then padding. Queries and keys of a
 sequence are usually the same tokens. With a cache of keys, or when a rank holds a slice of each sequence, they are not:
@@ -17,7 +17,7 @@ from smp.kernels.sequence_cut import SequenceCut, chunks_of_documents
 from smp.kernels.transfer import to_device
 
 Pattern = tuple[bool, int | None]
-"""Which keys a layer's queries see: not those behind them, and so many at most; (causal, window)."""
+"""(causal, window): which keys the queries of a layer see; window None: no limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,8 @@ class TokenLayout:
         return before >= 0 and after >= 0 and self.key_document_ids is None
 
     def pattern(self, causal: bool, window: int | None) -> Pattern:
-        """Layers with the same pattern share a mask: a window that reaches to the first key is none."""
+        """The mask pattern of a layer. A window that reaches the first key counts as None, so that such layers share a
+        mask."""
         if self.key_positions is not None:
             return causal, window
         # Such a window hides nothing, and its mask would be made a second time.
@@ -112,7 +113,8 @@ class TokenLayout:
         return causal, window
 
     def needs_mask(self, pattern: Pattern) -> bool:
-        """Whether a kernel's own "causal" is not enough. Kernels differ in what it means with a key more or less."""
+        """Whether a kernel's own "causal" flag is not enough. Its meaning differs between kernels where there are not
+        as many keys as queries."""
         causal, window = pattern
         if self.key_positions is not None:
             return True
@@ -246,5 +248,5 @@ class TokenLayout:
 
 
 def _power_of_two(number: int) -> int:
-    """The least that is not below ``number``."""
+    """The smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Host to device."""
+"""Copies from the host to the device."""
 
 from __future__ import annotations
 

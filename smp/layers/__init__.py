@@ -2,8 +2,8 @@
 trainer and no global state.
 
 Read ``block`` first: norms and residual around a mixer (``attention``, ``latent_attention``, ``sparse_attention``,
-``recurrences``) and ``mlp`` or :mod:`smp.layers.moe`; all of them stand on ``linear``. :mod:`smp.layers.heads` has
-losses, :mod:`smp.layers.adapters` LoRA, :mod:`smp.layers.context_parallel` attention and recurrences over cut
+``recurrences``) and ``mlp`` or :mod:`smp.layers.moe`; all of them are built from ``linear``. :mod:`smp.layers.heads`
+has losses, :mod:`smp.layers.adapters` LoRA, :mod:`smp.layers.context_parallel` attention and recurrences over cut
 sequences.
 """
 

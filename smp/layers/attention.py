@@ -23,16 +23,16 @@ from smp.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class QueryKeyOptions:
-    """Norms, rotation and scaling of queries and keys before their product.
+    """Norms, rotation and scaling of queries and keys before the product q k^T.
 
     Attributes:
         norm_eps: when given, queries and keys are RMS-normalized per head with this epsilon, before RoPE.
-        norm_across_heads: all heads together instead.
-        norm_one_plus: these norms multiply by 1 + their weight.
+        norm_across_heads: one norm over the features of all heads instead.
+        norm_one_plus: the norms multiply by 1 + weight (Gemma).
         rope: key of the rotary table in the layout's ``prepared`` that rotates them; None: nothing does.
         rope_interleaved: channels 0 and 1, 2 and 3, ... are rotated, not the two halves of a head.
         l2_norm_eps: when given, each head's are divided by sqrt(mean(x^2) + this), after RoPE.
-        query_scale: key in ``prepared`` of what queries are multiplied by; None: they are not.
+        query_scale: key in ``prepared`` of factors of the queries; None: no factor.
     """
 
     norm_eps: float | None = None
@@ -207,7 +207,7 @@ def dropout_key_of(attention: Any, key: torch.Tensor | None, token_index: torch.
 
 
 def deinterleaved(x: torch.Tensor, rotated: int) -> torch.Tensor:
-    """(tokens, heads, head_dim) with the first ``rotated`` channels in the order 0, 2, ..., 1, 3, ...: what interleaved
-    rotation pairs lies half of them apart. Products of queries and keys are the same in any order of channels."""
+    """(tokens, heads, head_dim) with the first ``rotated`` channels in the order 0, 2, ..., 1, 3, ...: the pairs of
+    interleaved RoPE become those of half rotation. Products q k^T do not depend on the order of channels."""
     pairs = x[..., :rotated].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return torch.cat((pairs, x[..., rotated:]), dim=-1)

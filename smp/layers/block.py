@@ -18,8 +18,8 @@ from smp.layers.norm import Norm, Own, own_together
 
 _NORMS = "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"
 DROPOUT_SITES = 3
-"""Places of dropout in a block: the mixer's own (attention probabilities), what the mixer adds, what the feed-forward
-network adds."""
+"""Dropout sites of a block: the mixer's own (attention probabilities), the mixer's output, and the feed-forward
+network's output."""
 Run = Callable[..., Any]
 """Type of a block's computation: the arguments of ``forward`` to its result."""
 
@@ -182,8 +182,8 @@ class MoEBlock(TransformerBlock):
         keys: torch.Tensor | None = None,
         counted: Counted | None = None,
     ) -> Any:
-        """The output of :class:`TransformerBlock`, and the balance that :class:`MoE` measures of ``counted``, of the
-        tokens in ``x``."""
+        """The output of :class:`TransformerBlock`, and the balance that :class:`MoE` measures with ``counted``, the
+        counts and weights of the tokens in ``x``."""
         assert isinstance(self.mlp, MoE)
         # Through ``Experts.forward``, on which FSDP's hooks for experts sit: their weights are
         # gathered before the block runs, and recompute replays the block without gathering them again.

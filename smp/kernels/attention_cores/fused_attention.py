@@ -95,7 +95,7 @@ class FusedAttention(Masked):
         """Arguments of the operator: q, k and v (batch, heads, length, head_dim), and the options of the scores.
 
         Raises:
-            ValueError: they are more than an operator computes.
+            ValueError: ``spec`` needs something that the operators do not compute.
         """
         if spec.changes_scores:
             raise ValueError(f"{self.name} computes neither soft-capped scores nor ALiBi: take MathAttention")
@@ -159,5 +159,5 @@ DEFAULT_ATTENTION = DefaultAttention()
 
 
 def widened(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """``x`` with channels of zeros up to a ``multiple``: they add nothing to scores."""
+    """``x`` padded with channels of zeros to a ``multiple``; they do not change scores."""
     return x if x.shape[-1] % multiple == 0 else F.pad(x, (0, -x.shape[-1] % multiple))

@@ -1,4 +1,4 @@
-"""Attention with every step by itself: the reference of all other cores, see
+"""Attention by plain operations, one after the other: the reference of all other cores, see
 :mod:`smp.kernels.attention_cores.attention_core`."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smp.kernels.token_layout import TokenLayout
 
 @dataclass(frozen=True)
 class MathAttention(Masked):
-    """Every step by itself: scores and probabilities are materialised, (batch, heads, length, keys) in fp32.
+    """Unfused attention: scores and probabilities are materialised, (batch, heads, length, keys) in fp32.
 
     Without dropout the products are fp32 too. With dropout they have the dtype of q, k and v.
     """

@@ -1,5 +1,5 @@
 """PyTorch's fused attention, called by its operators: they return the log-sum-exps that a merge of parts needs, and
-take those of the whole in the backward pass.
+take the merged ones in the backward pass.
 
 A row's probabilities are p = exp(s - lse), so gradients of one block of keys are (Dao 2023, arXiv 2307.08691)
     D = rowsum(dout * out);  dv = p^T dout;  ds = p * (dout v^T - D);  dq = ds k * scale;  dk = ds^T q * scale,
@@ -26,7 +26,7 @@ class Scores:
     """Options of a call's scores.
 
     Attributes:
-        causal: a query sees the keys that do not come after it; without a mask and with as many keys as queries only.
+        causal: a query does not see later keys; only without a mask, and with as many keys as queries.
         mask: added to the scores, (batch or 1, 1, length, keys), in the dtype of the queries.
         scale: of q k^T; None: 1 / sqrt(head_dim).
     """
@@ -43,7 +43,7 @@ class Operator:
     Attributes:
         forward: (q, k, v, scores) -> (out, lse).
         backward: (dout, q, k, v, out, lse, scores) -> (dq, dk, dv).
-        multiple: of what head_dim has to be.
+        multiple: head_dim has to be a multiple of this.
     """
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scores], Tensors]
@@ -52,7 +52,7 @@ class Operator:
 
 
 def _cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
-    """Any dtype, fewer key/value heads as they are. A row that sees no key has out 0 and lse 0."""
+    """Any dtype; fewer key/value heads than query heads. A row that sees no key has out 0 and lse 0."""
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, s.causal, attn_mask=s.mask, scale=s.scale)
 
 
@@ -63,7 +63,7 @@ def _cpu_flash_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
 
 
 def _cuda_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
-    """Half precision, no mask, fewer key/value heads as they are."""
+    """Half precision, no mask; fewer key/value heads than query heads."""
     # The operator has no argument for a mask: it would be left out without a word.
     _refuse_mask(s)
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, s.causal, False, scale=s.scale)
@@ -81,7 +81,7 @@ def _cuda_flash_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
 
 
 def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
-    """Any dtype but fp64, a mask; lse comes with rows up to a multiple of 32."""
+    """Any dtype except fp64, a mask; the operator pads lse to a multiple of 32 rows."""
     mask = _aligned(s.mask, q, k)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, s.causal, scale=s.scale)
     # Without the rows that the kernel added.
@@ -102,7 +102,8 @@ def _efficient_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
 
 
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
-    """Half precision, a mask, fewer key/value heads as they are; lse has a dimension of 1 behind."""
+    """Half precision, a mask; fewer key/value heads than query heads; the operator's lse has a last dimension of size
+    1."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, s.mask, True, 0.0, s.causal, False, scale=s.scale)
     return out, lse.reshape(q.shape[:3])
 

@@ -1,8 +1,9 @@
-"""Which attention a run uses, tried once before it starts.
+"""Choose the attention kernel of a run, and try it once before the run starts.
 
-PyTorch chooses anew at every call and says nothing when it takes the slow one. Here the first of an order that takes
-the model's shapes is the only one, and one that was asked for and cannot is an error. FlashAttention takes no mask on a
-GPU; documents and windows go to its variable-length kernel there.
+PyTorch chooses at every call, and falls back to the slow kernel without a message. Here one backend is chosen for the
+whole run: the first in order of speed that takes the model's shapes. A backend that was asked for by name and cannot
+run them is an error. FlashAttention takes no mask on a GPU; documents and windows go to its variable-length kernel
+there.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class AttentionShape:
     Attributes:
         heads, length, head_dim, dtype: of queries; keys and values have fewer heads, else the same.
         groups: key/value heads, each for heads / groups query heads.
-        masked: there are documents or a window.
-        spans: what is masked may be given as spans instead; not with attention dropout.
-        other_lengths: of calls that come too.
+        masked: attention has packed documents or a window.
+        spans: documents and windows may go to a variable-length kernel as spans, without a mask; not with attention
+            dropout.
+        other_lengths: further sequence lengths that the run will use.
         changes_scores: the flag that says so; "": scores are scale q k^T + mask, which all backends compute.
     """
 
@@ -54,7 +56,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """A core, and why it is this one."""
+    """The chosen core, and the reason for the log."""
 
     core: BlockCore
     reason: str

@@ -1,7 +1,8 @@
 """Attention by FlashAttention's variable-length kernel (``torch.nn.attention.varlen``; Dao 2023, arXiv 2307.08691).
 
-A mask has length x keys numbers for every sequence, and kernels that take one visit all of them. This kernel is told
-where documents begin and how far a window reaches, and visits nothing else. It runs on CUDA, in half precision.
+A mask has length x keys numbers for every sequence, and kernels with a mask compute all of these pairs. This kernel
+takes the boundaries of documents and the length of the window, and computes only pairs inside of them. It runs on CUDA,
+in half precision.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class VarlenAttention:
 
     @property
     def dense(self) -> FusedAttention:
-        """The core for what needs no mask."""
+        """The core for calls without a mask."""
         return FusedAttention(self.name)
 
     def prepare(
@@ -41,7 +42,7 @@ class VarlenAttention:
         """The layout with cu_seqlens on ``device``, if they are needed.
 
         Raises:
-            ValueError: document ids are not on the host, or cannot be said by where documents begin.
+            ValueError: document ids are not on the host, or one document is not a contiguous range of its sequence.
         """
         # Layers without a mask go to the dense kernel, which needs no list of documents.
         masked = any(layout.needs_mask(spec.pattern(layout)) for spec in specs)

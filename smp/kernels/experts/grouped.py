@@ -4,10 +4,11 @@ Rows x (n, in) are sorted by expert, ``counts`` rows of each, and every expert h
 
     y[e] = x[e] W[e]^T      dx[e] = g[e] W[e]      dW[e] = g[e]^T x[e]
 
-An expert without rows costs nothing forward, and its dW is zero. Nothing is padded and nothing is stacked: 2 n in out
-FLOPs each, as one product of n rows. Counts are int64 numbers on the device. With the backend triton each of the three
-is one kernel, which reads them there. With torch, on Hopper and Blackwell in bf16, with widths that are multiples of 8,
-so it is (``torch._grouped_mm``); elsewhere they are loops over experts, for which the host has to know the counts.
+An expert without rows costs nothing in the forward pass, and its dW is zero. Rows are neither padded nor stacked: each
+product takes 2 n in out FLOPs, as many as one dense product of n rows. Counts are int64 numbers on the device. With the
+backend triton each of the three is one kernel, which reads them there. With torch, on Hopper and Blackwell in bf16,
+with widths that are multiples of 8, so it is (``torch._grouped_mm``); elsewhere they are loops over experts, for which
+the host has to know the counts.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def grouped_products(
     later: Sequence[Later] = (),
     backend: str = "torch",
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`grouped_product` of the same rows with several weights. Gradients of x are summed where they are made.
+    """:func:`grouped_product` of the same rows with several weights. The backward pass sums the gradients of x itself.
 
-    ``later``, one for each weight: who computes gradients of those that are trained; empty: the backward pass does.
+    ``later``, one for each weight: takes over the computation of its gradient (zero-bubble schedules); empty: the
+    backward pass computes all of them.
     """
     outputs: tuple[torch.Tensor, ...] = _Products.apply(x, counts, tuple(later), backend, *weights)
     return outputs

@@ -6,8 +6,8 @@ Row j of the sorted rows is the choice ``order[j]`` of tokens x k, and choice c 
     combine   y[t] = sum_i w[t, i] rows[inverse[t k + i]]     drows[j] = w[order[j]] dy[order[j] // k]
                                                               dw[c] = sum of dy[c // k] rows[inverse[c]]
 
-Both ways, forward and backward, rows are gathered and never scattered: sums have one order, which knows no atomics, no
-layout and no launch. They are made in fp32 and rounded once.
+In the forward and in the backward pass rows are gathered and never scattered: sums need no atomics, and their order
+depends neither on the layout nor on the launch. They are computed in fp32 and rounded once.
 
 Bytes in bf16 and per element of a token: repeat 2 + 2 k forward (read x, write rows) and as many backward; combine as
 many forward, and backward 2 + 4 k (read dy and rows, write drows). In PyTorch's operations combine's forward reads and
@@ -126,7 +126,7 @@ def combine_backward(
 
 
 _PIECE = 256
-"""Rows at a time on a CPU: what is made on the way stays in a core's cache, and takes no memory that is new."""
+"""Rows at a time on a CPU: temporaries then stay in a core's cache, and their memory is used again."""
 
 
 def combine_backward_in_pieces(

@@ -1,4 +1,4 @@
-"""What a router makes of its logits z (tokens, experts): each token's k experts C and their weights w.
+"""Top-k routing: from logits z (tokens, experts) each token's k experts C and their weights w.
 
 Chosen are the k largest of what is compared, and of equal ones those with the lowest numbers. With factor f:
 
@@ -6,15 +6,15 @@ Chosen are the k largest of what is compared, and of equal ones those with the l
     pre_softmax    compared z        w = f (softmax(z) of C)
     sigmoid        compared z        w = f s / (sum of s over C + 1e-20), s = sigmoid(z); with k = 1 f s
 
-With a bias per expert, softmax(z) (of pre_softmax), s (of sigmoid) or z (of softmax), plus that bias, is compared. What
-comes from elsewhere, as of groups and of sinkhorn, is given as ``compared``. The choice has no gradient; that of z is,
-with g_e = f dw_e for the chosen experts and 0 for others:
+With a bias per expert the values that are compared are softmax(z) (pre_softmax), s (sigmoid) or z (softmax) plus that
+bias. Callers that compute other values (groups, sinkhorn) pass them as ``compared``. The choice has no gradient. The
+gradient of z, with g_e = f dw_e for the chosen experts and 0 for the others, is
 
     softmax, pre_softmax    dz = p (g - sum of p g)                p = w / f, or the softmax of all
     sigmoid                 dz = q (g - sum of q g) (1 - s)        q = w / f; with k = 1 dz = s (1 - s) g
 
-where 1 - s is computed as sigmoid(-z): the difference would have what rounding leaves of it, 6e-6 of a gradient whose s
-is 0.99 (an ulp of s; the chosen scores are the largest ones), and each device its own.
+where 1 - s is computed as sigmoid(-z): the difference loses digits near s = 1, where the chosen scores are. At s = 0.99
+one ulp of s is an error of 6e-6 of the gradient, and devices differ in that ulp.
 
 Bytes in fp32: forward 4 for a logit and 12 for a choice, backward 8 for a logit and 12 for a choice: each logit is read
 once, where a sort and its softmax read and write it several times. Logits and experts are kept.
@@ -43,14 +43,14 @@ def choose_experts(
     compared: torch.Tensor | None = None,
     backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(experts, weights), (tokens, k) each, in the order of falling values of what is compared.
+    """(experts, weights), each (tokens, k), in descending order of the compared values.
 
     Args:
         logits: (tokens, experts).
         k: experts of a token.
         scores, factor: see above.
         bias: (experts,), without gradient.
-        compared: (tokens, experts), without gradient, in place of what is compared otherwise.
+        compared: (tokens, experts), without gradient: choose by these values instead of the scores.
         backend: torch or triton.
     """
     # Plain operations: autograd differentiates them, and a compiler fuses them.
@@ -60,12 +60,12 @@ def choose_experts(
 
 
 def compared_values(logits: torch.Tensor, scores: Scores, bias: torch.Tensor | None) -> torch.Tensor:
-    """(tokens, experts), what is compared."""
+    """(tokens, experts): the values of which the k largest are chosen."""
     return logits if bias is None else scores_of(logits, scores) + bias.to(logits.dtype)
 
 
 def scores_of(logits: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """(tokens, experts), what a bias is added to."""
+    """(tokens, experts): the scores, to which the expert bias is added."""
     if scores == "sigmoid":
         return logits.sigmoid()
     return logits.softmax(-1) if scores == "pre_softmax" else logits

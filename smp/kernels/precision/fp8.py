@@ -84,8 +84,8 @@ def largest_of_blocks(x: torch.Tensor, *, size: int = BLOCK, square: bool = Fals
 
 
 def inverse_scale(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The s of this file's header for each maximum, fp32; 1 for a maximum of 0, NaN for an infinite one, so that it
-    shows in all that follows."""
+    """The scale s of the module docstring for each maximum, fp32; 1 for a maximum of 0, NaN for an infinite one, so
+    that an overflow appears in every later result."""
     return smallest_scale(amax, LARGEST[dtype])
 
 
@@ -175,7 +175,7 @@ def _at_16_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether there are kernels for it, of the same bits as the formulas: Triton, and a GPU with 8-bit formats."""
+    """Whether the Triton kernels, which give the bits of the formulas, run on ``device``: they need 8-bit formats."""
     if device.type != "cuda":
         return False
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,8 +1,8 @@
-"""Numbers in 16 and 8 bits that small changes still reach: stochastic rounding, and e4m3 with a scale for each block.
+"""Stochastic rounding to bf16, and to e4m3 with a scale for each block.
 
 Rounding to nearest loses every change below half a step of the format: a moment that decays by 1 - 0.999 does not move
-in bf16, whose steps are 0.4 to 0.8 %. Rounding up with the probability of what is cut off is right on average. What
-needs no rounding stays as it is, so that a value which is read and written back keeps its bits.
+in bf16, whose steps are 0.4 to 0.8 %. Rounding up with a probability equal to the fraction that is cut off is unbiased.
+A value that the format can represent is not changed, so reading and writing it back keeps its bits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def round_to_e4m3(x: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def smallest_e4m3(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``rounded``, the e4m3 form of ``x`` >= 0, without zeros where ``x`` is none: there the smallest number."""
+    """``rounded``, the e4m3 form of ``x`` >= 0, with the smallest positive number where a positive ``x`` became 0."""
     smallest = torch.full((), 2.0 ** (_E4M3_EXPONENT - _E4M3_DIGITS), device=x.device)
     wide = rounded.float()
     return torch.where((x > 0) & (wide == 0), smallest, wide).to(torch.float8_e4m3fn)

@@ -4,8 +4,8 @@ An element is one of 16 values, quantiles of a normal distribution, times the la
 64 elements in a row of the whole matrix, as bitsandbytes takes them. With double quantization the scales, less their
 mean, are 8-bit numbers themselves, with a scale for each 256 of them.
 
-A row of a packed matrix holds all that is needed to widen it, so that it can be cut and gathered by rows as any other
-weight, by code that knows nothing of 4 bits. For k blocks, that is 64 k elements:
+A packed row holds everything that dequantizing it needs. So FSDP and DTensor cut and gather a packed matrix by rows as
+any other weight, without knowing the format. For k blocks, that is 64 k elements:
 
 ==================  =========================================  ================================
 bytes               with double quantization                   without
@@ -18,7 +18,7 @@ k, or 4 k           8-bit scales, padded to a multiple of 4    fp32 scales
 4 (k / 256 + 2)     fp32 nested scales                         -
 ==================  =========================================  ================================
 
-They are held as bf16 numbers, which FSDP gathers without a cast. About 4.2 and 4.5 bits of an element.
+The bytes are stored as bf16 numbers, which FSDP gathers without a cast. An element takes about 4.2 or 4.5 bits.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def blocks_of(packed_width: int, *, double: bool) -> int:
 
 
 class Nf4:
-    """Products with a frozen matrix that rests in 4 bits; the backward pass widens it once more.
+    """Products with a frozen matrix that is stored in 4 bits; the backward pass dequantizes it again.
 
     Args:
         double: its scales are quantized, too.

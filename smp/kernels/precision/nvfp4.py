@@ -8,8 +8,8 @@ in e4m3, and a tensor has one more, without which those would leave e4m3's range
     q = e2m1(x / (s t)), to the nearest, at most 6          x ~ q s t
 
 t is a power of two here, as all scales of this package; NVIDIA's is max|x| / (6 * 448) itself. That costs at most one
-of e4m3's binades at the lower end, and q s t is exact in fp32. Numbers are held in e4m3, of which e2m1 is a part: one
-byte each.
+of e4m3's binades at the lower end, and q s t is exact in fp32. Numbers are stored as e4m3, which
+represents every e2m1 value, in one byte each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A short causal convolution of each channel with SiLU behind it, as linear recurrences have in front of them.
+"""A short causal convolution of each channel followed by SiLU, the first step of linear recurrences.
 
     y_t = SiLU(sum over j < K of w_(K-1-j) x_(t-j) [+ bias])
 
-where x_(t-j) counts only if it is of the same document. Of x, the weights and the bias the backward pass makes the sum
-again, so that x is all that is kept. Bytes per element in fp32: forward 4 (K + 1), backward 4 (3 K + 3), fewer where a
-cache holds neighbouring tokens; sums are in fp32.
+where x_(t-j) counts only if it is of the same document. The backward pass computes the sum again from x, the weights
+and the bias, so no activation besides x is kept. Bytes per element in fp32: forward 4 (K + 1), backward 4 (3 K + 3),
+fewer where a cache holds neighbouring tokens; sums are in fp32.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ def causal_conv(
     places: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(rows, length, channels) -> the same.
+    """Causal convolution and SiLU, (rows, length, channels) -> the same shape.
 
     Args:
         x: tokens of each row, one behind the other.
         weight: (channels, K).
         before: (rows, K - 1, channels), the tokens before the first; None: zeros.
-        places: int64 (rows, length), tokens of its document before each; None: a row and what is before it are of one.
+        places: int64 (rows, length), number of earlier tokens of the same document; None: ``before`` and the row are
+            one document.
         bias: (channels,); None: there is none.
     """
     rows, _, channels = x.shape
@@ -77,13 +78,13 @@ def _sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place
 
 
 def _blocks(x: torch.Tensor, length: int) -> list[tuple[int, int]]:
-    """Begin and end of stretches of tokens that are computed at a time: on a CPU so few that they stay in its cache."""
+    """(start, end) of the ranges of tokens that are computed at a time, on a CPU short enough for its cache."""
     step = _IN_CACHE if x.device.type == "cpu" else max(length, 1)
     return [(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 _IN_CACHE = 64
-"""Tokens of thousands of channels."""
+"""Tokens of a block on a CPU: with thousands of channels they fit in its cache."""
 
 
 def _part(x: torch.Tensor | None, start: int, end: int) -> torch.Tensor | None:

@@ -1,14 +1,14 @@
-"""Decays of each channel of a state's keys, as Kimi delta attention has them, for recurrences in chunks of tokens.
+"""Per-channel decays of a recurrence's state (Kimi delta attention), computed in chunks of tokens.
 
 With G the sum of g in the chunk up to each token, of each channel c, a product of two tokens of one document is
 
     P_ij = sum over c of l_ic r_jc exp(G_ic - G_jc)      for i >= j
 
-which is no product of two matrices with a number for each pair, as where a head has one decay. exp(G_i) and exp(-G_j)
-apart would overflow. So pairs are taken by halves: of 2 s neighbouring tokens, the second half with the first, for s =
-1, 2, 4, ..., C / 2, and with m the last token of the first half, both exp(G_i - G_m) and exp(G_m - G_j) are at most 1.
-That is log2(C) products of matrices, C K numbers are exponentiated for each, and what is left are tokens with
-themselves, where nothing fades.
+With one decay per head this is a matrix product times a matrix of decays; with one per channel it is not, and exp(G_i)
+and exp(-G_j) as separate factors would overflow. So pairs are computed by halves: in each group of 2 s neighbouring
+tokens the second half with the first, for s = 1, 2, 4, ..., C / 2. With m the last token of the first half both
+exp(G_i - G_m) and exp(G_m - G_j) are at most 1. That takes log2(C) matrix products, with C K exponentials for each; on
+the diagonal, i = j, the decay is 1.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ChannelDecays:
     def gradient(
         self, of_pairs: torch.Tensor, before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor
     ) -> torch.Tensor:
-        """Gradient of g, (n, B, C, K), from those of G and of the logarithms of ``before``, ``behind`` and
+        """Gradient of g, (n, B, C, K), from the gradients of G and of the logarithms of ``before``, ``behind`` and
         ``whole``."""
         # G is a cumulative sum of g, so the gradient of g is a reversed cumulative sum of G's.
         return from_here_on(of_pairs).add_(passing_gradient(before, behind, whole))

@@ -1,5 +1,5 @@
-"""What recurrences that are computed in chunks of tokens share: tokens by chunks, and how a state fades within and
-across them, forward and backward.
+"""Shared parts of recurrences that are computed in chunks of tokens: the layout by chunks, and the decay of a state
+within and across chunks, forward and backward.
 
 A state is multiplied by exp(g) at each token, and a token that begins a document forgets all. With G the sum of g in
 the chunk up to each token, what token j wrote is worth exp(G_i - G_j) at token i, the state before the chunk exp(G_i),
@@ -96,7 +96,7 @@ class Decays:
 def decay_gradient(
     within: torch.Tensor, before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of g, (n, B, C, 1), of those of the logarithms of :class:`Decays`, in their shapes.
+    """The gradient of g, (n, B, C, 1), from gradients of the logarithms of :class:`Decays`, which have its shapes.
 
     The decay of token t is in what passes it: pairs of a token from t on and one before, what comes from before the
     chunk to tokens from t on, what goes from tokens before t behind the chunk, and what passes the chunk. Sums of

@@ -91,8 +91,8 @@ def state_space(
     begins: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
 ) -> Pair:
-    """The recurrence as it is fastest: :func:`chunked`, and of one token of a text that is being written its
-    definition."""
+    """The recurrence by :func:`chunked`, or, for a single token during generation, by :func:`step_by_step`, which is
+    then faster."""
     alone = v.shape[1] == 1 and not torch.is_grad_enabled()
     return (step_by_step if alone else chunked)(q, k, v, g, step, begins, state)
 

@@ -1,4 +1,4 @@
-"""Blocks of queries and of the keys that they may see, so that no tensor has an element for every pair and head."""
+"""Computing by blocks of queries with the keys that they may see, which bounds the size of (pairs, heads) tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Pairs:
 
 
 def rows_at_once(rows: int, bytes_of_row: int) -> Iterator[slice]:
-    """All rows, so many at a time."""
+    """Slices of ``rows``, each with at most ``BLOCK_BYTES`` at ``bytes_of_row``."""
     size = max(1, BLOCK_BYTES // bytes_of_row)
     for low in range(0, rows, size):
         yield slice(low, min(low + size, rows))

@@ -7,11 +7,11 @@ token,
     chosen_t = the topk keys with the largest I_ts among those that t sees; of equal ones the nearest
     loss_t = KL(p_t || softmax of I_t over the same keys)   p_t: mean over heads of attention's probabilities
 
-Ties are not rare: where no head's product is positive, I is 0. ``torch.topk`` says nothing of which it takes, and that
-depends on the device and on the number of keys; here it is a rule, so that layouts agree.
+Ties are not rare: where no head's product is positive, I is 0. ``torch.topk`` leaves open which of equal values it
+takes; that depends on the device and on the number of keys. The rule above makes the choice equal in all layouts.
 
-The loss goes over the chosen keys (sparse stage) or over all that are seen (dense warm-up). Its gradient needs nothing
-of what follows but a factor, so it is made in the forward pass. Sums are in fp32 at least.
+The loss is over the chosen keys (sparse stage) or over all visible keys (dense warm-up). Its gradient depends on the
+backward pass only by a factor, so it is computed in the forward pass. Sums are in fp32 at least.
 
 FLOPs for each pair of a query and a key that it sees: 2 heads head_dim + 2 heads; over the chosen ones three times as
 many again for the loss and its gradient. Kept: topk numbers of 4 bytes for each query.
@@ -38,8 +38,8 @@ def scores_of(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> tuple[torch.
 
 
 def best(scores: torch.Tensor, seen: torch.Tensor, topk: int) -> torch.Tensor:
-    """bool like ``scores`` (queries, keys): the ``topk`` largest of those that are ``seen``, or all if there are fewer.
-    Of equal ones the last."""
+    """bool like ``scores`` (queries, keys): True at the ``topk`` largest of the ``seen`` scores, or at all of them if
+    there are fewer. Of equal scores the last keys are taken."""
     if scores.shape[1] <= topk:
         return seen
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -112,11 +112,11 @@ def choose_keys(
         k: (keys, head_dim), the table of all sequences.
         w: (queries, heads).
         first, last: int64 (queries,), the keys from which to which a query sees; none where last < first.
-        topk: so many at most.
+        topk: largest number of keys per query.
         pairs: where queries and keys lie.
 
     Returns:
-        int32 (queries, topk), rising, and int32 (queries,): how many of these count; the rest are 0.
+        int32 (queries, topk), ascending key numbers, and int32 (queries,), how many of them are valid; the rest are 0.
     """
     where = pairs.batch, pairs.length, pairs.keys, pairs.start, pairs.aligned
     indices, counts = choose_op(q, k, w, first, last, topk, *where)

@@ -15,7 +15,8 @@ TILE, TILE_WARPS = 128, 8
 
 @triton.jit
 def largest_kernel(x, bits, count, BLOCK: tl.constexpr):
-    """Magnitudes are in the order of their bits, infinity comes after numbers, and what is not a number after that."""
+    """The bits of magnitudes, as integers, have the order of the magnitudes; infinity is larger than every number, and
+    NaN larger than infinity."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
     # Atomics on integers have one result whatever their order, unlike a sum.

@@ -229,7 +229,8 @@ def has_few(rows: int, experts: int) -> bool:
 
 
 def programs(device: torch.device, small: bool) -> int:
-    """One for each multiprocessor, of small tiles two; in the interpreter a few, so that they take several tiles."""
+    """Number of programs: one per multiprocessor, two with small tiles; in the interpreter a few, so that each takes
+    several tiles."""
     return 3 if interpreted() else (1 + small) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -297,7 +298,7 @@ def _lanes(counts: torch.Tensor) -> int:
 
 
 def _require(dtype: torch.dtype, matrix: int) -> None:
-    """``matrix``: numbers of an expert's."""
+    """Raise unless the kernels take ``dtype`` and a ``matrix`` of so many elements per expert."""
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"the Triton kernel of experts' products takes bf16 and fp32, not {dtype}")
     if matrix >= 1 << 31:

@@ -1,5 +1,5 @@
-"""See :mod:`smp.kernels.experts.permute`: a program has a block of a row, or for the gradients of weights a whole one,
-and adds what it reads in the order of a token's choices. How rows are cut depends on nothing but this file."""
+"""See :mod:`smp.kernels.experts.permute`: a program computes a block of a row, or a whole row for the gradients of
+weights, and adds in the order of a token's choices. The size of the blocks is a constant of this file."""
 
 import torch
 import triton

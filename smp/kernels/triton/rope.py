@@ -10,8 +10,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @triton.jit
 def rotate_heads(source, out, cos, sin, head, heads, half, rest, head_dim, HALF: tl.constexpr, REST: tl.constexpr):
-    """``source`` and ``out`` point at one token's first head; REST is 0 when the other channels are in place
-    already."""
+    """Rotate some heads of one token: ``source`` and ``out`` point at its first head. REST is 0 when the channels that
+    are not rotated need no copy."""
     channel = tl.arange(0, HALF)
     inside = (head[:, None] < heads) & (channel[None, :] < half)
     # a is loaded before anything is stored: in place both halves are overwritten.

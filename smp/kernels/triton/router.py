@@ -15,7 +15,7 @@ TILE = 1024
 
 @triton.jit
 def _softmax(z):
-    """Softmax of each row; -inf counts nothing."""
+    """Softmax of each row; -inf gives 0."""
     power = tl.exp(z - tl.max(z, axis=1)[:, None])
     return power / tl.sum(power, axis=1)[:, None]
 

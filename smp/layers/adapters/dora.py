@@ -5,11 +5,11 @@ peft),
 
     W' = m (W + s B A) / |W + s B A|          y = m / |W + s B A| * (x W^T + s x A^T B^T)
 
-so what is added to a layer with an adapter is a scale of each output. Norms need nothing of the size of W:
+so DoRA adds to LoRA a scale of each output. The norms are computed without a tensor of the size of W:
 
     |w + s b A|^2 = |w|^2 + 2 s b . (A w) + s^2 b (A A^T) b
 
-Where ranks have columns of W and A they are sums over these ranks, one number for each output.
+Where ranks hold columns of W and A, each term is summed over these ranks, one number per output.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ column         on every rank           rows, as W              this rank's token
 row            columns, as W           on every rank           a partial sum; all-reduced, or reduce-scattered
 =============  ======================  ======================  ============================================
 
-So what crosses links is (tokens, rank), never (tokens, hidden) once more. Under sequence parallelism the factor that
+So the adapter's collectives move (tokens, rank), never (tokens, hidden). Under sequence parallelism the factor that
 every rank holds is used on different tokens by each, so its gradient is summed over the ranks; without it all ranks
 compute the same gradient.
 """
@@ -147,7 +147,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 def _added_to_column(
     y: torch.Tensor, layer: ColumnParallelLinear, adapter: Lora, a: torch.Tensor, low: torch.Tensor
 ) -> torch.Tensor:
-    """``y`` of a column-parallel layer with its adapter, of which ``a`` is A and ``low`` the low-rank activations."""
+    """``y`` of a column-parallel layer plus its adapter's product; ``a`` is A, ``low`` the low-rank activations."""
     # B is cut as W is, also where ranks share a key/value head: the layer knows which rows it uses.
     b = layer.own_rows(adapter.b, y.dtype)
     y = y + linear(low, b)
@@ -250,7 +250,8 @@ def attach(
     ``.magnitude``, which ``smp.layers.adapters.dora.begin_magnitudes`` fills when there are weights.
 
     Raises:
-        ValueError: a layer has an adapter already, or is of a class of its own; dropout or ``dora`` for experts.
+        ValueError: a layer has an adapter already, or its class is a subclass that cannot be replaced; dropout or
+            ``dora`` for experts.
     """
     # First, so that only what is added below is trained.
     model.requires_grad_(False)

@@ -1,8 +1,8 @@
 """--cp-comm-type auto: choose the exchange that a cost model predicts to be fastest, and print the prediction.
 
-The model knows bytes, links, FLOPs and how many calls a kernel gets, and nothing is measured, so that a run and its
-resume choose alike. Exchanges of a ring hide behind the blocks that are computed meanwhile, those of an all-gather
-behind the heads before; an all-to-all hides behind nothing.
+The cost model uses bytes, links, FLOPs and the number of kernel calls. Nothing is measured, so that a run and its
+resume make the same choice. A ring's exchanges overlap with the block that is computed meanwhile, an all-gather's with
+the heads before; an all-to-all overlaps with nothing.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Seen:
     """How far back a token of a layer attends: window, chunk, documents.
 
     Attributes:
-        window: itself and so many before; None: all.
-        document: mean length of documents, or of chunks, which are as documents; None: a sequence is one.
+        window: largest number of tokens that it sees, itself included; None: no limit.
+        document: mean length of documents, or of attention chunks; None: a sequence is one document.
     """
 
     window: int | None = None
@@ -64,7 +64,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Predicted cost of an exchange, for the mean layer and one micro-batch, forward and backward.
+    """Predicted cost of an exchange: mean over layers, one micro-batch, forward and backward pass.
 
     Attributes:
         kind, heads_group: --cp-comm-type, and of a2a+p2p the ranks that exchange heads.
@@ -82,7 +82,7 @@ class Estimate:
 
     @property
     def cost(self) -> float:
-        """Seconds in addition to the computation itself, which all ways share."""
+        """Seconds in addition to the computation itself, which all exchanges have in common."""
         return self.waiting + self.calls
 
     def plus(self, other: Estimate, times: float) -> Estimate:

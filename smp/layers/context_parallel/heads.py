@@ -1,5 +1,5 @@
-"""Whole sequences of those that are cut over ranks, for layers with a recurrence: by an all-to-all with some of the
-heads, or by an all-gather with all of them, which is for prompts, whose states all ranks keep.
+"""Whole sequences for layers with a recurrence, where sequences are cut over ranks: by an all-to-all, after which a
+rank has some of the heads, or by an all-gather of all heads, for prompts, whose states every rank keeps.
 
 Bytes sent by each rank, of its tokens x all channels that go there and back: (cp - 1) / cp of them each way.
 """
@@ -19,7 +19,7 @@ from smp.parallel.collectives import Group, all_to_all, gather_rows
 
 @dataclass(frozen=True, eq=False)
 class WholePlan:
-    """How tokens of all ranks lie in sequences.
+    """The order of all ranks' tokens in their sequences.
 
     Attributes:
         cp: the ranks.

@@ -106,7 +106,7 @@ def finished(sums: Pair | None, q: torch.Tensor, rows: int, sinks: torch.Tensor 
 
 
 def _nothing(q: torch.Tensor, dtype: torch.dtype) -> Pair:
-    """(out, lse) of queries that saw no key: zeros and minus infinity."""
+    """(out, lse) of queries that see no key: zeros and minus infinity."""
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype)
     return torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format), lse
 

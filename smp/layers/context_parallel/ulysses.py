@@ -69,7 +69,8 @@ class UlyssesAttention(CutAttention):
         dtype: torch.dtype,
         device: torch.device,
     ) -> HeadsPlan:
-        """The layout with that of all the group's tokens. With dropout ranks tell each other their numbers."""
+        """The layout, with a plan that has the layout of all the group's tokens. With dropout the ranks exchange their
+        token numbers."""
         group = self.group
         # The cut that is left when a group of neighbours counts as one rank.
         merged = cut.merged(group.size)
