@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek's sparse attention, and what it needs of the tokens; the arithmetic is in
+"""The lightning indexer of DeepSeek's sparse attention, and the keys that each query may see; the arithmetic is in
 :mod:`smp.kernels.sparse_attention.indexer`.
 
     q = RoPE(W_q latent of queries)     heads x head_dim numbers of a token
@@ -204,7 +204,7 @@ class Indexer(nn.Module):
 
     @property
     def trains(self) -> bool:
-        """Not with adapters, nor without the loss: then nothing moves these weights."""
+        """Whether the weights are trained: adapters freeze them, and so does a model without the indexer's loss."""
         return self.keys.weight.requires_grad
 
     def forward(self, x: torch.Tensor, low: torch.Tensor, layout: TokenLayout, rotary: str) -> Index:
@@ -215,7 +215,7 @@ class Indexer(nn.Module):
             x: (tokens [/p], hidden), the layer's input.
             low: (tokens [/p], low_rank), the latent of queries.
             layout: of the tokens.
-            rotary: where its table is.
+            rotary: key of the rotary table in ``layout.prepared``.
         """
         # (tokens [/p], heads, head_dim)
         q = self.queries(low).unflatten(1, (self.heads, self.head_dim))
@@ -285,7 +285,7 @@ class Indexer(nn.Module):
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients are made with it."""
+    """A loss that computes its gradients in the forward pass."""
 
     @staticmethod
     def forward(

@@ -11,8 +11,8 @@ and attention is of (q_t, RoPE of its last rope_dim channels) with (k_t, p_t). W
 The down projections are small: every rank has all of them and computes them of its own tokens, so under sequence
 parallelism latents are gathered, which are narrower than the residual stream, and their weights' gradients are summed.
 
-Attention cores take one width for queries, keys and values: the narrower are filled with channels of zeros, which
-change neither scores nor the sum, and what that adds to the result is cut off.
+Attention cores take one width for queries, keys and values: the narrower ones are padded with channels of zeros, which
+do not change the scores, and the output's extra channels are cut off.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ from smp.parallel.collectives import (
 WeightGradients = Callable[[], list[tuple[Any, torch.Tensor]]]
 """Computes gradients of weights: pairs of a layer and what is to be added to the gradient of its local weight."""
 Sink = Callable[[WeightGradients], None]
-"""Takes the computation over, to run it once, later. Until then it holds this rank's slice of the layers' input and the
-gradient of their output. Not for ``torch.compile``: a compiled graph silently drops the call."""
+"""Called with the deferred computation of weight gradients, which it runs once, later. Until then it holds this rank's
+slice of the layers' input and the gradient of their output. Not for ``torch.compile``: a compiled graph silently drops
+the call."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Linear:
         return Operands(x, x, list(weights), []) if self.scaling is None else self.scaling.forward(x, weights)
 
     def again(self, weights: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
-        """The weights, for the input's gradient."""
+        """Operands of the weights for the input's gradient."""
         return list(weights) if self.scaling is None else self.scaling.weights(weights, scales)
 
     def gradients(self, grads: Sequence[torch.Tensor]) -> list[tuple[Operand, Operand]]:
@@ -107,7 +108,7 @@ class Linear:
         return Quantised(start_all_gather(x.data.view(torch.uint8), self.group), scales)
 
     def wait(self, x: Operand, like: Operand) -> Operand:
-        """The end of :meth:`start_gather` of ``like``."""
+        """Wait for the gather that ``start_gather(like)`` began; returns the operand with the tokens of all ranks."""
         if not self.sequence_parallel:
             return x
         if isinstance(x, torch.Tensor) or isinstance(like, torch.Tensor):
@@ -157,7 +158,7 @@ def row_parallel_function(
     sink: Sink | None = None,
     layer: Any = None,
 ) -> torch.Tensor:
-    """The product of ``activation(*inputs)``, without one of the only input, summed over the ranks.
+    """The product of ``activation(*inputs)``, or of the one input without an activation, summed over the ranks.
 
     Args:
         inputs: (tokens, ..., in/p) each.
@@ -223,7 +224,7 @@ class _Column(torch.autograd.Function):
 
 
 def _parts(*operands: Operand) -> list[torch.Tensor]:
-    """The tensors of all operands in a row, as operators and autograd take them."""
+    """The tensors of all operands as a flat list, as operators and autograd take them."""
     return [part for operand in operands for part in ([operand] if isinstance(operand, torch.Tensor) else operand)]
 
 
@@ -233,7 +234,7 @@ def _operand(parts: Sequence[torch.Tensor]) -> Operand:
 
 
 def _quantised(parts: Sequence[torch.Tensor]) -> list[Operand]:
-    """Quantised operands from all their parts."""
+    """Operands from a flat list (data, scales, data, scales, ...)."""
     return [_operand(parts[i : i + 2]) for i in range(0, len(parts), 2)]
 
 
@@ -340,8 +341,9 @@ class _Row(torch.autograd.Function):
 
 
 def _row_gradients(grad: torch.Tensor, linear: Linear) -> tuple[Operand, Operand, Operand]:
-    """Gradient of a row-parallel output (tokens [/p], ...): all of it for the input's and for the weight's gradient,
-    and for the latter this rank's slice, which is to be gathered."""
+    """Operands from the gradient of a row-parallel output (tokens [/p], ...): the gathered one for the input's
+    gradient, the gathered one for the weight's gradient, and this rank's slice of the latter, which a sink gathers
+    again."""
     if linear.scaling is not None and linear.scaling.gathers_first:
         # The gradient of the split output: all of it on every rank.
         full = linear.gathered(grad)

@@ -1,4 +1,4 @@
-"""The feed-forward part of a block."""
+"""The dense feed-forward network of a block."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class MLP(nn.Module):
         bias: biases on all projections.
         gate_multiplier, multiplier: of the gate, before its activation, and of the result.
         init_std, output_std: standard deviations of the initial weights, inner and last.
-        kernels: what computes SwiGLU; fused ones keep only the projections' outputs.
+        kernels: backend of SwiGLU; a fused one keeps only the projections' outputs for the backward pass.
 
     Shapes: (tokens [/p], hidden) -> the same.
 
     Raises:
-        ValueError: for an unknown activation, a multiplier of a gate that is not there, or when the ranks do not divide
+        ValueError: for an unknown activation, a gate multiplier without a gate, or when the ranks do not divide
             ``ffn_hidden_size``.
     """
 

@@ -105,11 +105,11 @@ class RMSNorm(Norm):
 
 
 class SplitRMSNorm(nn.Module):
-    """:class:`RMSNorm` of features that are split over the TP ranks: (..., features/p) -> the same. What crosses links
-    is a float for each row, there and in the backward pass; nothing, where every rank has groups of its own.
+    """:class:`RMSNorm` of features that are split over the TP ranks: (..., features/p) -> the same. It all-reduces one
+    float per row in the forward and in the backward pass, or nothing where every rank has whole groups.
 
     Args:
-        features: of all ranks, which have to divide them.
+        features: number over all ranks; divisible by the number of ranks.
         parallel: a context, or a plain 1-D tensor-parallel mesh.
         eps: added to the mean square.
         groups: of neighbouring features, each normalized alone: one, or a multiple of the number of ranks.

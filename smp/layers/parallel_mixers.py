@@ -47,7 +47,7 @@ class ParallelMixers(nn.Module):
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """Each of them."""
+        """The mixers, in their order."""
         return tuple(cast(Mixer, getattr(self, name)) for name in self.names)
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:

@@ -99,8 +99,8 @@ def local(
 
     Args:
         parameter: of a layer.
-        dtype: to compute with; layers say that of their input. FSDP has cast the weights before; without FSDP this is
-            the cast of fp32 master weights, and rounds what FSDP would round. (A compiler may leave roundings out.)
+        dtype: to compute with; layers pass that of their input. Under FSDP the weights have this dtype already; without
+            FSDP this casts the fp32 master weights, with the rounding of FSDP. (A compiler may leave out roundings.)
         summed_over: the ranks that use a replicated parameter on different data each. The gradient is their sum, in
             fp32; so it is never ``Partial``, and any optimizer can use it.
     """
@@ -145,7 +145,8 @@ class _Local(torch.autograd.Function):
 
 
 def _cast(part: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """``part`` in ``dtype`` if it is fp32: a weight is never widened, which would be slow and silent."""
+    """``part`` cast to ``dtype`` if it is fp32. Other weights are returned unchanged: a silent cast to a wider dtype
+    would be slow."""
     return part if dtype is None or part.dtype != torch.float32 else part.to(dtype)
 
 

@@ -37,7 +37,7 @@ class LinearScaling:
     amplitude: ClassVar[float] = 1.0
 
     def kept(self, freqs: torch.Tensor, base: float) -> torch.Tensor:
-        """None of it."""
+        """0: every frequency is divided by the factor."""
         return torch.zeros_like(freqs)
 
 

@@ -1,8 +1,8 @@
-"""What layers need to know of the tokens (rotary tables, documents, chunks), prepared once per micro-batch.
+"""Per-token tensors that layers need (rotary tables, documents, chunks), prepared once per micro-batch.
 
-A layer has ``needs``, a tuple of values of this file or of a caller's own; whatever holds the token layout calls
-``prepare`` of each distinct one and keeps the result under its ``key`` in ``TokenLayout.prepared``, where the layer's
-forward pass finds it.
+A layer has ``needs``, a tuple of values of this file or of a caller's own classes. The model calls ``prepare`` once for
+each distinct one and keeps the result under its ``key`` in ``TokenLayout.prepared``, from where the layer's forward
+pass reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RotaryTable = tuple[torch.Tensor, torch.Tensor]
 
 
 class TokenNeed(Protocol):
-    """A hashable value."""
+    """A hashable description of a tensor that a layer needs."""
 
     @property
     def key(self) -> str:
@@ -93,7 +93,7 @@ def chunks_key(size: int) -> str:
 def with_needs(
     layout: TokenLayout, needs: Iterable[TokenNeed], sequence_lengths: Callable[[], torch.Tensor]
 ) -> TokenLayout:
-    """The layout with what ``needs``, each there once, prepare."""
+    """The layout with the results of ``needs``, distinct ones, added to ``prepared``."""
     prepared = {need.key: need.prepare(layout, sequence_lengths) for need in needs}
     return replace(layout, prepared={**layout.prepared, **prepared})
 

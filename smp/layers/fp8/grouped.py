@@ -41,7 +41,8 @@ def scaled_experts(
 
 
 class _Scaled(torch.autograd.Function):
-    """Where scaling leaves operands as they are (a first step with delayed scales) products are those without FP8."""
+    """FP8 products of rows with several projections; without FP8 where ``scaling`` does not quantise, as in the first
+    step of delayed scaling."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:

@@ -36,7 +36,7 @@ class AmaxHistory:
         length: steps.
         algorithm: a scale is that of the largest maximum of these steps, or of the last one's.
         gradient: the FP8 dtype of gradients.
-        groups: over which ranks have parts of these layers' tensors.
+        groups: whose ranks hold parts of these layers' tensors.
         pipeline: the group of ranks with the other layers; None: this rank has all.
         device: of the layers.
     """
@@ -72,7 +72,7 @@ class AmaxHistory:
         return {f"{HISTORY}{name}": self._maxima[i] for i, name in enumerate(self.names)}
 
     def restored(self) -> None:
-        """Take up what was loaded."""
+        """Compute the scales from maxima that were loaded from a checkpoint."""
         self.is_empty = not bool(self._anywhere(self._maxima) > 0)
         self._set_scales()
 

@@ -1,13 +1,12 @@
-"""FP8 in compiled code: what makes operands, as operators that a graph calls and does not look into.
+"""FP8 in compiled code: quantisation of operands as operators, which torch.compile does not trace into.
 
-Scales are maxima over ranks, and delayed ones are noted in a history: as operators they have the bits that they have
-without a compiler, and the compiler fuses what is around them. An operator takes no objects, so how scales are made
-comes as a string.
+Scales are maxima over ranks, and delayed scaling notes them in a history. As operators these computations have the same
+bits as without a compiler, and the compiler still fuses the code around them. An operator takes no objects, so the
+recipe of the scales is passed as a string.
 
-Maxima are noted by an operator of its own, which writes into them. A compiled graph reads what it writes into as it is
-when it runs, but only where no other of its halves, forward or backward, writes into the same tensor: so inputs,
-weights and gradients of a layer have a tensor each (``history.py``), and any number of forward passes may come before a
-backward pass.
+A separate operator notes maxima, in place. A compiled graph reads the current value of a tensor that it updates, but
+only if just one of its two halves, forward or backward, updates that tensor. So inputs, weights and gradients of a
+layer have a tensor each (``history.py``), and any number of forward passes may come before a backward pass.
 """
 
 from __future__ import annotations
@@ -81,12 +80,13 @@ class TracedScaling:
 
 
 def _pairs(parts: Sequence[torch.Tensor]) -> list[Quantised]:
-    """Quantised operands from all their parts."""
+    """Quantised operands from a flat list (data, scales, data, scales, ...)."""
     return [Quantised(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
 
 
 def _parts(operands: Sequence[Operand]) -> list[torch.Tensor]:
-    """The parts of quantised operands. What an operator returns shares no memory, so scales are copied."""
+    """A flat list (data, scales, data, scales, ...) of quantised operands. Outputs of an operator must not alias its
+    inputs, so scales are copied."""
     out = list[torch.Tensor]()
     for operand in operands:
         assert isinstance(operand, Quantised)

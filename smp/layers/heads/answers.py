@@ -1,4 +1,4 @@
-"""The seam between a head and a loss of answers: numbers of tokens go in, a loss and its slopes come out.
+"""The interface between an output head and a loss over answers: per-token values in, a loss and its derivatives out.
 
 A head gives each token of an answer a number: the vocabulary-parallel one its log-probability, that of a reward model a
 score. An :class:`AnswerLoss` makes of the numbers of a micro-batch its part of the mean loss and the derivative by each
@@ -31,9 +31,9 @@ class TokenValues:
 
     Attributes:
         values: fp32 (rows, length), without gradient: log-probabilities or scores; 0 outside of the answers.
-        counted: bool (rows, length), where a token belongs to an answer; nowhere in a row that only fills up.
+        counted: bool (rows, length), where a token belongs to an answer; False everywhere in a padding row.
         cp: ranks that hold other columns of the same sequences.
-        entropy: fp32 (rows, length), of the distribution that each token was drawn from, in nats; None: not asked for.
+        entropy: fp32 (rows, length), entropy in nats of each token's distribution; None: not requested.
     """
 
     values: torch.Tensor
@@ -57,7 +57,7 @@ class Judged(NamedTuple):
 
     Attributes:
         loss: 0-dim fp32, this rank's part of the mean over the global batch.
-        slopes: fp32 (rows, length), its derivative by each value; what stands outside of the answers does not matter.
+        slopes: fp32 (rows, length), its derivative by each value; entries outside of the answers are ignored.
         metrics: fp64 sums by name, this rank's part as well.
     """
 
@@ -75,8 +75,8 @@ class AnswerLoss:
         entropy: whether ``judge`` reads entropies. They cost a pass over the logits and one float per token between TP
             ranks.
         temperature: logits are divided by it; scores are not.
-        states: called with the output matrix of this rank, instead of all else: the values are then what that matrix is
-            multiplied with, (tokens [/p], hidden).
+        states: called with this rank's output matrix; the values are then the hidden states that the matrix is applied
+            to, (tokens [/p], hidden), and nothing else is computed.
     """
 
     judge: Callable[[TokenValues], Judged] | None = None

@@ -29,11 +29,11 @@ class VocabShard:
 
     Attributes:
         start: the first token id.
-        valid: how many columns are real.
+        valid: number of columns without the padding.
         group: holds the others of the vocabulary.
         vocab_size: number of token ids.
-        softcap: logits z become softcap x tanh(z / softcap); None: they stay.
-        temperature: they are divided by it then, in losses of the output matrix's product only.
+        softcap: logits z become softcap x tanh(z / softcap); None: no cap.
+        temperature: logits are divided by it after the cap, only in the fused losses (``linear_*``).
     """
 
     start: int
@@ -50,7 +50,7 @@ class VocabShard:
         return VocabShard(start, min(max(vocab_size - start, 0), rows_per_rank), group, vocab_size, softcap)
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits as they count, in the same dtype; differentiable."""
+        """Logits after the soft cap, in the same dtype; differentiable."""
         if self.softcap is None:
             return logits
         return (self.softcap * (logits.to(accumulation_dtype(logits.dtype)) / self.softcap).tanh()).to(logits.dtype)
@@ -143,7 +143,7 @@ def vocab_parallel_cross_entropy(
     """Loss per token in nats, fp32 (n,); 0 where the label is ``IGNORE_INDEX``.
 
     Args:
-        logits: this rank's columns, (n, rows per rank), as they count: capped already, if they are.
+        logits: this rank's columns, (n, rows per rank), after the soft cap, if there is one.
         labels: int64 (n,), global token ids. One outside the vocabulary, other than ``IGNORE_INDEX``, gives NaN.
         shard: which columns these are.
         overwrite: the backward pass writes the gradient over the logits, for no memory and 6 bytes of traffic per logit
@@ -262,7 +262,7 @@ def linear_token_losses(
     """(cross-entropy of each token; entropy of its distribution in nats, if asked for), fp32 (n,), without gradient;
     arguments as in :func:`linear_cross_entropy`.
 
-    Labels that do not count give any number.
+    At labels outside of the vocabulary the cross-entropy is NaN.
     """
     losses = torch.empty(hidden.shape[0], device=hidden.device)
     entropies = torch.empty_like(losses) if with_entropy else None

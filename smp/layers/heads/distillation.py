@@ -33,7 +33,7 @@ from smp.layers.heads.cross_entropy import VocabShard, linear_loss, softmax_norm
 from smp.parallel.collectives import Group, gather_tokens, reduce_from_group, start_all_gather, wait
 
 _LEAST = 1.2e-38
-"""In place of a probability of 0, whose logarithm would be minus infinity."""
+"""Smallest probability: the logarithm of 0 would be minus infinity."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class TopLogits:
     vocab_size: int
 
     def padded(self, tokens: int) -> TopLogits:
-        """These logits, with rows for tokens that only fill up."""
+        """These logits, with rows for padding tokens."""
         more = tokens - len(self.ids)
         ids, log_probs = (F.pad(x, (0, 0, 0, more)) for x in (self.ids, self.log_probs))
         return TopLogits(ids, log_probs, F.pad(self.rest, (0, more)), self.vocab_size)
@@ -118,10 +118,10 @@ class TopLogits:
 
 @dataclass(frozen=True)
 class Distilled:
-    """A loss by what a teacher says of the tokens of a micro-batch.
+    """A distillation loss for a micro-batch.
 
     Attributes:
-        teacher: what is known of it.
+        teacher: its hidden states, or its stored top-k log-probabilities.
         beta: of the divergence: 0 is the forward KL divergence, 1 the reverse one.
         temperature: logits of both are divided by it. Log-probabilities of :class:`TopLogits` are of such logits.
         alpha: share of the divergence in the loss; the rest is the cross-entropy of labels.
@@ -134,7 +134,7 @@ class Distilled:
 
 
 class Terms(NamedTuple):
-    """For each token id its term of the divergence, q times the slope of that, and q."""
+    """For each token id: its term of the divergence, q times the derivative of the divergence by q, and q."""
 
     divergence: torch.Tensor
     slopes: torch.Tensor
@@ -157,7 +157,7 @@ def divergence_terms(log_q: torch.Tensor, log_p: torch.Tensor, beta: float) -> T
 
 
 def _times(probability: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
-    """0 where the probability is 0, whose logarithm is minus infinity."""
+    """``probability`` x ``log_ratio``, 0 where the probability is 0."""
     return torch.where(probability > 0, probability * log_ratio, 0.0)
 
 
@@ -293,7 +293,7 @@ class _ByTeacher:
         return values, gradient[:, : shard.valid]
 
     def _sums(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The parts, each summed over the ranks of the vocabulary."""
+        """Each of ``parts`` summed over the tensor-parallel ranks, which hold the other columns."""
         return reduce_from_group(torch.stack(parts), self.shard.group).unbind()
 
 

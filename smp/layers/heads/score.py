@@ -52,10 +52,10 @@ class ScoreHead(nn.Module):
 
         Args:
             x: (tokens [/p], hidden).
-            labels: of no use here.
+            labels: not used.
             loss_weights: fp32 (tokens,), above 0 at the last token of each text.
             tied_weight: None.
-            answers: what is wanted of the scores.
+            answers: the loss over the scores.
             shape: (rows, length) of the texts; behind these tokens is padding.
         """
         weight = local(self.weight, x.dtype, summed_over=self.shared_by)

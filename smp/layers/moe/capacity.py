@@ -5,12 +5,12 @@ Of a sequence of S tokens with k experts each, every one of E experts takes at m
     ceil(factor S k / E)
 
 choices: those with the largest weights (to 16 bits, of equal ones the first), or those of the first tokens. A dropped
-choice adds nothing to its token; its other experts and shared experts stay as they are. With ``pad`` every expert
-computes as many rows as it may take, some of them of nothing, so that numbers of rows are those of the layout and no
-host has to read them.
+choice adds nothing to its token; the weights of its other experts are unchanged. With ``pad`` every expert computes as
+many rows as it may take, padded with zeros: numbers of rows then follow from the layout, and the host need not read
+them from the device.
 
-Counting over sequences, and not over what a rank computes at a time as Megatron does, makes it a matter of the sequence
-alone: micro-batches and layouts do not show. Where sequences are cut, ranks tell each other their choices and weights.
+Megatron counts over the tokens that a rank computes at a time. Here the capacity is per sequence, so the dropped
+choices do not depend on micro-batches and layouts. Where sequences are cut, ranks exchange their choices and weights.
 """
 
 from __future__ import annotations

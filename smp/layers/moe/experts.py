@@ -39,7 +39,7 @@ class ExpertLinear(nn.Module):
         backend: torch or triton, what multiplies.
 
     Attributes:
-        kind: whether TP ranks have columns of the result, or parts of a sum.
+        kind: "column" or "row" parallel: TP ranks have columns of the result, or parts of a sum.
         scaling: in FP8 where scales come from, see ``smp.layers.fp8``.
         sink: who computes weight gradients later; None: the backward pass does.
     """

@@ -1,4 +1,4 @@
-"""The router: which experts a token gets, with which weights, and what keeps their loads even.
+"""The router: the choice of experts and their weights, and the losses and biases that balance the experts' loads.
 
 Logits are ``x W^T``, or with a bias ``x W^T + b`` (GPT-OSS), in fp32, (tokens, experts). With k = ``topk``, chosen
 experts C_t and scaling factor f:
@@ -25,7 +25,7 @@ the tokens, E experts, and c the tokens that chose each:
                                                               (Switch, arXiv 2101.03961, eq. 4, divided by k)
     z                sum_t w_t logsumexp(logits_t)^2          (ST-MoE, arXiv 2202.08906)
 
-Both are sums over tokens in the one way in which the loss itself is, so ranks and micro-batches add up. c has no
+Both are sums over tokens as the loss itself is, so contributions of ranks and micro-batches add up. c has no
 gradient, tokens of weight 0 are left out, and it is counted over
 
     aux_loss             the micro-batches that all data-parallel ranks compute at the same time

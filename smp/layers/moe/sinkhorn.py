@@ -9,9 +9,9 @@ from d1 = 1 on, so that each token has the sum 1 / S and each expert nearly 1 / 
 experts are those of which this is largest: the largest of z_te + log d1_e, so the sequence has a bias for each expert.
 Weights are those of the router, of the logits as they are. Nothing is minimised.
 
-Rounds have a fixed number, where Megatron waits after each for a change below 1e-4. Tokens are balanced over sequences,
-and not over what a rank computes at a time as by Megatron, so the choice is a matter of the sequence alone:
-micro-batches and layouts do not show. Where sequences are cut, ranks tell each other their logits.
+The number of rounds is fixed; Megatron iterates until the change is below 1e-4, for which the host has to wait.
+Megatron balances the tokens that a rank computes at a time; here each sequence is balanced by itself, so the choice
+does not depend on micro-batches and layouts. Where sequences are cut, ranks exchange their logits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What layers with a recurrence need of the tokens: where documents begin, which forget what was before; and where
-sequences are cut over context-parallel ranks, how to undo that."""
+"""Token needs of layers with a recurrence: where documents begin, at which states are reset, and, where sequences are
+cut over context-parallel ranks, the plan of exchanges."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from smp.parallel.collectives import Group
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where documents begin among the tokens that a recurrence goes through, (rows, length) each: those of a
-    micro-batch, or what ``plan`` makes of them.
+    """Where documents begin among the tokens that a recurrence processes; tensors are (rows, length), the rows of the
+    micro-batch or, with a ``plan``, those that it makes.
 
     Attributes:
-        begins: bool, the first token of each document; None: only the first of a row, before which nothing is.
-        places: int64, tokens of its document before each; None: those of its row.
+        begins: bool, True at the first token of each document; None: every row is one document.
+        places: int64, number of earlier tokens of the same document; None: every row is one document.
         valid: bool, not padding behind a prompt; None: all are.
         plan: of cut sequences; None: they are whole.
     """
@@ -42,7 +42,7 @@ class DocumentsNeed:
     Attributes:
         conv: tokens that the layer's convolution sees.
         cp: its ranks share the tokens of sequences that are cut.
-        exchange: what they exchange for these: states, or heads for tokens.
+        exchange: how context-parallel ranks share a sequence: they exchange states, or heads for tokens.
     """
 
     conv: int
@@ -71,7 +71,8 @@ class DocumentsNeed:
         return of_documents(to_device(layout.document_ids, device))
 
     def _of_cut(self, cut: SequenceCut, device: torch.device, lengths: torch.Tensor | None) -> Documents:
-        """``lengths`` (batch, 1) of texts that are written: the whole of a prompt goes to every rank then."""
+        """:class:`Documents` of sequences that are cut over ranks. With ``lengths`` (batch, 1), in generation,
+        every rank processes whole prompts."""
         assert self.cp is not None, "who cuts sequences gives layers the ranks"
         if self.exchange == "states" and lengths is None:
             begins, places, states = states_plan(cut, self.cp.rank, self.conv, device)

@@ -113,7 +113,8 @@ class Mamba2(RecurrentMixer):
         return Tokens(self._rows(torch.cat(mixed, 1), layout), -log.exp() * steps, steps), gate
 
     def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """(tokens, heads/p, head_dim), and the gate (tokens, heads/p x head_dim)."""
+        """RMSNorm(out SiLU(gate)), (tokens, heads/p x head_dim), of ``out`` (tokens, heads/p, head_dim) and the gate
+        (tokens, heads/p x head_dim)."""
         wide = accumulation_dtype(gate.dtype)
         # (tokens, heads/p x head_dim)
         gated = out.flatten(1).to(wide) * F.silu(times(gate.to(wide), self.gate_multiplier))

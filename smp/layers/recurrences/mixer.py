@@ -1,5 +1,5 @@
-"""What mixers with a linear recurrence share: a short causal convolution of queries, keys and values, a state for each
-head of values, and how sequences that are cut, packed or being written go through both.
+"""Base of mixers with a linear recurrence: a short causal convolution of queries, keys and values, a state for each
+head of values, and both of them on sequences that are cut over ranks, packed, or being generated.
 
 A subclass has the projections, the rule of its states and what follows it. Names are attention's, also where a paper
 has its own: Mamba's x, B and C are values, keys and queries of its states.
@@ -223,14 +223,14 @@ class RecurrentMixer(nn.Module, ABC):
         return found if heads is None else [of_rank(x, heads) for x in found]
 
     def _states(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like what is kept of a text while it is written, without numbers."""
+        """Empty tensors with the shapes and dtypes of the states that generation keeps for a text."""
         last = tokens.mixed.new_empty((1, self.conv - 1, tokens.mixed.shape[2]), device="meta")
         state = tokens.rate.new_empty((1, tokens.rate.shape[2], self.key_dim, self.value_dim), device="meta")
         return last, state
 
 
 def times(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """``x`` multiplied by a factor that mostly is 1."""
+    """``x`` times ``factor``; ``x`` itself where the factor is 1."""
     return x if factor == 1.0 else x * factor
 
 
