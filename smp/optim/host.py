@@ -71,12 +71,12 @@ class HostAdamW(torch.optim.AdamW):
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def stream(self, later: Collection[torch.Tensor] = ()) -> None:
-        """From now to the step each gradient leaves for the host as soon as it is there: it must not change any more,
-        but by :meth:`scale`. Those of ``later`` are taken in the step."""
+        """From now until the step, copy each gradient to the host as soon as it is complete: after that only
+        :meth:`scale` may change it. Gradients of ``later`` are copied in the step."""
         self._streams, self._later, self._factor = True, frozenset(later), None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free the gradients, also after a step that was not made: what had left of it is given up."""
+        """Free the gradients; after a skipped step also those that were already on their way to the host."""
         self._streams, self._factor = False, None
         for parameter in [*self._streamed]:
             self._forget(parameter)
@@ -112,7 +112,7 @@ class HostAdamW(torch.optim.AdamW):
             self._gradients.give(arriving.buffer, arriving.events[0])
 
     def _factor_on_host(self) -> torch.Tensor | None:
-        """None: gradients stay as they are."""
+        """The factor of :meth:`scale` on the host, which waits for it; None: there is none, or it is 1."""
         if self._factor is None:
             return None
         there = self._on_host(self._factor, copied=True)
@@ -131,7 +131,8 @@ class HostAdamW(torch.optim.AdamW):
         return self._copier.host(like.nbytes, copied=copied).view(like.dtype).view(like.shape)
 
     def _coming(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, _Arriving]]:
-        """Groups and their parameters, whose gradients' copies have begun: at the latest when they are asked for."""
+        """(group, parameter, its arriving gradient), in order. A copy begins when its item is asked for, unless it was
+        streamed before."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""AdamW whose moments rest in bf16 or fp8.
+"""AdamW whose moments are stored in bf16 or fp8.
 
 A step widens the moments of some rows to fp32, runs torch's fused AdamW on them, and rounds them stochastically on the
 way back (``smp.kernels.precision.low_precision``). The random bits are a function of (seed, step, parameter's name,
@@ -38,7 +38,7 @@ DTYPES: Mapping[Kind, torch.dtype] = {
 }
 MOMENTS = "exp_avg", "exp_avg_sq"
 _CHUNK = 1 << 22
-"""Elements that are fp32 at once."""
+"""Elements that are widened to fp32 at a time."""
 _MASK = (1 << 32) - 1
 
 
@@ -141,7 +141,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             state["step"] -= found_inf
 
     def _widened(self, p: torch.Tensor, moment: str, parts: Mapping[str, torch.Tensor], at: slice) -> torch.Tensor:
-        """Some rows of a moment in fp32; those that rest in fp32 themselves."""
+        """Some rows of a moment in fp32: a copy, or a view where the moment is stored in fp32."""
         kind, stored = self.kind(moment, p), parts[moment][at]
         wide = stored.float()
         if kind == "fp8":

@@ -1,5 +1,5 @@
-"""The learning rate as a function of the iteration, or of the samples consumed: no state, so nothing to save and
-nothing to lose on a resume."""
+"""The learning rate as a pure function of the iteration, or of the samples consumed: there is no state to
+checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> 
 
 
 def decoupled_learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> float:
-    """The rate of the embedding and of the output matrix: the same shape between ends of their own."""
+    """The rate of the embedding and of the output matrix: the same schedule, between --decoupled-lr and
+    --decoupled-min-lr."""
     if optim.decoupled_lr is None:
         return learning_rate(optim, iteration, consumed)
     least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr

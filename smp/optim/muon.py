@@ -74,9 +74,9 @@ def scale_of(mode: str, out_features: int, in_features: int) -> float:
 
 
 def matrices_of(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that Muon trains: matrices, and stacks of experts' matrices, but for those of the vocabulary and of
-    positions, a reward model's head, a row in place of the output matrix, and the kernels of convolutions, a few
-    numbers for each channel, which no product mixes."""
+    """Parameters that Muon trains: matrices and stacks of experts' matrices. Not the embeddings of tokens and
+    positions, the output matrix, a reward model's head (a single row), and convolution kernels, which are no matrices
+    of a product."""
     kinds = PositionEmbedding | nn.Embedding | ScoreHead | nn.Conv1d
     at_the_ends = vocabulary_of(model) | {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
     of_channels = {p for name, p in model.named_parameters() if name.endswith("_conv")}
@@ -95,7 +95,8 @@ def vocabulary_of(model: nn.Module) -> set[nn.Parameter]:
 
 
 def vectors_of(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters without weight decay: those with one dimension, and biases of experts, which are one for each."""
+    """Parameters without weight decay: those with one dimension, and experts' biases, which are stacked into
+    matrices."""
     return {p for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith(".bias")}
 
 

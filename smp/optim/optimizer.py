@@ -69,7 +69,8 @@ def build_optimizer(
 
 
 def _check_sharded(model: nn.Module, fsdp: DeviceMesh | None, expert_fsdp: DeviceMesh | None) -> None:
-    """The model's parameters are those that it keeps: not of a model that FSDP has yet to take, nor gathered ones."""
+    """Check that the model's parameters are the sharded ones: neither those of a model before ``fully_shard``, nor
+    gathered ones."""
     sharded = isinstance(model, FSDPModule)
     if fsdp is not None and fsdp.size() > 1 and not sharded:
         raise ValueError("build the optimizer after parallelize(): FSDP replaces the model's parameters")
@@ -83,7 +84,7 @@ def _check_sharded(model: nn.Module, fsdp: DeviceMesh | None, expert_fsdp: Devic
 
 
 def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer has the parameters that the model has now, and no others."""
+    """Check that the optimizer's parameters are those that the model has now."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     if strange := trained.keys() - known:
@@ -131,7 +132,7 @@ def _optimizer_of(model: nn.Module, config: OptimizerConfig, copier: Copier | No
 
 
 def _decoupled(groups: list[dict[str, Any]], vocabulary: set[nn.Parameter]) -> list[dict[str, Any]]:
-    """Each group in two: without and with what belongs to the vocabulary, which is marked."""
+    """Splits each group in two: other parameters, and those in ``vocabulary``, whose group is marked."""
     rest = [group | {"params": [p for p in group["params"] if p not in vocabulary]} for group in groups]
     own = [group | {"params": [p for p in group["params"] if p in vocabulary], "decoupled": True} for group in groups]
     return rest + own
@@ -162,10 +163,10 @@ def _apex_adam(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
 
 
 def _on_local_shards(kind: Any) -> Any:
-    """An optimizer of class ``kind`` during whose step each DTensor stands aside for its local shard.
+    """A subclass of optimizer ``kind`` whose step runs on local shards instead of DTensors.
 
-    Right where an update looks at one element at a time. Between steps parameters and state are DTensors, as every
-    other part of the program expects.
+    Correct for element-wise updates only. Between steps parameters and state are DTensors, as checkpoints and clipping
+    expect.
     """
     # torch wraps the step of a class whose instances it makes to run hooks: this one runs them, once
     step_on_shards = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step

@@ -1,8 +1,8 @@
-"""Share flags, numbers, values and errors between the ranks of a process group, so that all act alike.
+"""Share flags, numbers, values and errors between the ranks of a process group, so that all ranks take the same branch.
 
-The group is by default that of all ranks; without one a process is alone. An error on one rank must end all of them, or
-the others wait in the next collective for ever, so errors are sent to the other ranks: one of the type ``wrap``, which
-the caller expects, as an object, any other one as text.
+The group is by default that of all ranks; without torch.distributed a process is the only rank. An error on one rank
+must end all of them, or the others wait in the next collective for ever, so errors are sent to the other ranks: one of
+the type ``wrap``, which the caller expects, as an object, any other one as text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def _device(group: dist.ProcessGroup | None = None) -> str:
-    """A group that has gloo exchanges small messages without the GPU; one with NCCL alone cannot."""
+    """Device of small messages: the CPU where the group has gloo, else (NCCL alone) the GPU."""
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
@@ -90,7 +90,7 @@ def on_all_or_none(action: Callable[[], Answer], wrap: type[Exception], what: st
 
     Args:
         action: run on every rank.
-        wrap: an expected kind of error, as OSError is; others are faults of the program and are not caught.
+        wrap: the type of expected errors; they and OSError are raised on all ranks. Others are bugs and are not caught.
         what: stands before the text of an OSError, such as the flag that names the file.
 
     Raises:

@@ -63,7 +63,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # its methods have other names in torch 
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
-    """A method that is the plain group's; see this module."""
+    """A method that calls the plain group's method ``name``; see the module docstring."""
 
     def method(self: Any, *args: Any, **more: Any) -> Any:
         return getattr(self._plain_group, name)(*args, **more)
@@ -121,8 +121,8 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return NAME
 
     def shutdown(self) -> None:
-        """What ``destroy_process_group`` calls: ends the thread. gloo closes its connections with the last reference
-        to the group, as it does without this class."""
+        """End the thread; called by ``destroy_process_group``. gloo closes its connections when the last reference to
+        the group is gone, as without this class."""
         self.network.close()
         super().shutdown()
 
@@ -248,7 +248,7 @@ class NetworkProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return running.work(tensors, divide, limit_of(opts), call)
 
     def _inner(self, what: str, tensor: torch.Tensor) -> Any:
-        """The backend of the tensor's device; of one without a backend (meta) what torch does there."""
+        """The backend of the tensor's device; for another device (meta) the plain group, as torch has it."""
         if tensor.device.type not in ("cpu", "cuda"):
             return self._plain_group
         self.counts[f"{'nccl' if tensor.is_cuda else 'gloo'} {what}"] += 1
@@ -340,7 +340,7 @@ def _described(tensors: Sequence[torch.Tensor], options: Sequence[Any]) -> tuple
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor; of a sparse one those that it had as a dense one: each rank may hold another number of its
+    """Bytes of a tensor; for a sparse one those of the dense tensor, because ranks may hold different numbers of
     values."""
     return tensor.numel() * tensor.element_size()
 
@@ -356,7 +356,7 @@ def _bytes_of(x: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
 
 
 def options_of(kind: Any, opts: Any, more: dict[str, Any]) -> Any:
-    """Callers pass options, or in their place an operation and a timeout."""
+    """The options object of a call: callers pass one, or an operation and a timeout instead."""
     if isinstance(opts, kind):
         return opts
     made = kind()
@@ -374,7 +374,7 @@ def limit_of(opts: Any) -> timedelta | None:
 
 
 def _is_summed(tensor: torch.Tensor, op: Any) -> bool:
-    """Whether a schedule can do it: sums of what can be added, averages of what can be divided."""
+    """Whether a schedule can compute it: a sum or an average, of a dtype that has that operation on a CPU."""
     return (op == dist.ReduceOp.SUM and tensor.dtype in _ADDED) or (op == dist.ReduceOp.AVG and tensor.dtype in DIVIDED)
 
 
@@ -385,7 +385,7 @@ def _alike_on_cpu(*tensors: torch.Tensor) -> bool:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a conjugated or negated view, whose memory has others, in memory of their own."""
+    """A copy of a conjugated or negated view with its actual values in memory; other tensors themselves."""
     return tensor.resolve_conj().resolve_neg()
 
 
@@ -405,12 +405,12 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _all_of(works: Sequence[Any], result: list[torch.Tensor]) -> Any:
-    """One handle for several."""
+    """One handle for several works."""
     return works[0] if len(works) == 1 else _WorkOfSeveral(works, result)
 
 
 class _WorkOfSeveral(dist.Work):
-    """Waits for all of them, where it is waited for and not before: others may first need something from this rank."""
+    """Waits for all works, but only in ``wait``: before that other ranks may need something from this rank."""
 
     def __init__(self, works: Sequence[Any], result: list[torch.Tensor]) -> None:
         super().__init__()

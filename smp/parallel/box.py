@@ -1,4 +1,4 @@
-"""Parts of a whole tensor: offsets and sizes, and how cuts make them. Knows no torch."""
+"""Shards of a tensor as boxes (offsets and sizes), computed from cuts. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives for layers, in pairs: what the forward pass does and its adjoint, which the backward pass does.
+"""Collectives for layers, in pairs: the collective of the forward pass and its adjoint for the backward pass.
 
 The backward pass of ``gather_tokens`` sums, because each rank does different work on the whole (its columns of a
 matrix). That of ``split_tokens`` only gathers: what is split was the same on all ranks. That of ``gather_features``
@@ -296,7 +296,8 @@ def sum_gradients(weights: Sequence[torch.Tensor], group: Group) -> list[torch.T
 
 
 class _StartExchange(torch.autograd.Function):
-    """Its adjoint is the exchange back, which the end's backward pass has begun: here it is waited for."""
+    """Begins the exchange. Its backward pass waits for the reverse exchange, which ``_EndExchange.backward`` has
+    begun."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group, back: Any) -> Any:
@@ -311,7 +312,7 @@ class _StartExchange(torch.autograd.Function):
 
 
 class _EndExchange(torch.autograd.Function):
-    """The identity, once the rows are there."""
+    """Waits for the rows and returns them; its backward pass begins the reverse exchange of gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group, back: Any) -> Any:
@@ -328,7 +329,7 @@ class _EndExchange(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Begin and end in one, for compiled code: a graph has no place for gradients that are under way."""
+    """Begin and end in one function, for compiled code: a graph cannot hold an unfinished exchange of gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:

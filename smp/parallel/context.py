@@ -92,7 +92,7 @@ class ParallelContext:
         return ParallelContext(tp=mesh, sequence_parallel=sequence_parallel)
 
     def meshes(self) -> dict[str, DeviceMesh]:
-        """The 1-D meshes that there are, by their names."""
+        """The 1-D meshes that are not None, by name."""
         found = {name: getattr(self, name) for name in ("pp", "cp", "ep", "tp")}
         if self.fsdp is not None:
             names = ("dp_replicate", "dp_shard")[-self.fsdp.ndim :]
@@ -100,7 +100,7 @@ class ParallelContext:
         return {name: mesh for name, mesh in found.items() if mesh is not None}
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups of all dimensions of all meshes, and the default one, each once."""
+        """The distinct process groups of all dimensions of all meshes, and the default group."""
         meshes = [getattr(self, one.name) for one in fields(self)] + list(self.loss_meshes)
         found = [mesh.get_group(dim) for mesh in meshes if isinstance(mesh, DeviceMesh) for dim in range(mesh.ndim)]
         default = [dist.group.WORLD] if dist.group.WORLD is not None else []
@@ -137,8 +137,8 @@ class ParallelContext:
         return tuple(_group_of(mesh, dim) for dim in range(mesh.ndim))
 
     def secondary_parts(self, size: int) -> Parts:
-        """What :func:`with_secondary_shards` takes, for ``size`` neighbours that shard. Of experts, which these
-        neighbours hold different ones of, it is so many times fewer."""
+        """The argument of :func:`with_secondary_shards` for ``size`` neighbours. For experts the number is
+        ``size`` divided by the number of different sets of experts that these neighbours hold."""
         ep = 1 if self.ep is None else self.ep.size()
         # With fewer ranks cutting an expert's width, the others of ``tp`` hold different experts or shards.
         beside = self.tp.size() // self.expert_tp_group.size
@@ -271,7 +271,7 @@ def with_experts_of(
 def _expert_meshes(
     layout: Layout, ranks: torch.Tensor, make: Callable[..., DeviceMesh]
 ) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh | None]:
-    """``ep``, ``ep_tp`` and ``expert_fsdp`` of the context; None where experts are cut as all else."""
+    """``ep``, ``ep_tp`` and ``expert_fsdp`` of the context; None where experts are sharded as all other parameters."""
     if layout.ep == 1 and layout.expert_tp == layout.tp:
         return None, None, None
     # Neighbours within dp_shard x cp (x tp, but for those that cut an expert) hold different experts; what is left of

@@ -91,7 +91,7 @@ def _lane(channel: Channel, size: int) -> tuple[int, bool]:
     """(colour of the ring's edge, direction along it): different for all channels of one rank.
 
     Raises:
-        ValueError: the two are no neighbours.
+        ValueError: the two ranks are not neighbours on the ring.
     """
     source, destination = channel
     onward = (source + 1) % size == destination

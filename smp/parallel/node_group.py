@@ -35,7 +35,7 @@ _ADDED = DTYPES[: DTYPES.index(torch.bool)]
 
 
 class NodeProcessGroup(NetworkProcessGroup):
-    """The group that ``new_group(backend="smp_node")`` makes; see this module."""
+    """The group that ``new_group(backend="smp_node")`` makes; see the module docstring."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
@@ -59,7 +59,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         super().shutdown()
 
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Any:
-        """All-reduce in place; that of one tensor goes through memory."""
+        """All-reduce in place; of a single tensor through memory."""
         opts = options_of(dist.AllreduceOptions, opts, more)
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         # Decided by what is the same on all ranks: a rank that went another way would wait for ever.
@@ -116,7 +116,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         )
 
     def broadcast(self, tensors: Any, opts: Any = None, **more: Any) -> Any:
-        """Broadcast in place; that of one tensor goes through memory."""
+        """Broadcast in place; of a single tensor through memory."""
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         fits = len(given) == 1 and isinstance(opts, dist.BroadcastOptions) and _is_moved(*given)
         if self.memory is None or not fits:
@@ -134,7 +134,8 @@ class NodeProcessGroup(NetworkProcessGroup):
         return _CompletedWork([])
 
     def shift(self, output: torch.Tensor, given: torch.Tensor, source: int) -> Any:
-        """Receive from the rank ``source``; every rank is the source of one. None: not through memory, use messages."""
+        """Each rank reads ``given`` of its ``source`` into ``output``; every rank is the source of one. None: these
+        tensors cannot go through memory, and the caller uses messages."""
         if self.memory is None or not _is_moved(output, given):
             return None
         opts = dist.AllToAllOptions()
@@ -149,7 +150,8 @@ class NodeProcessGroup(NetworkProcessGroup):
     def _through_memory(
         self, kind: str, output: torch.Tensor, opts: Any, call: Callable[[torch.Tensor, Any, Any], None]
     ) -> Any:
-        """``call`` with the flat output, the time limit and the memory."""
+        """Run ``call`` with the flat output, the time limit and the memory, count it as ``kind``, and return its
+        handle."""
         self.counts[f"memory {kind}"] += 1
         with torch.inference_mode(output.is_inference()):  # else nothing may write to it
             # A view where the tensor is contiguous; else a copy, which is written back.
@@ -181,7 +183,7 @@ def within_nodes(topology: Topology) -> Callable[[Sequence[int]], str | None]:
 
 
 def describe_exchange(meshes: Mapping[str, DeviceMesh]) -> list[str]:
-    """A line that says what groups of a run on CPUs exchange through, of this rank; none where it exchanges nothing.
+    """A line for the log: which of this rank's groups use shared memory and which gloo; empty without groups.
 
     Args:
         meshes: 1-D, by the name to print.
@@ -195,21 +197,22 @@ def describe_exchange(meshes: Mapping[str, DeviceMesh]) -> list[str]:
 
 
 def _operation(op: Any, *tensors: torch.Tensor) -> str | None:
-    """The name of what is reduced through memory; None: it is not. Only what is the same on all ranks decides, or what
-    an error names where they differ in it: not the strides of this rank's tensor."""
+    """The name of the reduction, if it runs through memory, else None. All ranks must decide alike, so this depends
+    only on dtype, device and operation, never on the strides of this rank's tensor."""
     found = next((name for name in OPERATIONS if op == getattr(dist.ReduceOp, name)), None)
     numbers = tensors[0].dtype in _ADDED and (found != "AVG" or tensors[0].dtype.is_floating_point)
     return found if numbers and _is_moved(*tensors) else None
 
 
 def _is_moved(*tensors: torch.Tensor) -> bool:
-    """Whether they go through memory, by what is the same on all ranks."""
+    """Whether the tensors can go through memory. All ranks must decide alike, so this depends on device, layout and
+    dtype only."""
     there = all(x.device.type == "cpu" and x.layout is torch.strided for x in tensors)
     return there and tensors[0].dtype in DTYPES and all(x.dtype == tensors[0].dtype for x in tensors)
 
 
 def _elements(x: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
-    """Elements of each rank's part of ``x``, of which it has so many rows; without rows equal ones.
+    """Elements of each rank's part of ``x``, given as ``rows`` of dim 0; without ``rows`` equal parts.
 
     Raises:
         ValueError: the parts are not all of it.

@@ -129,7 +129,7 @@ class _Stage:
         mesh, dim: whose cuts.
         before: dimensions that were undone earlier.
         turn: product of their sizes: so many tensors in a row have one owner among the ranks of this dimension.
-        like: says dtype and device.
+        like: a tensor of the dtype and device of the parts.
     """
 
     shared: list[_Shared]
@@ -150,7 +150,7 @@ class _Stage:
         return shared.box(undone, None if rank is None else (self.dim, rank))
 
     def collect(self, held: Parts) -> Parts:
-        """Parts to owners, who put them together."""
+        """Send the parts to the owners; returns the tensors that this rank owns, assembled along this dimension."""
         ranks, mine = range(self.mesh.size(self.dim)), self.mesh.get_local_rank(self.dim)
         # In the order of numbers on both sides, so that nothing but elements has to be sent.
         own = [k for k in held if self.owner(k) == mine]
@@ -163,7 +163,8 @@ class _Stage:
         return out
 
     def hand_out(self, held: Parts, numbers: Sequence[int]) -> Parts:
-        """The way back: owners cut, and this rank gets its parts of the tensors with these ``numbers``."""
+        """The reverse of :meth:`collect`: owners send parts back; returns this rank's parts of the tensors
+        ``numbers``."""
         ranks, mine = range(self.mesh.size(self.dim)), self.mesh.get_local_rank(self.dim)
         of = [[k for k in numbers if self.owner(k) == rank] for rank in ranks]
         sent = [[self._view(held[k], k, rank) for k in held] for rank in ranks]
@@ -219,7 +220,7 @@ def gathered(part: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> to
 
 
 def _inside(tensor: torch.Tensor, outer: Box, inner: Box) -> torch.Tensor:
-    """The ``inner`` box of a tensor that is the ``outer`` one."""
+    """The view of box ``inner`` in ``tensor``, which holds box ``outer``."""
     for dim, (begin, start, size) in enumerate(zip(inner.offsets, outer.offsets, inner.sizes, strict=True)):
         # An empty part may begin behind the end.
         tensor = tensor.narrow(dim, begin - start if size else 0, size)

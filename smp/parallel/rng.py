@@ -53,9 +53,9 @@ def keyed_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], box:
 
 
 def _normal_block(seed: int, name: str, index: int, elements: int) -> torch.Tensor:
-    """The first N(0, 1) numbers of one block: they are drawn one after the other, so fewer are the same. numpy's Philox
-    takes the whole 128-bit key; torch's CPU generator uses 32 bits of a seed, so that a model of 2^36 elements would
-    have blocks that are equal."""
+    """The first N(0, 1) numbers of one block: drawn in sequence, so a shorter draw is a prefix of a longer one. numpy's
+    Philox takes the whole 128-bit key; torch's CPU generator uses 32 bits of a seed, so that a model of 2^36 elements
+    would have blocks that are equal."""
     digest = hashlib.blake2b(f"{seed}\x1f{name}\x1f{index}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     return torch.from_numpy(generator.standard_normal(elements, dtype=np.float32))

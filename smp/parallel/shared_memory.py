@@ -161,7 +161,7 @@ class Memory:
                 more, start = int(counts.max()) - 1, start + most
 
     def broadcast(self, x: torch.Tensor, root: int, limit: _Limit) -> None:
-        """(n) of the rank ``root``, in place."""
+        """Broadcast ``x`` (n) of the rank ``root``, in place."""
         with self._lock, self._begin("broadcast", x, root):
             for chunk in x.split(SLOT_BYTES // x.itemsize):
                 slots = self._next_slots(chunk)
@@ -173,7 +173,7 @@ class Memory:
                     chunk.copy_(slots[root])
 
     def shift(self, output: torch.Tensor, x: torch.Tensor, source: int, limit: _Limit) -> None:
-        """(n) of the rank ``source``; every rank is the source of one."""
+        """Copy ``x`` (n) of the rank ``source`` into ``output``; every rank is the source of one."""
         with self._lock, self._begin("shift", x):
             columns = SLOT_BYTES // x.itemsize
             for chunk, into in zip(x.split(columns), output.split(columns), strict=True):
@@ -194,7 +194,7 @@ class Memory:
         return not self._failure
 
     def leave(self) -> None:
-        """The others need not wait for this rank any more."""
+        """Tell the other ranks that this one will not come any more, so that they do not wait for it."""
         if not self._failure:
             self._numbers[self.rank * _LINE + _GONE] = _LEFT
         self._close()
@@ -264,7 +264,7 @@ class Memory:
                 )
 
     def _wait(self, other: int, limit: _Limit) -> None:
-        """Wait for a rank that is not there soon."""
+        """Wait for a rank that did not come during the spin loop: yield for 1 ms, then sleep between looks."""
         at, sequence = other * _LINE, self._sequence
         started = time.perf_counter()
         ends = select.poll()
@@ -372,7 +372,7 @@ def join(rank: int, size: int, store: Any) -> Memory | None:
 
 
 def _create_memory(size: int, secret: str) -> int:
-    """Its descriptor, -1 if the system refuses it."""
+    """Create the memory; returns its file descriptor, -1 if the system refuses it."""
     descriptor = -1
     try:
         # Without a name in the file system: nothing is left behind when processes are killed.

@@ -1,8 +1,8 @@
-"""Error messages of a rank that loses contact with another one.
+"""Error messages for a rank that loses contact with another one.
 
-No rank can know which one is lost: it sees that a message or a collective fails, and what is at its other end may have
-ended only because it lost contact too. So each rank says where it stands, and the one that says nothing is lost. Where
-all say so, a link between them is.
+No rank can know which one is lost: it sees that a message or a collective fails, and the rank at the other end may have
+ended only because it lost contact too. So each rank reports where it was, and the rank without a report is the lost
+one. If all ranks report, a link between them failed.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ def lost_contact(error: RuntimeError) -> bool:
 
 
 def reason(error: RuntimeError) -> str:
-    """The first line of the message, without gloo's good wishes."""
+    """The first line of an error's message, without gloo's advice."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return first.partition(". This is typically caused by")[0]
 
 
 @contextmanager
 def naming(where: str, *, function: bool = True, wrap: type[RuntimeError] = PipelineError) -> Iterator[None]:
-    """For what several ranks do together: a failure of communication inside becomes a ``wrap`` that begins with
-    ``where`` and, with ``function``, names the one of this package that failed. Every other error passes as it is."""
+    """Context manager around collective work: turns a failure of communication into a ``wrap`` whose message begins
+    with ``where`` and, with ``function``, names the function of this package that failed. Other errors are not
+    changed."""
     try:
         yield
     except RuntimeError as error:

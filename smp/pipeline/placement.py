@@ -1,4 +1,4 @@
-"""Which layers a stage holds: balanced by cost, or as the user says.
+"""Which layers a stage holds: balanced by cost, or given by the user.
 
     balance      [e | 1 2 3 | 4 5 6 | ... | 30 31 h]    the slowest stage as fast as it can be
     parse_layout "Et*3|(tt|)*14tL"                      Megatron's notation

@@ -1,4 +1,4 @@
-"""When the actions of one step ran on this rank, and of all ranks as one timeline."""
+"""Records when the actions of one step run, and gathers the records of all ranks into one timeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mark = float | torch.cuda.Event
 
 @runtime_checkable
 class Watcher(Protocol):
-    """Sees the actions of a rank."""
+    """Observer of the actions of a rank."""
 
     def posted(self, receive: Action) -> None:
         """A receive begins."""
@@ -31,7 +31,7 @@ class Watcher(Protocol):
 
 
 class Recorder:
-    """Takes times: of a CPU's clock, or events in the stream of a GPU, so that nothing waits for them.
+    """Records times: by the CPU's clock, or by events in the stream of a GPU, for which the host does not wait.
 
     The clocks of the ranks start together, behind a barrier; what a barrier leaves (microseconds on one machine, more
     between several) is the error of comparisons across ranks. A send is posted and not timed; a receive lasts from

@@ -32,16 +32,16 @@ class Stages(Protocol):
         """From the gradient of the output (None: this is the last stage) to that of the input (None: the first)."""
 
     def backward_input(self, stage: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """``backward`` without the weights' gradients ..."""
+        """The input part of :meth:`backward`: the gradient of the input alone."""
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
-        """... and these."""
+        """The weight part of :meth:`backward`, after its input part: the gradients of the weights."""
 
     def unshard(self, stage: int) -> None:
         """Begin to gather the stage's parameters."""
 
     def reshard(self, stage: int) -> None:
-        """Free them."""
+        """Free the stage's gathered parameters."""
 
     def reduce(self, stage: int) -> None:
         """Begin to sum the stage's gradients over the data-parallel ranks."""
@@ -106,7 +106,8 @@ class _Step:
             self.results[completed(action)[0]] = result  # the input part of a backward pass makes what the whole makes
 
     def _arguments(self, action: Action) -> tuple[int | torch.Tensor | None, ...]:
-        """After the stage: none for parameters, the micro-batch, and what a computation reads from its neighbour."""
+        """Arguments of an action after the stage: none for actions on parameters, else the micro-batch and, for a
+        computation that reads from its neighbour, that input."""
         if action.micro_batch is None:
             return ()
         if action.op is Op.BACKWARD_WEIGHT:
@@ -157,7 +158,7 @@ class _Step:
             raise self._failure(action, error) from error
 
     def finish(self) -> None:
-        """Let every message arrive."""
+        """Wait for all sends of the step."""
         for action, (work, _) in self.sent.items():
             self._wait(action, work)
         # The validator proved that each result has one reader. Something left over means that
@@ -173,7 +174,8 @@ class _Step:
             raise self._failure(action, error) from error
 
     def _failure(self, action: Action, error: RuntimeError) -> PipelineError:
-        """The error of a message: its other end is lost or, if its rank speaks up too, waits for another one itself."""
+        """The error of a failed message. The rank at its other end is lost, or it reports an error too: then it waits
+        for yet another rank."""
         links, peer, stage = self.runner.links, self.schedule.peer(action), counterpart(action).stage
         other = f"rank {links.global_rank(peer)}"
         return PipelineError(

@@ -1,4 +1,4 @@
-"""What a schedule costs: when every action runs, from the time that each stage takes.
+"""Simulates a schedule: start and end of every action, from the time that each stage takes.
 
 A rank has three engines. It computes; its channels carry messages; one stream moves parameters and gradients between
 data-parallel ranks (unshard, reduce). They run at the same time: only a computation waits, for its message and for its
@@ -101,7 +101,7 @@ class _Engines:
         self.stream[rank] = self.ready[action] = self._span(rank, action, start)
 
     def _post(self, rank: int, action: Action) -> None:
-        """The second side to come starts the message."""
+        """Post one end of a message. It starts when the second end is posted."""
         send, receive = (action, counterpart(action)) if action.op in SEND else (counterpart(action), action)
         # Only the first side is here: no time passes for it, as with ``isend`` and ``irecv``.
         if receive not in self.posted:

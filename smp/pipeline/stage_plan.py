@@ -77,7 +77,7 @@ def _schedule(name: str, ranks: int, micro_batches: int, chunks: int, reshard: b
 def _place(
     model: ModelConfig, parallel: ParallelConfig, stages: int, flops: ForwardFlops, replays: int
 ) -> tuple[ModelPart, ...]:
-    """The part of each stage, as the user says, or balanced by the FLOPs of a whole step."""
+    """The part of each stage: the layout of the user, or balanced by the FLOPs of a whole step."""
     if parallel.pipeline_model_parallel_layout is not None:
         return parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, stages)
     # More stages than layers, embedding and head cannot all have something to compute.
@@ -97,7 +97,7 @@ _balance = lru_cache(maxsize=128)(balance)  # as above
 
 
 def _replays(parallel: ParallelConfig) -> int:
-    """Forward passes of a layer that come on top of its own."""
+    """Number of additional forward passes of a layer: 1 with full recompute, else 0."""
     return 1 if parallel.recompute_granularity == "full" else 0
 
 

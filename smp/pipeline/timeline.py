@@ -1,4 +1,4 @@
-"""When every action of a step ran: predicted by ``simulate_schedule`` or measured by a runner, in one form and file.
+"""Start and end of every action of a step, predicted by ``simulate_schedule`` or measured by a runner, and as a file.
 
 The file is Chrome's trace event format (chrome://tracing, ui.perfetto.dev), one complete event per action:
 

@@ -86,11 +86,11 @@ class PassState:
         has_loss: that stage is the model's last one.
         activations: micro-batches of a stage whose backward pass has not ended, counted by ``sizes`` as in
             :func:`peak_activations`; ``others``: without this one.
-        losses: micro-batches between their loss and its backward pass, this one included.
+        losses: number of micro-batches between their loss and its backward pass, this one included.
         with_gradients: parts through which a micro-batch has gone backward before.
         reduced: those of them whose gradients are reduced already.
         unsharded: parts whose weights are gathered.
-        reduces: the part's gradients are reduced behind it.
+        reduces: the part's gradients are reduced right after this pass.
     """
 
     part: int
@@ -106,7 +106,7 @@ class PassState:
 
 
 def pass_states(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[frozenset[PassState], ...]:
-    """For each rank, the states that its passes are in; where backward passes have two parts, its forward passes."""
+    """For each rank, the states of its passes; where backward passes have two parts, of its forward passes only."""
     return tuple(
         frozenset(_states_of_rank(schedule, rank, actions, sizes)) for rank, actions in enumerate(schedule.actions)
     )

@@ -30,8 +30,8 @@ _ALIGNED = 8
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter's range in a unit's buffer, in elements, and its layer's FP8 scaling; None: it is gathered as it
-    is."""
+    """A parameter's range in a unit's buffer, in elements, and its layer's FP8 scaling; None: it is gathered
+    unquantised."""
 
     start: int
     end: int
@@ -105,7 +105,6 @@ def _parts_of(unit: FSDPModule) -> list[Part]:
 
 
 def _scaling_of(place: Any) -> LayerScaling | None:
-    """How the layer of a parameter scales it, by the module that has it and its name there; None: it is gathered as it
-    is."""
+    """The FP8 scaling of a parameter, found by its module and its name there; None: it is gathered unquantised."""
     scaling = getattr(place.module, "scaling", None) if place.param_name == "weight" else None
     return scaling if isinstance(scaling, LayerScaling) else None

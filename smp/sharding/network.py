@@ -78,7 +78,8 @@ class GatherWeights(_Allocates):
         async_op: bool,
         then: Callable[[], None],
     ) -> dist.Work | None:
-        """Over all ranks of the group, and ``then``; without ``async_op`` a flat one is over when this returns."""
+        """Gather over all ranks of the group, then call ``then``. Without ``async_op`` a flat gather has ended on
+        return."""
         network, quantization = self._network, self._quantization
         if network is None:
             way = FLAT
@@ -136,9 +137,9 @@ def communicate_by(
     collectives: NetworkCollectives,
     gathered_again: Container[nn.Module] = (),
 ) -> None:
-    """Let the FSDP units among ``modules``, sharded over the last dimension of ``mesh``, gather and reduce as was
-    chosen for that group. Those in ``gathered_again`` are gathered for the backward pass once more: they have secondary
-    shards where the group has."""
+    """Set the collectives that were chosen for the last dimension of ``mesh`` on the FSDP units among ``modules``.
+    Units in ``gathered_again``, which the backward pass gathers a second time, get secondary shards where the group has
+    them."""
     # Only this group is asked for: sums over replicas (``dp_replicate``) stay FSDP2's own
     # all-reduce.
     group = mesh.get_group(mesh.ndim - 1)

@@ -42,8 +42,8 @@ class _Storage:
     """Memory that a block has saved.
 
     Attributes:
-        alive: the storage itself, until it left: no other one can take its address as long as it is known by that.
-        flat: all of it on the device, 1-D; None while it is on the host.
+        alive: the storage, until it has left: keeps its address, by which it is found, from being used again.
+        flat: the whole storage on the device, 1-D; None while it is on the host.
         version: of the tensor, when it was saved.
         buffer: where it is on the host.
         gone, came: when the copies have been made.
@@ -73,7 +73,7 @@ class _Storage:
         return self.buffer[: self.nbytes].view(self._dtype)
 
     def check(self) -> None:
-        """Refuse what was written to since it was saved, as autograd does with what it keeps itself."""
+        """Raise if the tensor was written to after it was saved, as autograd does for saved tensors."""
         if self.alive is not None and self.flat is not None and self.flat._version != self.version:
             raise RuntimeError(
                 "a tensor that an operation has saved for its backward pass was written to in place while it was on "
@@ -104,7 +104,8 @@ class _Block:
 
 
 class _Token:
-    """Held by everything that a block's backward pass needs: when the last of it is freed, the block is done."""
+    """Referenced by everything that a block's backward pass needs: when the last reference is gone, the block is
+    done."""
 
     __slots__ = ("__weakref__", "block")
 
@@ -148,7 +149,8 @@ class Offload:
         self._key: Hashable = None
 
     def around(self, block: nn.Module, run: Run) -> Run:
-        """``run`` of ``block``, whose first argument is the block's input, with what it saves on its way to the host.
+        """``run`` of ``block``, whose first argument is the block's input, with its saved tensors offloaded to the
+        host.
 
         Tensors among the other arguments are shared by blocks and stay, as parameters do. What recomputes the block
         lies inside of ``run``, and what gathers its parameters outside.
@@ -169,12 +171,13 @@ class Offload:
         return offloaded
 
     def plan(self, order: Sequence[Hashable]) -> None:
-        """The order in which passes will go backward, by the keys of :meth:`of_pass`; without it, the last first."""
+        """Set the order of coming backward passes, by the keys of :meth:`of_pass`; by default the last forward pass
+        first."""
         self._order = list(order)
 
     @contextmanager
     def of_pass(self, key: Hashable) -> Iterator[None]:
-        """Inside, blocks run forward for a pass of this name."""
+        """Context manager: forward passes of blocks inside belong to the pass ``key``."""
         # The key before comes back, because passes may lie in each other.
         before, self._key = self._key, key
         try:
@@ -203,7 +206,7 @@ class Offload:
         self.most_live = max(self.most_live, len(self._live))
 
     def _make_room(self) -> None:
-        """Make room for one more block on the device: send the oldest away, or what came back too early."""
+        """Make room for one more block on the device: evict the oldest one, or one that was fetched too early."""
         while len(self._live) >= self.horizon:
             idle = [block for block in self._live if not block.used]
             if not idle:
@@ -277,7 +280,7 @@ class Offload:
         return flat.as_strided(saved.shape, saved.stride, saved.offset)
 
     def _begin_backward(self, block: _Block) -> None:
-        """Have it on the device, and those that come next on their way."""
+        """Bring the block's tensors to the device, and begin to fetch those of the next blocks."""
         block.used = True
         if block.away:
             self._make_room()
@@ -308,7 +311,7 @@ class Offload:
                 yield from reversed(self._passes[key])
 
     def _finish(self, block: _Block) -> None:
-        """Give up a block's buffers and storages, which nothing needs any more."""
+        """Free a block's buffers and storages after its backward pass."""
         if block in self._live:
             self._live.remove(block)
         own = self._passes[block.key]
@@ -377,7 +380,7 @@ def offload_activations(
         copier: what copies; by default made for ``device``.
 
     Returns:
-        What keeps the account of them; nothing has to be done with it.
+        The :class:`Offload` of these blocks, for its counters; the caller need not keep it.
 
     Raises:
         ValueError: there are no blocks, or the device is unknown.

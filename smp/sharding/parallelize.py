@@ -137,8 +137,8 @@ def _check_compute_dtype(model: nn.Module) -> None:
 
 
 def _gather_once(model: nn.Module) -> None:
-    """Spare gathers that nothing needs: the head's unit is used again first thing in the backward pass, and an
-    embedding's gradient is made of its output's alone. Behind the embedding FSDP2 would also prefetch, for a backward
+    """Avoid unnecessary gathers: the backward pass begins with the head's unit, which is still gathered, and the
+    gradient of an embedding does not need its weights. Behind the embedding FSDP2 would also prefetch, for a backward
     pass that is over, the last unit of the micro-batch before; it is told to prefetch itself."""
     for module in model.modules():
         # Freed after its forward pass it would be gathered again at once.

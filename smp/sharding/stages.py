@@ -98,7 +98,7 @@ class ShardedStages:
 
     @torch.no_grad()
     def backward_weight(self, stage: int, pending: list[WeightGradients]) -> None:
-        """Compute weight gradients of a stage, which is gathered, and add them to what there is."""
+        """Compute deferred weight gradients of a stage, whose weights are gathered, and accumulate them."""
         # In the order in which the backward pass left them.
         for compute in pending:
             for layer, gradient in compute():

@@ -29,7 +29,7 @@ class TiedMatrix:
 
     @property
     def copies(self) -> dict[torch.Tensor, int]:
-        """The parameter and the number of its copies, where there is one."""
+        """The matrix and its number of copies, on ranks that have one of them; else empty."""
         return {} if self._weight is None else {self._weight: 2}
 
     def sum_gradients(self) -> None:

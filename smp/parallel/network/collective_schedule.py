@@ -32,9 +32,9 @@ class Op(Enum):
 
     SEND = "send"
     RECEIVE = "receive"
-    """In place of what this rank has of the chunk."""
+    """Receive a chunk and overwrite this rank's data of it."""
     RECEIVE_PART = "receive_part"
-    """Beside it, to be added."""
+    """Receive a chunk into scratch memory, for a later REDUCE."""
     REDUCE = "reduce"
     """Add parts that were received to what this rank has, in the order of ``ranks``."""
 
@@ -98,7 +98,7 @@ class Schedule:
 
 
 def waits(rank: int, actions: Sequence[Action]) -> Iterator[tuple[Action, list[Message]]]:
-    """Each action of a rank, with the messages that have to be there before it runs."""
+    """Each action of a rank, with the messages that have to arrive before it runs."""
     # Chunks whose receive is posted, and that nothing has waited for yet.
     arriving: dict[tuple[int, int], int] = {}
     for action in actions:

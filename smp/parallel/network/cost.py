@@ -113,7 +113,7 @@ def two_levels(kind: Kind, topology: Topology, links: Links, size: int, way: Way
 
 
 def ways(topology: Topology, piece: int, numbers: Sequence[int] = CHUNKS) -> Iterable[Way]:
-    """Hierarchical ones that may be good for pieces of so many bytes, in so many chunks each."""
+    """Candidate hierarchical ways for pieces of ``piece`` bytes, with each of ``numbers`` of chunks."""
     for chunks in numbers:
         if chunks == 1 or piece // chunks >= LEAST_CHUNK:
             yield Way("mesh", chunks)
@@ -140,8 +140,8 @@ class Policy:
     Attributes:
         topology: of the group.
         links: None: not known, the way depends on sizes alone.
-        allow_flat: else it is always hierarchical.
-        hierarchical: else it is always flat.
+        allow_flat: False: always hierarchical.
+        hierarchical: False: always flat.
         smallest: bytes below which it is flat.
     """
 
@@ -177,7 +177,7 @@ class Policy:
         return min(tried, key=lambda way: self.seconds(kind, size, way) * weight(way, self.topology))
 
     def seconds(self, kind: Kind, size: int, way: Way) -> float:
-        """Predicted."""
+        """Predicted seconds."""
         assert self.links is not None, "nothing is predicted without links"
         if messages(kind, self.topology, way) <= MESSAGES:
             return simulated(kind, self.topology, self.links, size, way)

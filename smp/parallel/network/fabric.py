@@ -1,4 +1,4 @@
-"""What links of a cluster carry, by numbers alone, for clusters whose nodes are alike. Imports no torch.
+"""Rates of a cluster's links, for clusters of equal nodes. Imports no torch.
 
     domain   GPUs that NVLink connects: a node of 8, a rack of 72
     rails    each GPU has a network card; the i-th cards of all domains are on rail i
@@ -33,7 +33,7 @@ class Fabric:
     Attributes:
         domain: GPUs that ``local`` connects.
         local, card: bytes/s of a GPU to others of its domain, and of its network card.
-        latency: seconds of a message, and of each step of a ring.
+        latency: seconds of a message, also of each step of a ring.
         leaf: GPUs below a leaf, on all rails; 0: all of the cluster.
         oversubscription, contention: of what crosses the spine.
     """

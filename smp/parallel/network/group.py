@@ -203,7 +203,7 @@ class NetworkGroup:
             raise CollectiveError("a collective of a process group that was destroyed")
 
     def check_in_order(self) -> None:
-        """Raise what an earlier collective ended with: its messages may still be on their way."""
+        """Raise the error of an earlier collective, if there was one: its messages may still be under way."""
         if self._failure is not None:
             raise CollectiveError(f"an earlier collective of this group failed: {self._failure}")
 
@@ -335,7 +335,7 @@ class CollectiveWork(dist.Work):
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
     def run(self, job: Callable[[], object]) -> None:
-        """Run ``job`` and end with what it ends with."""
+        """Run ``job``, and mark this work as done with its result or its error."""
         try:
             job()
         except BaseException as error:
@@ -344,7 +344,7 @@ class CollectiveWork(dist.Work):
             self.end(None)
 
     def end(self, error: BaseException | None) -> None:
-        """Let those that wait go on, with an error where there is one."""
+        """Mark the work as done, with an error or without, and wake waiting threads."""
         self._error = error
         # The future first, as gloo does: who has waited may read it.
         if error is None:

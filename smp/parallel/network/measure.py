@@ -1,4 +1,5 @@
-"""What links carry, measured at the start of a run: all nodes, and all ranks of a node, send at the same time."""
+"""Measures latencies and rates of links at the start of a run, with all nodes, and all ranks of a node, sending at
+once."""
 
 from __future__ import annotations
 

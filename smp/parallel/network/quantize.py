@@ -7,7 +7,8 @@ decoded sums in fp32.
 
     |decoded - x| <= largest of x's block / 254     (and the rounding of the result's dtype)
 
-of a sum over n nodes, once for each of n - 1 sums that cross. A block with a NaN or an infinity decodes to NaN.
+A sum over n nodes has this error once for each of the n - 1 node sums that are sent. A block with a NaN or an infinity
+decodes to NaN.
 """
 
 from __future__ import annotations

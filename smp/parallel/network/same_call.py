@@ -68,7 +68,8 @@ def first_and_last(
 
 
 def _of_fixed_size(text: bytes) -> bytes:
-    """A longer one is cut, and ends in what tells it from others that are cut to the same."""
+    """``text`` as bytes of fixed size. A longer text is cut and ends in a hash, so that different texts stay
+    different."""
     if len(text) > _TEXT:
         digest = b"... " + hashlib.sha256(text).hexdigest()[:16].encode()
         text = text[: _TEXT - len(digest)] + digest

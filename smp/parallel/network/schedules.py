@@ -72,7 +72,7 @@ def _actions(kind: Kind, trees: _Trees, chunks: Sequence[int], rank: int, sends:
 
 @dataclass(frozen=True)
 class _Trees:
-    """The way of every piece."""
+    """The tree of every piece."""
 
     topology: Topology
     route: Route

@@ -1,9 +1,10 @@
-"""Secondary shards: the weights once more, cut over a few ranks of one node (hpZ of ZeRO++, arXiv 2306.10209).
+"""Secondary shards: a second copy of the weights, sharded over a few ranks of one node (hpZ of ZeRO++, arXiv
+2306.10209).
 
-The forward pass gathers a unit over all ranks that shard it. Of what it then has, each rank keeps a part, such that
-``size`` neighbours on a node have all of it, and the backward pass gathers from these: nothing crosses an uplink. Both
-passes compute with the same bits. It costs bytes of the gathered weights / ``size`` on each rank, from the first
-forward pass on.
+The forward pass gathers a unit over all ranks that shard it. Each rank then keeps 1 / ``size`` of the gathered weights,
+so that ``size`` neighbours on a node hold all of them, and the backward pass gathers from these neighbours: nothing
+crosses an uplink. Both passes compute with the same bits. From the first forward pass on each rank holds (bytes of the
+gathered weights) / ``size`` more.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from smp.parallel.collectives import all_gather_flat
 
 Parts = Mapping[str, tuple[DeviceMesh | None, int]]
-"""Meshes by what is said of them: 1-D ``(shard)`` or 2-D ``(replicate, shard)``, and how many neighbours of the shard
-dimension hold the weights once more. Where there is no mesh, or the number is below two, nothing is kept."""
+"""By a name for messages: a mesh, 1-D ``(shard)`` or 2-D ``(replicate, shard)``, and the number of neighbours of the
+shard dimension that hold a second copy of the weights. Without a mesh, or with a number below two, nothing is kept."""
 
 
 class SecondaryShards:
@@ -34,7 +35,7 @@ class SecondaryShards:
         self._units: list[SecondaryShard] = []
 
     def of_a_unit(self) -> SecondaryShard:
-        """A new one."""
+        """A new secondary shard, for one more FSDP unit."""
         self._units.append(SecondaryShard(self.group))
         return self._units[-1]
 
@@ -45,7 +46,7 @@ class SecondaryShards:
 
 
 class SecondaryShard:
-    """One unit's.
+    """The secondary shard of one FSDP unit.
 
     Attributes:
         own: this rank's part of what was gathered last; None before the first time.
@@ -64,7 +65,7 @@ class SecondaryShard:
         self.own.copy_(part)
 
     def gather(self, output: torch.Tensor, *, async_op: bool) -> dist.Work | None:
-        """The whole unit as it was kept, from the ranks of the group."""
+        """All-gather the kept parts of the group's ranks into ``output``, the whole unit."""
         work: dist.Work | None = all_gather_flat(output, self.own, group=self._group, async_op=async_op)
         return work
 

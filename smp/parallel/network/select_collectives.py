@@ -35,7 +35,7 @@ class NetworkCollectives:
     """The collectives of a run's data-parallel groups.
 
     Attributes:
-        groups: by the name of a process group; what is not here is flat.
+        groups: by the name of a process group; other groups are flat.
         lines: what was picked for each group and why, to be printed.
         quantization: of what FSDP's hierarchical collectives send between nodes; None: nothing is coded.
         secondary: by the name of a group that shards, what backward passes gather from; see
@@ -65,13 +65,13 @@ def choose_collectives(
     it may pick otherwise when a run is started again: links in ``topology_file`` make the choice repeatable.
 
     Args:
-        meshes: what FSDP shards or replicates over, by what is said of them: 1-D ``(shard)`` or 2-D ``(replicate,
-            shard)``. Sums over replicas are hierarchical where their group has the backend ``smp``.
+        meshes: the meshes that FSDP shards or replicates over, by a name for messages: 1-D ``(shard)`` or 2-D
+            ``(replicate, shard)``. Sums over replicas are hierarchical where their group has the backend ``smp``.
         setting: ``flat``, ``hierarchical``, or ``auto``: by predicted time, for each size.
         timeout: of a collective.
         topology_file: see :func:`read_topology`; by default ranks with one hostname are on one node, and ``auto``
             measures the links.
-        quantization: what to code where it crosses an uplink; with ``hierarchical`` only.
+        quantization: which messages between nodes are quantized; with ``hierarchical`` only.
 
     Raises:
         ConfigError: no group that shards has several ranks on one of several nodes, and something is to be coded there;
@@ -137,12 +137,12 @@ def with_secondary_shards(
     timeout: timedelta | None = None,
     topology_file: str | None = None,
 ) -> NetworkCollectives:
-    """``collectives``, with weights kept once more within nodes for the backward pass, on CPUs and on GPUs; every rank
-    of the default group calls this.
+    """``collectives`` with secondary shards, from which backward passes gather within a node, on CPUs and on GPUs;
+    every rank of the default group calls this.
 
     Args:
         collectives: flat or not.
-        parts: how many neighbours of each mesh hold the weights once more.
+        parts: number of neighbours of each mesh that hold a second copy of the weights.
         timeout: of their collectives.
         topology_file: as of :func:`choose_collectives`.
 
@@ -180,7 +180,7 @@ def with_secondary_shards(
 
 
 def _groups(meshes: Mapping[str, DeviceMesh | None]) -> dict[str, dist.ProcessGroup]:
-    """Process groups by what they do: shards first, replicas of two ranks and more behind."""
+    """Process groups of two or more ranks, by "<mesh name>, sharded" or "<mesh name>, replicated"."""
     found = {}
     for name, mesh in meshes.items():
         if mesh is None:
@@ -223,7 +223,7 @@ def _policy(topology: Topology, links: Links | None, setting: Setting) -> Policy
 
 
 def _network_group(group: dist.ProcessGroup, policy: Policy, timeout: timedelta) -> NetworkGroup:
-    """A group of the backend ``smp`` uses the policy itself."""
+    """The network group of ``group`` with ``policy``. A group of the backend ``smp`` takes over the policy itself."""
     if hasattr(group, "network"):
         group.network.policy = policy
         return group.network

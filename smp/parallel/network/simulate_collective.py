@@ -1,4 +1,4 @@
-"""What a collective costs: when every message travels, from latencies and rates of links, and bytes of each uplink.
+"""Simulates a collective: start and end of every message, from latencies and rates of links, and bytes of each uplink.
 
 A node's uplink carries one byte after the other in each direction, and so does a rank's link inside of its node. A
 message starts when both sides have posted it and the sender's link is free; it ends ``latency`` after its last byte has

@@ -1,4 +1,4 @@
-"""Which ranks of a group are on which node, and what the links carry. No torch."""
+"""Which ranks of a group are on which node, and the rates of the links. Imports no torch."""
 
 from __future__ import annotations
 
@@ -71,8 +71,7 @@ class Topology:
         return Topology.of([self.name_of(rank) for rank in ranks])
 
     def each_alone(self) -> Topology:
-        """Topology of the same ranks as if each was on a node of its own: what a collective sees that knows no
-        nodes."""
+        """Topology of the same ranks with one rank per node: that of a flat collective."""
         return Topology(tuple((rank,) for rank in range(self.size)))
 
     @property
@@ -148,7 +147,8 @@ def read_topology(path: str, world_size: int) -> tuple[Topology | None, Links | 
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, which Python would else read with the last of several values."""
+    """A JSON object as a dict; raises ValueError for a repeated key, of which Python's reader would take the last
+    value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
