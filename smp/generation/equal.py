@@ -28,7 +28,7 @@ class EqualTexts:
         waiting: texts that wait, the longest first; others may take from it too.
         device: of the model.
         new_rope_at: lengths at which a text gets other frequencies of RoPE; it is computed anew then.
-        cached: whether the model's cache serves.
+        cached: whether the model's cache is used; else each pass reads whole texts.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class EqualTexts:
         self._cache = OwnCache()
 
     def next(self) -> Forward | None:
-        """The next forward pass; None: nothing is left."""
+        """The next forward pass; None: all texts are finished."""
         if self.texts and self.cached:
             new = [text.ids[-1:] for text in self.texts]
             return self._forward(new, list(range(len(new))))
@@ -72,10 +72,10 @@ class EqualTexts:
             self._cache.select(torch.tensor(forward.rows, device=self.device))
 
     def finish(self, forward: Forward, ids: list[int], log_probs: list[float], stops: Stops) -> list[Text]:
-        """Take the tokens that came of a pass; the texts that ended.
+        """Append the tokens that a pass gave; returns the texts that ended.
 
         Raises:
-            ValueError: they came of logits that are no numbers.
+            ValueError: the logits were not finite.
         """
         take(forward.texts, ids, log_probs, stops)
         stay = [row for row, text in enumerate(self.texts) if text.finish is None]
@@ -91,7 +91,7 @@ class EqualTexts:
 
 
 def idle(device: torch.device) -> Forward:
-    """The pass of a rank that has nothing to do, while others need it for their experts."""
+    """A forward pass of a rank without texts, which takes part in the collectives of other ranks' experts."""
     return Forward(MicroBatch(torch.zeros(1, 1, dtype=torch.int64, device=device), own_cache=OwnCache()))
 
 

@@ -114,10 +114,10 @@ class Generator:
             shown = len(text.ids)
 
     def _text(self, request: Request, sampling: Sampling, stops: Stops) -> Text:
-        """A text at its beginning.
+        """A request as a text with no tokens written yet.
 
         Raises:
-            ValueError: it cannot be.
+            ValueError: the request cannot be fulfilled.
         """
         longest, vocab = self.model.config.max_position_embeddings, self.model.config.vocab_size
         ids = [*request.prompt, *request.written]
@@ -135,7 +135,7 @@ class Generator:
 
     @torch.no_grad()
     def _passes(self, texts: list[Text], sampling: Sampling, stops: Stops) -> Iterator[list[Text]]:
-        """The texts that ended with each forward pass."""
+        """Yields, after each forward pass, the texts that ended."""
         # Long ones first: prompts of about one length come in together, without much padding.
         waiting = deque(sorted(texts, key=lambda text: -len(text.ids)))
         longest, rope = self.model.config.max_position_embeddings, _new_rope_at(self.model.config)
@@ -183,7 +183,8 @@ class Generator:
         return self._cached
 
     def _somebody_works(self, this: bool) -> bool:
-        """Whether this rank has something to compute, or another one for which it needs this rank."""
+        """Whether this rank has a pass to compute, or another rank that needs this one in its collectives.
+        Collective."""
         if not self._together:
             return this
         return bool(max_over(torch.tensor([int(this)], device=self.device), self._together))
@@ -191,7 +192,8 @@ class Generator:
     def _pass(
         self, slots: Slots | EqualTexts, forward: Forward | None, sampling: Sampling
     ) -> tuple[Forward, Sampled | None]:
-        """Compute; with what the last stage chose, where it is on this rank."""
+        """Run a forward pass, or an idle one. Returns it with the chosen tokens, which only the last stage's rank
+        has."""
         if forward is None:
             forward = equal.idle(self.device) if self._has_own_cache else idle(self.device)
         micro_batch = forward.micro_batch
@@ -219,7 +221,7 @@ class Generator:
         return forward, sampled
 
     def _finish(self, slots: Slots | EqualTexts, forward: Forward, sampled: Sampled | None, stops: Stops) -> list[Text]:
-        """Take the tokens of a pass; the texts that ended."""
+        """Append the tokens of a pass; returns the texts that ended."""
         if not forward.texts:
             return []
         if sampled is None:
@@ -230,7 +232,7 @@ class Generator:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Within, evaluation mode; then each module is in the mode in which it was."""
+    """Context manager: evaluation mode inside; afterwards each module has its former mode."""
     # Of each module: parts that a caller froze in evaluation mode stay there, as ``model.train()``
     # at the end would not leave them.
     training = [module for module in model.modules() if module.training]

@@ -82,9 +82,9 @@ def choose(logits: torch.Tensor, shard: VocabShard, sampling: Sampling, keys: to
     """One token for each row of logits.
 
     Args:
-        logits: this rank's columns, (rows, columns/p), padding included, as they count.
-        shard: which they are.
-        sampling: how.
+        logits: this rank's columns, (rows, columns/p), with the padding, after the soft cap.
+        shard: which columns these are.
+        sampling: temperature, top-k and top-p.
         keys: int64 (rows,), of the draws, see :meth:`Sampling.key`.
 
     Log-probabilities are not finite where a logit is no number.
@@ -130,7 +130,7 @@ def _tempered(logits: torch.Tensor, temperature: float, group: Group) -> torch.T
 
 
 def _nothing(logits: torch.Tensor) -> torch.return_types.max:
-    """The largest of no columns: a rank may have padding alone."""
+    """The row maximum where a rank has no real columns, only padding: -inf."""
     return logits.new_full((len(logits), 1), -torch.inf).max(1)
 
 
@@ -178,7 +178,7 @@ def _gumbel(draw: int, keys: torch.Tensor, columns: torch.Tensor) -> torch.Tenso
 def _least(
     logits: torch.Tensor, peak: torch.Tensor, total: torch.Tensor, shard: VocabShard, sampling: Sampling
 ) -> torch.Tensor:
-    """(rows,): the least logit that top-k and top-p leave."""
+    """(rows,): the smallest logit that top-k and top-p keep."""
     # ``_largest`` is a collective. The loop ends by numbers that are equal on all ranks, so all of
     # them make the same number of turns.
     count = min(sampling.top_k or FIRST_CANDIDATES, shard.vocab_size)

@@ -68,7 +68,7 @@ class Slots:
         self._done = 0  # tokens of it
 
     def next(self) -> Forward | None:
-        """The next forward pass; None: nothing is left."""
+        """The next forward pass; None: all texts are finished."""
         free = self.cache.slots - len(self.texts)
         if self._coming is not None:
             return self._piece(*self._coming)
@@ -79,10 +79,10 @@ class Slots:
         return self._tokens() if self.texts else None
 
     def finish(self, forward: Forward, ids: list[int], log_probs: list[float], stops: Stops) -> list[Text]:
-        """Take the tokens that came of a pass; the texts that ended.
+        """Append the tokens that a pass gave; returns the texts that ended.
 
         Raises:
-            ValueError: they came of logits that are no numbers.
+            ValueError: the logits were not finite.
         """
         take(forward.texts, ids, log_probs, stops)
         # From the last slot on: the text that moves into a free one stays.
@@ -98,7 +98,7 @@ class Slots:
         return [text for text in forward.texts if text.finish is not None]
 
     def _leave(self, slot: int) -> None:
-        """Give a slot free."""
+        """Free a slot; the last text moves into it."""
         last = len(self.texts) - 1
         if slot < last:
             self.cache.copy(last, slot, self.columns[last])
@@ -106,7 +106,7 @@ class Slots:
         del self.texts[last], self.columns[last]
 
     def _taken(self, free: int) -> tuple[list[list[int]], list[Text], list[int]]:
-        """Waiting texts that come in together: what is computed, the texts, and which of it each begins with."""
+        """Takes waiting texts for ``free`` slots: (sequences to compute, the texts, index of each text's sequence)."""
         sequences: dict[tuple[int, ...], int] = {}
         texts: list[Text] = []
         longest = 0
@@ -125,7 +125,7 @@ class Slots:
         return [list(ids) for ids in sequences], [texts[i] for i in order], [rows[i] for i in order]
 
     def _prompts(self, sequences: list[list[int]], texts: list[Text], rows: list[int]) -> Forward:
-        """The pass of prompts, or of the first piece of one."""
+        """A forward pass over prompts, or over the first piece of a long one."""
         if self.cp is not None:
             return self._cut_prompts(sequences, texts, rows)
         if len(sequences[0]) > PROMPT_TOKENS:
@@ -140,7 +140,7 @@ class Slots:
         return self._enter(ids, positions, positions, last, 0, sequences, texts, rows)
 
     def _piece(self, sequences: list[list[int]], texts: list[Text], rows: list[int]) -> Forward:
-        """The next piece of a long prompt, which comes in alone with its copies."""
+        """A forward pass over the next piece of a long prompt, which is computed alone (and copied for its samples)."""
         (ids,), start = sequences, self._done
         self._done = end = min(start + PROMPT_TOKENS, len(ids))
         positions = torch.arange(start, end, device=self.device)[None]
@@ -153,7 +153,7 @@ class Slots:
         return self._enter(new, positions, positions, [end - start - 1], keys, sequences, texts, rows)
 
     def _cut_prompts(self, sequences: list[list[int]], texts: list[Text], rows: list[int]) -> Forward:
-        """The pass of prompts of which this rank has its part of each."""
+        """A forward pass over prompts under context parallelism: this rank computes its part of each."""
         assert self.cp is not None
         length = max(map(len, sequences))
         # Zig-zag chunks, two for each rank, see smp.kernels.sequence_cut.
@@ -208,7 +208,7 @@ class Slots:
             self.cache.copy(view.start + row, slot, self.columns[slot])
 
     def _tokens(self) -> Forward:
-        """The pass of one token of every text."""
+        """A forward pass over the last token of every text."""
         positions = [len(text.ids) - 1 for text in self.texts]
         ids = torch.tensor([[text.ids[-1]] for text in self.texts])
         # From the host in one piece.
@@ -246,7 +246,7 @@ class Slots:
 
 
 def idle(device: torch.device) -> Forward:
-    """The pass of a rank that has nothing to do, while others need it for their experts."""
+    """A forward pass of a rank without texts, which takes part in the collectives of other ranks' experts."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     cache = KVCache(1, device)
     cache.reserve(1)

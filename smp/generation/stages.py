@@ -1,4 +1,4 @@
-"""Forward passes through the stages of a pipeline: hidden states go on to the next stage, chosen tokens go round all.
+"""Forward passes through the stages of a pipeline: hidden states go to the next stage, chosen tokens around the ring.
 
 Every rank handles the groups of texts in one order. It takes the tokens that the last stage chose for a group when it
 comes to that group's next pass; meanwhile it computes the other groups, so with as many groups as ranks all of them are
@@ -22,7 +22,7 @@ from smp.parallel.links import Links
 
 
 class Ring:
-    """The way of hidden states and of tokens. Making it is collective over the ranks of the pipeline.
+    """Sends hidden states and tokens between stages. Its construction is collective over the ranks of the pipeline.
 
     Args:
         model: has this rank's parts.
@@ -77,14 +77,14 @@ class Ring:
         return None
 
     def chosen(self, sampled: Sampled) -> None:
-        """Send tokens on their way, from the rank of the last stage."""
+        """Begin to send chosen tokens around the ring, on the rank of the last stage."""
         if self._behind != self.last:
             # One message: ids are exact in fp64.
             message = torch.stack([sampled.ids.double(), sampled.log_probs.double()])
             self._send(self._tokens, message, self._behind)
 
     def received(self, count: int) -> Sampled:
-        """Tokens of so many texts, on the other ranks, which pass them on."""
+        """The chosen tokens of ``count`` texts, on the other ranks, which also pass them on."""
         message = torch.empty(2, count, dtype=torch.float64, device=self.device)
         self._tokens.receive(message, self._before).wait()
         if self._behind != self.last:

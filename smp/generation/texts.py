@@ -110,13 +110,13 @@ class Text:
         return len(self.ids) - len(self.request.prompt)
 
     def add(self, token: int, log_prob: float, stops: Stops) -> None:
-        """One more token."""
+        """Append a token, and test whether the text ends with it."""
         self.ids.append(token)
         self.log_probs.append(log_prob)
         self.look_for_end(stops)
 
     def look_for_end(self, stops: Stops) -> None:
-        """Whether the text has ended."""
+        """Set ``finish`` if the text has ended."""
         # Tokens of the prompt end nothing.
         if tail := self.ids[max(len(self.request.prompt), len(self.ids) - stops.window) :]:
             self.finish = stops.found(tail)
@@ -124,7 +124,7 @@ class Text:
             self.finish = "length"
 
     def completion(self) -> Completion:
-        """When it has ended."""
+        """The result, after the text has ended."""
         assert self.finish is not None
         return Completion(self.request, self.ids[len(self.request.prompt) :], self.log_probs, self.finish)
 
@@ -133,7 +133,7 @@ def take(texts: Sequence[Text], ids: Sequence[int], log_probs: Sequence[float], 
     """Add one more token to each text.
 
     Raises:
-        ValueError: they came of logits that are no numbers.
+        ValueError: the logits were not finite.
     """
     for text, token, log_prob in zip(texts, ids, log_probs, strict=True):
         # NaN fails both comparisons.

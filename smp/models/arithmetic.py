@@ -65,7 +65,7 @@ def count_part(model: ModelConfig, part: ModelPart) -> int:
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs per token of a forward pass. Of experts those count that a token gets."""
+    """FLOPs per token of a forward pass. Only the experts that a token is routed to count."""
 
     layers: tuple[float, ...]
     embedding: float  # it copies and adds
@@ -141,7 +141,7 @@ def _mixing_flops(mixer: Any, seq_length: int) -> float:
 
 
 def _sees(mixer: Any) -> tuple[int | None, int | None]:
-    """(window, chunk) of the number of tokens that a token sees: with an indexer those that are chosen."""
+    """(window, chunk): limits of the number of tokens that a token sees; with an indexer the window is top-k."""
     indexer = getattr(mixer, "indexer", None)
     return (mixer.window if indexer is None else indexer.chosen), mixer.chunk
 

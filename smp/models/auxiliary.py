@@ -15,11 +15,11 @@ from smp.config.rules.moe import aux_losses
 from smp.config.rules.mtp import MTP_LOSS, mtp_layers
 
 EXPERT_LOAD = "expert load max/mean"
-"""Tokens of the expert of a layer that has most, relative to the mean of its experts; the mean over layers."""
+"""Largest number of tokens of an expert of a layer / the mean over its experts; the mean over layers."""
 ROUTER_ENTROPY = "router entropy"
 """Entropy of the scores of a token's experts in nats, at most ln(experts); the mean over tokens and layers."""
 DROPPED = "dropped share"
-"""Share of the choices of experts that did not fit; the mean over tokens and layers."""
+"""Share of the choices of experts that a capacity drops; the mean over tokens and layers."""
 INDEXER_KL = "indexer KL"
 """Divergence of an indexer's scores from attention's probabilities, in nats; the mean over tokens and layers."""
 

@@ -28,7 +28,7 @@ def new_model(
     """A model without memory (on the meta device) and not yet sharded; arguments as of :class:`smp.models.gpt.GPT`.
 
     Raises:
-        ConfigError: transformers computes it.
+        ConfigError: the architecture is one that transformers computes, not this project's decoder.
     """
     if config.is_foreign:
         raise ConfigError(

@@ -177,7 +177,7 @@ class Build:
 
 
 def activation_of(spec: specs.Activation) -> Activation | QuickGeglu:
-    """The argument of layers for an activation's spec."""
+    """An activation's spec as the ``activation`` argument of layers."""
     return QuickGeglu(spec.clamp, spec.linear_offset) if spec.kind == "quick_geglu" else spec.kind
 
 

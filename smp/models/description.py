@@ -77,7 +77,7 @@ def _recurrence(model: ModelConfig) -> str:
 
 
 def _of_rope_layers(model: ModelConfig) -> str:
-    """Settings of heads that differ between layers with RoPE and layers without."""
+    """Description of attention settings that only layers with RoPE, or only layers without it, have."""
     count = no_rope(model).count(False)
     some = "" if count == model.num_layers else f" in {count} of {model.num_layers} layers"
     text = f", each divided by its L2 norm{some}" if model.qk_l2_norm else ""
@@ -109,7 +109,7 @@ def _latent_heads(model: ModelConfig) -> str:
 
 
 def _some(model: ModelConfig, which: tuple[bool, ...]) -> str:
-    """The number of layers with a part, for hybrids whose layers are one part each; else nothing."""
+    """The text "in n of m layers" for hybrids whose layers have one part each; empty for other models."""
     return "" if model.hybrid_layer_pattern is None else f" in {sum(which)} of {model.num_layers} layers"
 
 

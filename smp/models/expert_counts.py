@@ -19,7 +19,7 @@ class ExpertCounts:
     """The counts of one model on one rank.
 
     Args:
-        specs: of its layers; experts are alike in all that have some.
+        specs: of its layers; all layers with experts have the same number of them.
     """
 
     def __init__(self, specs: tuple[LayerSpec, ...]) -> None:
@@ -40,20 +40,20 @@ class ExpertCounts:
         return counted._replace(sequences=tokens.own(rows), num_sequences=len(weights))
 
     def before(self, layer: int, counted: Counted | None) -> Counted | None:
-        """``counted`` with what the layer's experts got in the step so far."""
+        """``counted`` with the tokens that each of the layer's experts got in this step so far."""
         # An argument of the block and not a state of its router: recompute calls the block with the
         # same arguments, and gets the same balance.
         return None if counted is None else counted._replace(seen=self.seen.get(layer, counted.seen))
 
     def after(self, layer: int, measured: Balance | None) -> list[torch.Tensor]:
-        """Keep what a layer counted; returns what its router measured."""
+        """Store the counts of a layer; returns the measures of its router."""
         if measured is None:
             return []
         self.seen[layer] = measured.seen
         return [measured.measures]
 
     def end_step(self, layers: Mapping[str, Any], applied: torch.Tensor) -> None:
-        """Move the experts' biases by what was counted, unless the step was skipped, and count from 0 again."""
+        """Update the experts' biases from the counts, unless the step was skipped, and reset the counts."""
         # Once for a step, over all its micro-batches, as an optimizer moves weights.
         for layer, seen in self.seen.items():
             mlp = cast(TransformerBlock, layers[str(layer)]).mlp

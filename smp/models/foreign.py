@@ -1,6 +1,5 @@
-"""Models that transformers computes, as the rooms of this project ask for them: a module without memory, and what is in
-it. How such a module is cut and runs as a :class:`smp.models.protocol.Model` is in :mod:`smp.hf.run.model`.
-"""
+"""Models that transformers computes: the module on the meta device, and an inventory of its parameters and blocks. How
+such a module is cut and runs as a :class:`smp.models.protocol.Model` is in :mod:`smp.hf.run.model`."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Parts:
         ends: parameters outside of the blocks.
         blocks: those of each block, in order.
         buffers: persistent ones, which no gradient trains.
-        architecture: name of its class.
+        architecture: name of the model's class in transformers.
     """
 
     ends: tuple[Parameter, ...]
@@ -100,7 +99,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def decoder_of(module: Any) -> str:
-    """The name of the decoder in a model that also sees images; of any other the model is its own: empty."""
+    """The name of the decoder in a vision-language model; empty for other models, which are the decoder themselves."""
     if getattr(module.config, "vision_config", None) is None:
         return ""
     decoder = module.get_decoder()
@@ -108,7 +107,7 @@ def decoder_of(module: Any) -> str:
 
 
 def tower_blocks(module: Any) -> list[nn.Module]:
-    """Layers of what sees images, in order; none: the model sees none."""
+    """Layers of the vision tower, in order; empty for a model without images."""
     top = decoder_of(module)
     if not top:
         return []
@@ -141,7 +140,7 @@ def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:
     """Stop training some of :data:`PARTS`.
 
     Raises:
-        ConfigError: the model has nothing of one of them.
+        ConfigError: the model has no parameter of one of them.
     """
     of: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS}
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 """The decoder: one class, configured, for the whole Llama/GPT family.
 
-What a layer is, its spec says (:mod:`smp.config.layers`); what layers need of the tokens, :mod:`smp.models.tokens`
-prepares. This file names no kind of layer.
+Specs (:mod:`smp.config.layers`) define the layers, and :mod:`smp.models.tokens` prepares the per-token tensors that
+they need. Nothing in this file depends on the kind of a layer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class GPT(StagedModel):
         )
 
     def _build(self, context: ParallelContext, kernels: Kernels, compute_dtype: torch.dtype | None) -> None:
-        """Make the layers of all parts. What no part has is None."""
+        """Make the layers of all parts. Attributes of layers that no part has are None."""
         config, build, norm = self.config, Build.of(self.config, context, kernels), norm_of(self.config)
         first, last = any(p.embedding for p in self.parts), any(p.head for p in self.parts)
         # The last stage has a copy of the matrix where it needs one; the values of both follow from its name.
@@ -138,7 +138,7 @@ class GPT(StagedModel):
 
     @property
     def embeds_at_the_end(self) -> bool:
-        """Whether the embedding's matrix is also used behind the blocks."""
+        """Whether the embedding's matrix is also used after the blocks."""
         return self.tied or self.config.mtp_num_layers is not None
 
     def fsdp_units(self) -> list[nn.Module | list[nn.Module]]:
@@ -206,7 +206,7 @@ class GPT(StagedModel):
         return output._replace(**auxiliary_outputs(self.config, found, mtp))
 
     def run_layer(self, i: int, x: torch.Tensor, tokens: Tokens, counted: Counted | None, found: Found) -> torch.Tensor:
-        """Layer number ``i``; what its router and its mixer measure goes into ``found``."""
+        """Run layer number ``i``; measures of its router and its mixer are added to ``found``."""
         block = cast(TransformerBlock, self.layers[str(i)])
         arguments: tuple[Any, ...] = x, *tokens.of_layer(i)
         if isinstance(block, MoEBlock):

@@ -33,7 +33,7 @@ from smp.models.part import ModelPart, whole
 T = TypeVar("T")
 
 EXPERT_BIAS = "expert_bias"
-"""Last name of a router's buffer that stays as it is, whatever weights are converted to: small differences decide."""
+"""Last name of a router's buffer that is never cast with the weights: small differences of it decide the routing."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _attention(mixer: AttentionMixer, hidden: int, name: str) -> Iterator[Parame
 
 
 def _latent_attention(mixer: LatentMixer, hidden: int, name: str) -> Iterator[Parameter]:
-    """Every rank has all of the down projections and of the norms behind them."""
+    """Parameters of latent attention. Down projections and the norms after them are replicated."""
     heads, low, latent = mixer.heads, mixer.q_rank, mixer.kv_rank
     queries = heads * (mixer.plain_dim + mixer.rope_dim)
     if low is None:
@@ -231,7 +231,8 @@ def _latent_attention(mixer: LatentMixer, hidden: int, name: str) -> Iterator[Pa
 
 
 def _indexer(spec: IndexerSpec, hidden: int, low: int, name: str) -> Iterator[Parameter]:
-    """No linear layers that could have adapters, which would move nothing: its choice has no gradient."""
+    """Parameters of an indexer. They are not linear layers, to which adapters could be added: the choice has no
+    gradient."""
     for part, shape in {
         "queries": (spec.heads * spec.head_dim, low),
         "keys": (spec.head_dim, hidden),
@@ -257,7 +258,7 @@ def _delta_net(mixer: DeltaNetMixer, hidden: int, name: str) -> Iterator[Paramet
 
 
 def _kimi_delta(mixer: KimiDeltaMixer, hidden: int, name: str) -> Iterator[Parameter]:
-    """Every rank has all of the down projections."""
+    """Parameters of Kimi delta attention. Down projections are replicated."""
     heads, low, width = mixer.value_heads, mixer.value_dim, mixer.value_heads * mixer.value_dim
     for part in ("query", "key", "value"):
         yield from linear(f"{name}.{part}", hidden, width, 0, False)
@@ -274,7 +275,7 @@ def _kimi_delta(mixer: KimiDeltaMixer, hidden: int, name: str) -> Iterator[Param
 
 
 def _mamba(mixer: MambaMixer, hidden: int, name: str) -> Iterator[Parameter]:
-    """Queries and keys of a single group are every rank's."""
+    """Parameters of Mamba-2. Queries and keys of a single group are replicated."""
     groups, heads = mixer.key_heads, mixer.value_heads
     keys, values = groups * mixer.key_dim, heads * mixer.value_dim
     # ``heads=groups``: with fewer groups than TP ranks every rank has all of them (see ``placement``).
@@ -317,7 +318,7 @@ def _mlp(spec: MLPSpec, hidden: int, name: str) -> Iterator[Parameter]:
 
 
 def _experts(spec: ExpertsSpec, hidden: int, name: str) -> Iterator[Parameter]:
-    """The router, each projection of all experts in one, and what every token uses."""
+    """Parameters of a mixture of experts: the router, the experts' stacked projections, and the shared experts."""
     count, k, ffn, bias = spec.count, spec.topk, spec.expert.width, spec.expert.bias
     # Every rank scores all experts of its tokens, so every rank has the whole router.
     yield Parameter(f"{name}.router.weight", (count, hidden), flops=2 * count * hidden)

@@ -1,4 +1,4 @@
-"""The input of a model: the tokens of one micro-batch and all that is known of them."""
+"""The input of a model: the tokens of one micro-batch with labels, positions, documents and caches."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class OwnCache:
     """The cache of a model that keeps keys, values and states by itself, for rows of one length.
 
     Attributes:
-        value: the model's own; None: these are the first tokens, and behind them: it keeps nothing. It has
-            ``reorder_cache``, as transformers' caches do.
+        value: the model's cache object; None before the first tokens, and after them for a model without a cache. It
+            has ``reorder_cache``, as transformers' caches do.
     """
 
     value: Any = None
@@ -66,12 +66,12 @@ class MicroBatch:
             then, and documents are those of the cut. None: whole sequences.
         sequence_lengths: int64 (batch, length), tokens of the whole sequence that each token belongs to, or of its
             document where positions begin anew with each: LongRoPE goes by it. None: rows are whole, or of the cut.
-        answers: rows are answers, of which this is wanted; tokens of weight 0 belong to the prompt.
-        distilled: the loss of each token is by what a teacher says of it, and not its label's cross-entropy.
-        mtp: of each layer of multi-token prediction.
+        answers: rows are answers, and this loss is computed over them; tokens of weight 0 belong to the prompt.
+        distilled: the loss of each token is its divergence from a teacher instead of the cross-entropy of its label.
+        mtp: inputs of each layer of multi-token prediction.
         cache: keys and values of the tokens before these, while text is generated; without labels.
         own_cache: the same of a model with a cache of its own, which gives logits of each row's last token.
-        images: what the model takes of images besides the tokens.
+        images: the images' tensors, for a vision-language model.
     """
 
     input_ids: torch.Tensor
@@ -90,7 +90,7 @@ class MicroBatch:
     images: ImageTensors | None = None
 
     def whole_lengths(self) -> torch.Tensor:
-        """``sequence_lengths``, made where they are not given."""
+        """``sequence_lengths``, or the length of the rows where they are not given, int64 (batch, length)."""
         if self.sequence_lengths is not None:
             return self.sequence_lengths
         # Under context parallelism a rank has some columns of each sequence; its length is that of the whole.

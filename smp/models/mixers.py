@@ -1,4 +1,4 @@
-"""Add a kind of mixer without editing smp: one call names it, says what it is, builds it and counts it."""
+"""Registration of a kind of mixer from outside of smp: its name, spec, builder, parameters and FLOPs."""
 
 from __future__ import annotations
 

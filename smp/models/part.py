@@ -1,4 +1,4 @@
-"""A stretch of the decoder: what one pipeline stage computes. No torch, so that a placement is made on a login node."""
+"""A part of the decoder: the layers of one pipeline stage. Imports no torch, so that it works on a login node."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ class ModelPart:
 
 
 def whole(num_layers: int) -> ModelPart:
-    """The decoder uncut."""
+    """The part that is the whole decoder."""
     return ModelPart(0, num_layers, embedding=True, head=True)

@@ -184,7 +184,7 @@ _NANO_30B = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 
 
 def _granite4(head_dim: int, hidden: int) -> Preset:
-    """Its factors of scores and logits."""
+    """Granite 4's factors of attention scores and logits."""
     return {"softmax_scale": 1 / head_dim, "logit_scale": 256 / hidden, "mamba_num_heads": hidden // 32}
 
 

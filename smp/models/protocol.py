@@ -1,10 +1,10 @@
-"""The protocol of a model: what runs, objectives, sharding, optimizers, checkpoints, adapters and generation ask of it.
+"""The protocol of a model: the interface that training, sharding, optimizers, checkpoints, adapters and generation use.
 
-:class:`Model` is what every model gives; what only some can give is :class:`StagedModel`, and a name in
-``capabilities``. ``smp.models.gpt.GPT`` is the implementation that gives all of it, and
-``smp.hf.run.model.TransformersModel`` a causal language model of transformers. ``smp.training.build.assemble`` chooses
-between that and :func:`smp.models.build.new_model`, which makes all others. Outside of ``smp/models`` nothing imports
-``GPT`` (``make check``).
+Every model implements :class:`Model`. Optional features are :class:`StagedModel`, and the names in ``capabilities``.
+``smp.models.gpt.GPT`` is the implementation that gives all of it, and ``smp.hf.run.model.TransformersModel`` a causal
+language model of transformers. ``smp.training.build.assemble`` chooses between that and
+:func:`smp.models.build.new_model`, which makes all others. Outside of ``smp/models`` nothing imports ``GPT`` (``make
+check``).
 
 It is a base class and not a ``typing.Protocol``: FSDP, optimizers and hooks take an ``nn.Module``, and a protocol
 cannot say that it is one. Everything else that is asked of a model is what every module has. ``parameters`` and
@@ -52,13 +52,13 @@ class Model(nn.Module, ABC):
     Attributes:
         config: the architecture, resolved; ``smp.models.inventory`` lists its parameters, and FLOPs, memory and
             exports follow from it.
-        head: what makes a loss of hidden states, a chunk of tokens at a time; None: another pipeline rank has it. It
-            takes an ``AnswerLoss``, and is trained as a whole with adapters where it is a head of scores.
-        mtp_blocks: blocks that only training passes through, which validation must not gather.
+        head: computes the loss from hidden states, a chunk of tokens at a time; None: another pipeline rank has it. It
+            takes an ``AnswerLoss``. A head of scores is trained as a whole also with adapters.
+        mtp_blocks: blocks that run in training only, so validation must not gather them.
         casts_weights: whether layers cast fp32 weights to the dtype of their input, where there is no FSDP to do it.
-        capabilities: what else it can do. ``context parallelism``: micro-batches may be cut (``MicroBatch.cut``).
-            ``generation``: they may have a cache of what tokens before have left (``MicroBatch.cache``). ``own cache``:
-            that is its own (``MicroBatch.own_cache``), and all rows have as many tokens.
+        capabilities: optional features. ``context parallelism``: micro-batches may be cut (``MicroBatch.cut``).
+            ``generation``: they may have a key/value cache (``MicroBatch.cache``). ``own cache``: the model has a cache
+            of its own (``MicroBatch.own_cache``), and all rows have the same number of tokens.
     """
 
     config: ModelConfig
@@ -96,18 +96,18 @@ class Model(nn.Module, ABC):
         return [module for module in self.modules() if isinstance(module, Experts)]
 
     def allocate(self, device: torch.device) -> None:
-        """Memory for what is on the meta device; buffers that are computed have their values then."""
+        """Allocate everything that is on the meta device, and compute the buffers that have formulas."""
         self.to_empty(device=device)
 
     def draw(self, device: torch.device, seed: int) -> None:
-        """Memory for everything, with first values: a function of the seed, in every layout."""
+        """Allocate everything and draw the initial weights: a function of the seed, equal in every layout."""
         self.allocate(device)
         # ``to_empty`` loses buffers too, so this fills all that has an initializer.
         init_weights(self, seed)
 
     def end_step(self, applied: torch.Tensor) -> None:
-        """Called after each optimizer step, ``applied`` (0-dim, bool) unless it was skipped: for what a model counts
-        over the micro-batches of a step, and moves by other rules than gradients."""
+        """Called after each optimizer step; ``applied`` (0-dim, bool) is False if it was skipped. For state that a
+        model counts over the micro-batches of a step and updates without gradients, such as expert biases."""
 
 
 class StagedModel(Model):
@@ -127,7 +127,7 @@ class StagedModel(Model):
 
     @abstractmethod
     def hidden_shape(self, batch: int, length: int) -> tuple[int, int]:
-        """Shape of what one part hands to the next, for this many tokens: the receiver must know it before the
+        """Shape of the hidden states that one part sends to the next, which the receiver must know before the
         message."""
 
     @abstractmethod
@@ -143,7 +143,7 @@ class StagedModel(Model):
 
     @abstractmethod
     def embedding_matrix(self) -> nn.Parameter:
-        """The embedding's matrix, on ranks that have one of the ends."""
+        """The embedding's matrix, on ranks with the first or the last part."""
 
 
 def require_capability(model: Model, capability: Capability, flag: str) -> None:

@@ -29,7 +29,7 @@ def latent_scale(mixer: LatentMixer) -> float:
 
 
 def scaling_of(spec: RopeScalingSpec | None) -> Scaling | None:
-    """None: frequencies stay as they are."""
+    """The scaling of a RoPE spec as the layers' class; None: frequencies are not scaled."""
     if spec is None:
         return None
     factor, original = spec.factor, spec.original_max_position

@@ -1,5 +1,5 @@
-"""The tokens of a micro-batch as layers see them: padding, slices of sequence parallelism, keys of dropout, and what
-layers need of them, prepared once for all layers."""
+"""The tokens of a micro-batch as layers see them: padding, slices of sequence parallelism, dropout keys, and the
+tensors that layers need (:mod:`smp.layers.token_needs`), prepared once for all layers."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Tokens:
         return _own(self.flat(x), self.group)
 
     def of_layer(self, layer: int) -> tuple[TokenLayout, torch.Tensor | None]:
-        """Inputs of a layer, by its number in the whole model, so that a pipeline drops what one rank drops: the
-        layout, whose cache then is the layer's, and keys of dropout."""
+        """(layout, dropout keys) of a layer. The layer is given by its number in the whole model, so that dropout does
+        not depend on pipeline stages; the layout's cache becomes that of the layer."""
         if self.layout.cache is not None:
             self.layout.cache.layer = layer
         sites = slice(DROPOUT_SITES * layer, DROPOUT_SITES * (layer + 1))

@@ -1,4 +1,4 @@
-"""Which modules of the decoder are gathered and freed together."""
+"""FSDP units: which modules of the decoder are gathered and freed together."""
 
 from __future__ import annotations
 

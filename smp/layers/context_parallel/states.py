@@ -33,11 +33,11 @@ class StatesPlan:
     """The pieces of all ranks, of this one as rows of equal length.
 
     Attributes:
-        rows, length: shape of this rank's pieces, equal on all ranks: padded with empty rows, and rows with empty
-        tokens. order: int64 (rows x length,), index among the rank's tokens; the number of tokens stands for padding.
-        back: int64 (tokens,), its inverse. last: int64 (rows x (conv - 1),), the last tokens of each row's piece, as
-        indices of rows x length; rows x length
-            stands for padding.
+        rows, length: shape of this rank's pieces, equal on all ranks: padded with empty rows and tokens.
+        order: int64 (rows x length,), index among the rank's tokens; the number of tokens stands for padding.
+        back: int64 (tokens,), its inverse.
+        last: int64 (rows x (conv - 1),), the last tokens of each row's piece, as indices of rows x length; the number
+            rows x length stands for padding.
         before: int64 (rows x (conv - 1),), tokens before a row among the last ones of all rows of all ranks.
         steps: int64 (most pieces of a sequence, batch), the pieces of each sequence in their order among the rows of
             all ranks; their number stands for no piece.

@@ -41,12 +41,14 @@ class Dispatch:
     """Sends the tokens of a rank to the experts of its expert-parallel group, and their results back.
 
     Attributes:
-        k: experts of a token. counts: rows of each expert of this rank, int64 on the device. order, inverse: the sort
-        of this rank's rows by expert, and the way back. sent, received: rows to and from each rank. local_order,
-        local_inverse: the sort of received rows by expert; None: they are sorted. group: of expert parallelism; None:
-        every rank has all experts. sent_rows: number of choices that are kept, with a capacity; ``order`` then has one
-        more entry, a row of zeros for
-            all dropped choices. None: nothing is dropped.
+        k: experts of a token.
+        counts: rows of each expert of this rank, int64 on the device.
+        order, inverse: the sort of this rank's rows by expert, and the way back.
+        sent, received: rows to and from each rank.
+        local_order, local_inverse: the sort of received rows by expert; None: they are sorted.
+        group: of expert parallelism; None: every rank has all experts.
+        sent_rows: number of choices that are kept, with a capacity; ``order`` then has one more entry, a row of zeros
+            for all dropped choices. None: nothing is dropped.
         padded: each expert's rows are padded with copies of one extra last token, of zeros and of weight 0.
     """
 
