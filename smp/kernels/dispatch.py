@@ -112,6 +112,7 @@ def choose_kernels(
         chosen["cross_entropy"] = ("cuda", "--kernels cuda")
     elif wish == "apex":
         _require_apex(compile)
+        # apex has kernels of norms only; the others stay as chosen.
         chosen["norm"] = ("apex", "--kernels apex")
     backends: dict[str, Any] = {name: backend for name, (backend, _) in chosen.items()}
     # Only a fused kernel writes over its input; see the attribute for who needs that input later.

@@ -68,6 +68,7 @@ class Dense:
         return linear(x, weight)
 
     def input_gradient(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # ``linear`` multiplies by the transpose of what it is given: a view of W^T gives g W.
         return linear(grad, weight.t())
 
     def weight_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -165,6 +166,7 @@ _FP8 = [
     for dtype in (torch.bfloat16, torch.float32, torch.float64)
     for emulate in (True, False)
 ]
+# NVFP4 has no kernel here, it is always emulated.
 _FP8 += [Scaled("nv", "e2m1", dtype, True) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
 # All combinations, as operators look a product up by its name alone, which may come from a compiled graph.
 PRODUCTS: dict[str, Product] = {

@@ -126,6 +126,7 @@ def _device_of(arguments: Sequence[Any]) -> torch.device:
 @cache
 def kernels_of(operation: str, backend: str) -> Any:
     """The module with the launchers of ``operation`` in ``backend``, such as ``smp.kernels.triton.rope``."""
+    # Only when a kernel is used: without triton the import fails.
     return importlib.import_module(f"smp.kernels.{backend}.{operation}")
 
 

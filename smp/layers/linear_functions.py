@@ -371,6 +371,7 @@ def _column_gradients_fake(
     grads: list[torch.Tensor], _x: Any, weights: list[torch.Tensor], wanted: list[bool], _last_first: bool, linear: str
 ) -> list[torch.Tensor]:
     call = Linear.of(linear)
+    # The gradient of the input is of this rank's tokens again, after the reduce-scatter.
     tokens = grads[0].shape[0] // (call.group.size if call.sequence_parallel else 1)
     dx = [grads[0].new_empty(tokens, *grads[0].shape[1:-1], call.run.in_features(weights[0]))] if wanted[0] else []
     return [*dx, *(w.new_empty(w.shape) for w, want in zip(weights, wanted[1:], strict=True) if want)]
@@ -378,6 +379,7 @@ def _column_gradients_fake(
 
 def _row_fake(x: torch.Tensor, weight: torch.Tensor, linear: str) -> torch.Tensor:
     call = Linear.of(linear)
+    # The output is reduce-scattered, so a rank has its share of the tokens.
     tokens = x.shape[0] // (call.group.size if call.sequence_parallel else 1)
     return x.new_empty(tokens, *x.shape[1:-1], weight.shape[0])
 

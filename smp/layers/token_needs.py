@@ -95,6 +95,7 @@ def with_needs(
 ) -> TokenLayout:
     """The layout with the results of ``needs``, distinct ones, added to ``prepared``."""
     prepared = {need.key: need.prepare(layout, sequence_lengths) for need in needs}
+    # A new dictionary: other layouts may share the old one.
     return replace(layout, prepared={**layout.prepared, **prepared})
 
 

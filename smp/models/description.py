@@ -83,6 +83,7 @@ def _of_rope_layers(model: ModelConfig) -> str:
     text = f", each divided by its L2 norm{some}" if model.qk_l2_norm else ""
     if model.attention_chunk_size is not None:
         text += f" that see chunks of {model.attention_chunk_size:,} tokens{some}"
+    # Llama 4: temperature tuning is for the layers without RoPE.
     others = model.num_layers - count
     return text + (f", queries growing with positions in {others} layers" if model.attn_temperature_tuning else "")
 

@@ -166,6 +166,7 @@ class GPT(StagedModel):
             ``values``, see :class:`ModelOutput`.
         """
         batch, labels, weights = micro_batch, micro_batch.labels, micro_batch.loss_weights
+        # Labels without weights would train on padding and prompts.
         if (labels is None) != (weights is None):
             raise ValueError("a loss needs labels and loss_weights, logits neither")
         if part is None:

@@ -404,6 +404,7 @@ PRESETS: dict[str, Preset] = {
     | _size(48, 5120, 40, 8, 16384)
     | _experts(128, 1, 8192, moe_layer_freq="[0,1]*24", **_shared(8192))
     | {"max_position_embeddings": 1048576},
+    # Mamba-2 layers alone, without attention and MLPs.
     "mamba2-2.7b": _MAMBA2
     | _TIED
     | {"num_layers": 64, "hidden_size": 2560, "vocab_size": 50288, "mamba_num_groups": 1, "mamba_num_heads": 80}
@@ -443,6 +444,8 @@ PRESETS: dict[str, Preset] = {
     | {"max_position_embeddings": 262144, "mamba_num_heads": 64, "hybrid_layer_pattern": _NANO_30B}
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     | {"moe_router_topk_scaling_factor": 2.5},
+    # Three layers of Kimi delta attention, then one of latent attention without positions; the
+    # first layer has a dense MLP.
     "kimi-linear-48b-a3b": _size(27, 2304, 32, 32, 9216)
     | _experts(256, 8, 1024, moe_layer_freq="[0]*1+[1]*26", **_shared(1024))
     | {"vocab_size": 163840, "max_position_embeddings": 1048576, "norm_epsilon": 1e-5, "latent_norm_epsilon": 1e-6}
@@ -450,6 +453,8 @@ PRESETS: dict[str, Preset] = {
     | {"linear_attention_type": "kda", "linear_attention_freq": "[1,1,1,0]*6+[1,1,0]", "linear_num_key_heads": 32}
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     | {"moe_router_topk_scaling_factor": 2.446},
+    # Every fourth layer is attention without positions. It has norms behind both parts, as OLMo 2;
+    # layers with a gated delta net have them in front.
     "olmo-hybrid-7b": _size(32, 3840, 30, 30, 11008)
     | {"vocab_size": 100352, "norm_epsilon": 1e-6, "norm_placement": "post"}
     | {"qk_layernorm": True, "qk_layernorm_across_heads": True}

@@ -95,6 +95,7 @@ class ParallelContext:
         """The 1-D meshes that are not None, by name."""
         found = {name: getattr(self, name) for name in ("pp", "cp", "ep", "tp")}
         if self.fsdp is not None:
+            # A 1-D mesh is dp_shard alone.
             names = ("dp_replicate", "dp_shard")[-self.fsdp.ndim :]
             found |= {name: self.fsdp[name] if self.fsdp.ndim > 1 else self.fsdp for name in names}
         return {name: mesh for name, mesh in found.items() if mesh is not None}
@@ -104,6 +105,7 @@ class ParallelContext:
         meshes = [getattr(self, one.name) for one in fields(self)] + list(self.loss_meshes)
         found = [mesh.get_group(dim) for mesh in meshes if isinstance(mesh, DeviceMesh) for dim in range(mesh.ndim)]
         default = [dist.group.WORLD] if dist.group.WORLD is not None else []
+        # Meshes share groups, such as ``cp`` and ``cp_exchange`` without a second level.
         return list(dict.fromkeys([*default, *found]))
 
     @property

@@ -31,6 +31,7 @@ from smp.parallel.shared_memory import DTYPES, OPERATIONS, join
 
 NAME = "smp_node"
 """Name for new_group, once this module is imported."""
+# ``DTYPES`` begins with those that can be added up.
 _ADDED = DTYPES[: DTYPES.index(torch.bool)]
 
 
@@ -39,6 +40,7 @@ class NodeProcessGroup(NetworkProcessGroup):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
+        # Keys of its own: the backends of the base class use the same store.
         store = dist.PrefixStore("smp/memory", options.store)
         # Collective over the group: all of its ranks get memory, or none.
         self.memory = join(options.group_rank, options.group_size, store) if options.group_size > 1 else None
@@ -143,6 +145,7 @@ class NodeProcessGroup(NetworkProcessGroup):
             "shift", output, opts, lambda out, limit, m: m.shift(out, _flat(given), source, limit)
         )
 
+    # The names that torch 2.11 calls. Inherited ones would be the base class's methods.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -167,6 +170,7 @@ class NodeProcessGroup(NetworkProcessGroup):
 def default_backend() -> str:
     """Backend of the default group of a run on CPUs: memory where torchrun started all processes on this machine, else
     gloo."""
+    # torchrun sets both; they are equal where all processes are on this machine.
     here, everywhere = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     return NAME if here == everywhere and here not in (None, "1") else "gloo"
 
@@ -222,6 +226,7 @@ def _elements(x: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
     rows = list(rows) or [count // size] * size
     if sum(rows) != count or len(rows) != size:
         raise ValueError(f"all-to-all over {size} ranks: parts of {rows} rows are not the {count} of the tensor")
+    # A tensor without rows has no elements: 1 only avoids the division by 0.
     return [number * (x.numel() // max(count, 1)) for number in rows]
 
 

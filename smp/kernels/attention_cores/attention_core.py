@@ -158,6 +158,7 @@ def unfold_lse(lse: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
 def fold_lse(lse: torch.Tensor, rows: int) -> torch.Tensor:
     """(batch, heads, length) -> (heads, rows), padded with -inf."""
     lse = rearrange(lse, "batch heads length -> heads (batch length)")
+    # -inf, as of any row that sees no key: a merge then gives padding no share.
     return lse if lse.shape[1] == rows else F.pad(lse, (0, rows - lse.shape[1]), value=-torch.inf)
 
 

@@ -133,6 +133,8 @@ def _schema(name: str, operands: Sequence[str]) -> str:
     return f"{name}({tensors}, Tensor counts, str product) -> Tensor"
 
 
+# The bodies serve tools that count FLOPs and memory on tensors without data, whose counts of rows
+# cannot be read.
 _forward_op = define(
     _schema("grouped_scaled_product", ("x", "weight")),
     lambda x, _xs, w, _ws, counts, product: x.new_empty(x.shape[0], w.shape[1], dtype=_scaled(product).dtype),

@@ -89,7 +89,8 @@ class _Combine(torch.autograd.Function):
             return _combine_op(rows.contiguous(), weights.contiguous(), choices, backend)
         total = torch.zeros(len(weights), rows.shape[1], dtype=accumulation_dtype(rows.dtype), device=rows.device)
         for i in range(weights.shape[1]):
-            # Likewise; the weights are fp32, so nothing rounds before the end.
+            # In the order of the choices, as above; the weights are fp32, so nothing rounds before
+            # the end.
             total += weights[:, i, None] * rows.index_select(0, choices[:, i])
         return returned(total, rows.dtype)
 
@@ -149,6 +150,8 @@ def combine_reference(rows: torch.Tensor, weights: torch.Tensor | None, choices:
     ``weights`` (tokens, k), None: 1, and ``choices`` int64 (tokens, k), which row each one is."""
     if rows.dtype == (wide := accumulation_dtype(rows.dtype)):
         given = None if weights is None else weights.to(wide)
+        # One pass over the rows: ``index_select`` would write a copy of all (tokens x k, h) of them
+        # first.
         return F.embedding_bag(choices, rows, mode="sum", per_sample_weights=given)
     y = rows.new_empty(len(choices), rows.shape[1])
     weights = torch.ones_like(choices, dtype=wide) if weights is None else weights.to(wide)

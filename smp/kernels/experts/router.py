@@ -123,6 +123,7 @@ class _ChooseExperts(torch.autograd.Function):
         compared = None if compared is None else compared.contiguous()
         experts, weights = _forward_op(logits.contiguous(), compared, bias, k, scores, factor, backend)
         ctx.save_for_backward(logits, experts)
+        # Indices of experts have no gradient.
         ctx.mark_non_differentiable(experts)
         ctx.scores, ctx.factor, ctx.backend = scores, factor, backend
         return experts, weights

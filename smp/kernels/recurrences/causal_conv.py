@@ -68,6 +68,7 @@ def _sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place
     least."""
     length, wide = x.shape[1] - weight.shape[1] + 1, accumulation_dtype(x.dtype)
     x, weight = x.to(wide), weight.to(wide)
+    # (channels,) or 0-dim: the first addcmul broadcasts it.
     out = torch.zeros((), dtype=wide, device=x.device) if bias is None else bias.to(wide)
     for column, seen in _taps(weight.shape[1], places):
         shifted = x[:, column : column + length]

@@ -116,6 +116,7 @@ def passing_gradient(before: torch.Tensor, behind: torch.Tensor, whole: torch.Te
 
 def from_here_on(x: torch.Tensor) -> torch.Tensor:
     """Reversed cumulative sum over a chunk, (..., C, channels) -> the same: each token and all later ones."""
+    # Not total - cumsum + x: differences of sums would round more.
     return x.flip(-2).cumsum(-2).flip(-2)
 
 

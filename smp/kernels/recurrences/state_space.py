@@ -50,6 +50,7 @@ def step_by_step(
         if begins is not None:
             state = state.masked_fill(begins[:, t, None, None, None], 0.0)
         written = step[:, t, :, None] * v[:, t]
+        # S <- exp(g) S + k (t v)^T, (rows, heads, state_dim, head_dim)
         state = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * written[:, :, None]
         outs.append((state * q[:, t, :, :, None]).sum(2))
     return torch.stack(outs, 1).to(dtype), state
@@ -93,6 +94,7 @@ def state_space(
 ) -> Pair:
     """The recurrence by :func:`chunked`, or, for a single token during generation, by :func:`step_by_step`, which is
     then faster."""
+    # ``by_chunk`` pads a single token to a chunk of 64.
     alone = v.shape[1] == 1 and not torch.is_grad_enabled()
     return (step_by_step if alone else chunked)(q, k, v, g, step, begins, state)
 

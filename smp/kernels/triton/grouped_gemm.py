@@ -163,6 +163,7 @@ def weights_kernel(
     count = tl.load(counts + number, mask=number < experts, other=0).to(tl.int32)
     row_tiles, column_tiles = tl.cdiv(height, BLOCK_ROWS), tl.cdiv(width, BLOCK_COLUMNS)
     for tile in range(tl.program_id(0), experts * row_tiles * column_tiles, tl.num_programs(0)):
+        # All experts have as many tiles here, unlike in ``rows_kernel``.
         expert = tile // (row_tiles * column_tiles)
         place, column_place = _place_of(tile % (row_tiles * column_tiles), row_tiles, column_tiles, GROUP)
         first = tl.sum(tl.where(number < expert, count, 0), axis=0).to(tl.int64)

@@ -13,6 +13,7 @@ def gather_kernel(x, index, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    # Choice c belongs to token c // K.
     source = tl.load(index + row) // K
     tl.store(out + row * width + column, tl.load(x + source * width + column, mask=inside), mask=inside)
 
@@ -65,6 +66,7 @@ def combine(rows: torch.Tensor, weights: torch.Tensor | None, choices: torch.Ten
     if out.numel():
         combine_kernel[_grid(out)](
             rows,
+            # Any pointer: it is not read unless WEIGHTED.
             rows if weights is None else weights,
             choices,
             out,

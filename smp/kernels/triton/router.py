@@ -57,6 +57,7 @@ def forward_kernel(
     elif BIASED:
         values = scores + tl.load(bias + column, mask=column < EXPERTS, other=0.0).to(tl.float32)[None, :]
     values = tl.where(values == values, values, float("inf"))  # NaN is the largest, as in a sort
+    # ``row >= 0`` holds for all rows: it gives the mask its shape, (ROWS, BLOCK).
     left = (column[None, :] < EXPERTS) & (row[:, None] >= 0)
     chosen = tl.zeros((ROWS, SLOTS), tl.int32)
     weight = tl.full((ROWS, SLOTS), 0.0, tl.float32)
@@ -77,6 +78,7 @@ def forward_kernel(
         weight = _softmax(weight)
     if SCORES == "sigmoid" and K > 1:
         weight = weight / (tl.sum(weight, axis=1)[:, None] + FLOOR)
+    # (ROWS, SLOTS): SLOTS is K rounded up to a power of two, of which K are stored.
     out = row[:, None] * K + slot[None, :]
     inside = (row[:, None] < rows) & (slot[None, :] < K)
     tl.store(experts + out, chosen.to(tl.int64), mask=inside)
@@ -115,6 +117,7 @@ def backward_kernel(
         chosen = chosen | hit
     if SCORES == "sigmoid":
         s = tl.where(chosen, tl.sigmoid(z), 0.0)
+        # 1 - s without the cancellation near s = 1, as in the reference.
         rest = tl.sigmoid(-z)
         if K > 1:
             q = s / (tl.sum(s, axis=1)[:, None] + FLOOR)
@@ -153,6 +156,7 @@ def forward(
     if rows:
         forward_kernel[(triton.cdiv(rows, layout["ROWS"]),)](
             logits,
+            # Any pointer: it is not read unless GIVEN.
             logits if compared is None else compared,
             logits if bias is None else bias,
             experts,

@@ -9,6 +9,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def forward_kernel(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+    # int64: a row times a stride may be more than 2^31.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -107,15 +107,18 @@ class AmaxHistory:
             self._maxima.copy_(torch.where(is_finite, newer, self._maxima))
             self._set_scales()
         if self.now:
+            # In place: layers and compiled code hold these tensors.
             torch._foreach_zero_([maximum for maxima in self.now for maximum in maxima])
 
     def _set_scales(self) -> None:
+        # (layers, 3): over the steps, of which the newest is first
         maxima = self._maxima.amax(1) if self.algorithm == "max" else self._maxima[:, 0]
         for i, dtype in enumerate(self._formats):
             self.inverse[:, i] = inverse_scale(maxima[:, i], dtype)
 
     def _anywhere(self, maxima: torch.Tensor) -> torch.Tensor:
         """The largest of them on all pipeline ranks, 0-dim."""
+        # A pipeline rank without FP8 layers takes part in the exchange all the same.
         own = maxima.amax() if maxima.numel() else maxima.new_zeros(())
         return max_over(own, self.pipeline)
 

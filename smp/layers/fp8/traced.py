@@ -42,6 +42,7 @@ class TracedScaling:
 
     def _note(self, tensors: list[torch.Tensor], column: int) -> None:
         if self._now:
+            # An input that several layers share is noted for each of them.
             _note_op(tensors, [maxima[column] for maxima in self._now])
 
     def product(self, dtype: torch.dtype) -> str:
@@ -97,6 +98,7 @@ def _parts(operands: Sequence[Operand]) -> list[torch.Tensor]:
 def _operands(
     x: torch.Tensor, weights: list[torch.Tensor], inverse: list[torch.Tensor], key: str
 ) -> list[torch.Tensor]:
+    # Without ``now``: only ``_note_op`` notes maxima.
     made = Scales.of(key).scaling([], inverse, False).forward(x, weights)
     return [*_parts([made.x, *made.weights]), *(scales.clone() for scales in made.scales)]
 

@@ -51,6 +51,7 @@ class DocumentsNeed:
 
     @property
     def key(self) -> str:
+        # Without ``cp``, which is the same for all layers of a model.
         return f"documents, {self.conv} tokens, {self.exchange}"
 
     def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> Documents:
@@ -60,6 +61,7 @@ class DocumentsNeed:
         if layout.cache is not None:
             lengths = sequence_lengths()[: layout.num_queries].view(shape)
         if layout.cut is not None:
+            # In generation a row is one text, so all its tokens have the same length.
             return self._of_cut(layout.cut, device, None if lengths is None else lengths[:, :1])
         # Texts that are being written: one document a row, which may begin in the middle (a piece of a prompt).
         if lengths is not None:

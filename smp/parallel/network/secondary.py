@@ -58,6 +58,7 @@ class SecondaryShard:
 
     def keep(self, gathered: torch.Tensor) -> None:
         """Copy this rank's part of the whole unit, (n x ranks of the group)."""
+        # Equal parts: the buffer is a multiple of the ranks that shard, and these of ``size``.
         part = gathered.chunk(self._size)[self._rank]
         # Memory once, then written over in every forward pass.
         if self.own is None or self.own.shape != part.shape or self.own.dtype != part.dtype:

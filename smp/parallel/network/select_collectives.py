@@ -112,6 +112,7 @@ def choose_collectives(
         lines.append(_describe_policy(name, policy, source))
         made[group.group_name] = _network_group(group, policy, timeout)
     if quantization is not None:
+        # By the names that :func:`_groups` gives.
         shards = [part for name, part in parts.items() if name.endswith("sharded")]
         lines.append(_describe_quantization(quantization, any(gather(any(part.several_levels for part in shards)))))
     return NetworkCollectives(made, tuple(lines), quantization)
@@ -224,6 +225,7 @@ def _policy(topology: Topology, links: Links | None, setting: Setting) -> Policy
 
 def _network_group(group: dist.ProcessGroup, policy: Policy, timeout: timedelta) -> NetworkGroup:
     """The network group of ``group`` with ``policy``. A group of the backend ``smp`` takes over the policy itself."""
+    # Groups of the backends ``smp`` and ``smp_node`` have a network group already.
     if hasattr(group, "network"):
         group.network.policy = policy
         return group.network
@@ -243,6 +245,7 @@ def _describe_policy(name: str, policy: Policy, source: str) -> str:
     picked = []
     for kind in kinds:
         way = policy.way(kind, SHOWN)
+        # Flat is timed once where it is the chosen way itself.
         times = {w: 1e3 * policy.seconds(kind, SHOWN, w) for w in dict.fromkeys((way, FLAT))}
         flat = "" if way == FLAT else f", flat {times[FLAT]:.3g} ms"
         picked.append(f"{kind} of {SHOWN >> 20} MiB {way} {times[way]:.3g} ms{flat}")

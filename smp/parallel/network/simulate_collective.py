@@ -101,6 +101,7 @@ class _Network:
             self.asleep[missing] = rank
             return
         ready = max((self.arrival[message] for message in needed), default=now)
+        # Messages are under way: look again when the last one has arrived.
         if ready > now:
             self._come_back(ready, rank)
             return
@@ -131,10 +132,12 @@ class _Network:
         ends = (source, destination) if inside else (here, there)
         out, into = (kind, ends[0], True), (kind, ends[1], False)
         start = max(now, self.free[out])
+        # The link is busy for the bytes, not for the latency.
         self.free[out] = start + size / link.rate
         # The receiving end carries one byte after the other as well.
         self.free[into] = max(start, self.free[into]) + size / link.rate
         self.arrival[message] = self.free[into] + link.latency
+        # Only what leaves a node crosses its uplink.
         if not inside:
             self.timeline.sent[here] += size
             self.timeline.received[there] += size

@@ -175,6 +175,7 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
 
 def _link(path: str, name: str, said: Any) -> Link:
     try:
+        # ``set`` of a number is a TypeError; strings and lists fail here or at the index below.
         if set(said) != {"latency_us", "gbit_per_s"}:
             raise ValueError(said)
         link = Link(float(said["latency_us"]) / 1e6, float(said["gbit_per_s"]) * 1e9 / 8)
