@@ -173,10 +173,11 @@ def _read_hyperpods_cluster(tree: dict[str, Any], notes: list[str]) -> None:
     wanted = cluster.pop("use_hyperpod_pytorch_job", None)
     if not isinstance(wanted, bool | None):
         raise ConfigError(f"cluster.use_hyperpod_pytorch_job: expected true or false, got {wanted!r}")
+    kind, hyperpods = cluster.get("kind"), "HyperPodPyTorchJob"
+    if (wanted is False and kind == hyperpods) or (wanted and kind not in (None, "Job", hyperpods)):
+        raise ConfigError(f"cluster.use_hyperpod_pytorch_job: {str(wanted).lower()} contradicts cluster.kind={kind}")
     if wanted:
-        cluster["kind"] = "HyperPodPyTorchJob"
-    elif wanted is False and cluster.get("kind") == "HyperPodPyTorchJob":
-        cluster["kind"] = "PyTorchJob"
+        cluster["kind"] = hyperpods
     for (*path, name), why in _CLUSTER_WITHOUT_EFFECT.items():
         section: Any = cluster
         for part in path:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -131,12 +132,7 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
         devices=_count(where["trainer"], "devices"),
         time_limit=_time(where["run"].get("time_limit")),
     )
-    try:
-        recipe = _with_settings(recipe, own, leaves, form, translated, base)
-    except ConfigError as error:
-        if keys := _keys_of(str(error), translated.said):
-            raise ConfigError(f"{error} ({', '.join(keys)})") from None
-        raise
+    recipe = _with_settings(recipe, own, leaves, form, translated, base)
     machines = tree.get("instance_types")
     return replace(recipe, instance_types=tuple(map(str, machines)) if isinstance(machines, list) else ())
 
@@ -154,17 +150,22 @@ def _with_settings(
     if form is not None and "model" in own:  # its name says the architecture
         without = {name: value for name, value in translated.values.items() if name not in translated.shape}
         translated = replace(translated, values=without, shape={})
-    values = _parsed(_without_alternatives(translated.values, values), recipe, translated=True) | values
+    said = {name: key for name, key in translated.said.items() if name not in own}
+    with _keys_named(said):
+        values = _parsed(_without_alternatives(translated.values, values), recipe, translated=True) | values
     if leaves and form is None:
         translated = _overridden(values, leaves, recipe)
+        said = translated.said
         values = {name: value for name, value in values.items() if name not in translated.gone}
-        values |= _parsed(translated.values, recipe, translated=True)
-    shape = _parsed(translated.shape, replace(recipe, task="pretrain"), translated=True)
-    if values.get("model_implementation") == "transformers":  # whose architecture is known where its folder is
-        shape = {}
+        with _keys_named(said):
+            values |= _parsed(translated.values, recipe, translated=True)
     missing = _missing(recipe, values)
     saved = {"save": "the job's folder", **values}
-    config = _checked(recipe, saved, shape or _preset("run.base_model", base), bool(missing))
+    with _keys_named(said):
+        shape = _parsed(translated.shape, replace(recipe, task="pretrain"), translated=True)
+        if values.get("model_implementation") == "transformers":  # whose architecture is known where its folder is
+            shape = {}
+        config = _checked(recipe, saved, shape or _preset("run.base_model", base), bool(missing))
     return replace(
         recipe,
         settings=values,
@@ -174,6 +175,17 @@ def _with_settings(
         form=None if form is None else form.name,
         unread=unread(values) if recipe.task == "finetune" else None,
     )
+
+
+@contextmanager
+def _keys_named(said: Mapping[str, str]) -> Iterator[None]:
+    """Errors of settings that keys of HyperPod's say end in these keys."""
+    try:
+        yield
+    except ConfigError as error:
+        if keys := _keys_of(str(error), said):
+            raise ConfigError(f"{error} ({', '.join(keys)})") from None
+        raise
 
 
 def _keys_of(message: str, said: Mapping[str, str]) -> list[str]:
@@ -205,7 +217,8 @@ def _split(
 
 def _without_alternatives(translated: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """What keys of HyperPod's became, but for that which a setting of this project's says otherwise."""
-    taken = [group for group in _ALTERNATIVES if any(own.get(name) is not None for name in group)]
+    given = {name for name, value in own.items() if value is not None and value is not False}
+    taken = [group for group in _ALTERNATIVES if given & set(group)]
     return {name: value for name, value in translated.items() if not any(name in group for group in taken)}
 
 

@@ -200,6 +200,16 @@ def test_each_pod_has_all_tries(kind: str) -> None:
     assert (spec if kind == "Job" else spec["runPolicy"])["backoffLimit"] == 20
 
 
+def test_pods_of_a_failed_pytorchjob_go() -> None:
+    """With the operator's own None their restarts would go on after max_tries."""
+    words = ("lora", "k8s", "cluster.kind=PyTorchJob")
+    assert "cleanPodPolicy: Running" in artifacts(*words)["manifest.yaml"]
+    assert "cleanPodPolicy: None" in artifacts(*words, "cluster.cleanPodPolicy=None")["manifest.yaml"]
+    never = [*RECIPES["lora"], *BACKENDS["k8s"], "base_results_dir=/fsx", words[2], "cluster.restartPolicy=Never"]
+    assert "max_tries: with cluster.restartPolicy=Never no pod starts again" in prepare(never)[1]["notes.txt"]
+    assert "ExitCode" in artifacts("custom", *words[1:], "cluster.restartPolicy=ExitCode")["manifest.yaml"]
+
+
 def test_pods_ask_for_the_network_of_their_machine_and_for_no_privilege() -> None:
     text = artifacts("lora", "k8s")["manifest.yaml"]
     assert "vpc.amazonaws.com/efa: '32'" in text and "privileged" not in text and "IPC_LOCK" in text
@@ -212,6 +222,21 @@ def test_pods_ask_for_the_network_of_their_machine_and_for_no_privilege() -> Non
         (["cluster.persistent_volume_claims=[]"], "base_results_dir: /fsx/results/llama-70b-8k-lora is on none"),
         (["cluster.pullPolicy=Sometimes"], "cluster.pullPolicy"),
         (["cluster.kind=Pod"], "cluster.kind"),
+        (["cluster.kind=PyTorchJob", "cluster.restartPolicy=onfailure"], "onfailure is none of OnFailure, Never"),
+        (["cluster.kind=PyTorchJob", "cluster.restartPolicy=Always"], "Always starts a training again that has ended"),
+        (["cluster.kind=PyTorchJob", "cluster.restartPolicy=ExitCode"], "ExitCode takes the code of a run that is to"),
+        (
+            ["cluster.kind=PyTorchJob", "cluster.cleanPodPolicy=all"],
+            "cleanPodPolicy: all is none of All, Running, None",
+        ),
+        (
+            ["cluster.kind=PyTorchJob", "cluster.use_hyperpod_pytorch_job=true"],
+            "use_hyperpod_pytorch_job: true contradicts cluster.kind=PyTorchJob",
+        ),
+        (
+            ["cluster.kind=HyperPodPyTorchJob", "cluster.use_hyperpod_pytorch_job=false"],
+            "use_hyperpod_pytorch_job: false contradicts cluster.kind=HyperPodPyTorchJob",
+        ),
         (["+cluster.queue=x"], "did you mean queue_name?"),
         (["stages=[training,export]"], "stages"),
         (["instance_type=p9.48xlarge"], "how many GPUs has p9.48xlarge"),

@@ -174,7 +174,7 @@ A = "recipes.training_config.actor_rollout_ref."
 ALG = "recipes.training_config.algorithm."
 ARGS, MODEL = "recipes.training_config.training_args.", "recipes.training_config.model_config."
 EVAL = "recipes.training_config.datasets."
-DATA, ENGINE, TRAINER = (f"recipes.training_config.{name}." for name in ("data", "engine", "trainer"))
+DATA, ENGINE, TRAINER, OPTIM = (f"recipes.training_config.{name}." for name in ("data", "engine", "trainer", "optim"))
 
 
 @pytest.fixture
@@ -361,7 +361,6 @@ def test_checkpointless_becomes_settings(files: Path) -> None:
         ("verl", [DATA + "val_files=/v.parquet"], {"valid_data_path": "/v.parquet", "split": None, "eval_interval": 5}),
         ("verl", [DATA + "val_files=[/v,/w]", TRAINER + "test_freq=after_each_epoch"],
          {"valid_data_path": "/v /w", "eval_interval": None, "eval_epochs": 1.0, "full_validation": True}),
-        ("verl", [DATA + "val_files=/v", TRAINER + "test_freq=-1"], {"valid_data_path": None, "eval_interval": None}),
         ("grpo", [DATA + "val_files=/v.parquet"], {"valid_data_path": "/v.parquet", "split": None, "eval_interval": 5}),
         ("verl", [TRAINER + "total_training_steps=30"], {"train_iters": 30, "train_epochs": None}),
         ("verl", [TRAINER + "save_freq=20", TRAINER + "default_local_dir=/fsx/ck"],
@@ -417,8 +416,25 @@ def test_checkpointless_becomes_settings(files: Path) -> None:
         ("verl", ["recipes.training_config.optim.lr_scheduler_type=constant"], {"lr_warmup_fraction": 0.1}),
         ("verl", ["~recipes.training_config.model.lora_rank",
                   "+recipes.training_config.model.lora={rank: 8, target_modules: [linear_qkv]}"], {"lora_rank": 8}),
-        ("grpo", ["recipes.run.name=gemma-4", A + "model.path=/m",
+        ("grpo", ["+recipes.display_name='Gemma 4'", A + "model.path=/m",
                   "+" + DATA + "apply_chat_template_kwargs.enable_thinking=false"], {"load": "/m"}),
+        ("verl", [OPTIM + "lr_warmup_steps=0"], {"lr_warmup_iters": None, "lr_warmup_fraction": 0.1}),
+        ("verl", [OPTIM + "lr_warmup_steps=7"], {"lr_warmup_iters": 7, "lr_warmup_fraction": None}),
+        ("verl", ["~" + OPTIM + "lr_scheduler_type", "~" + OPTIM + "betas"],
+         {"lr_decay_style": "constant", "adam_beta2": 0.999}),
+        ("verl", [OPTIM + "total_training_steps=9"], {"lr_decay_iters": None}),
+        ("verl", [TRAINER + "test_freq=-1", "+" + DATA + "val_files=/v"],
+         {"valid_data_path": "/v", "eval_epochs": 2.0, "full_validation": True}),
+        ("verl", [TRAINER + "test_freq=-1", "+" + DATA + "val_files=/v", TRAINER + "total_training_steps=30"],
+         {"eval_interval": 30, "eval_epochs": None}),
+        ("verl", ["~" + TRAINER + "test_freq", "+" + DATA + "val_files=/v"], {"eval_epochs": 1.0}),
+        ("grpo", [TRAINER + "test_freq=-1", "+" + DATA + "val_files=/v"],
+         {"valid_data_path": None, "eval_interval": None, "eval_epochs": None}),
+        ("verl", ["+recipes.training_config.model.lora={rank: 8, alpha: 24}"], {"lora_rank": 8, "lora_alpha": 24.0}),
+        ("grpo", ["~" + A + "actor.kl_loss_coef"], {"beta": 0.001}),
+        ("grpo", [A + "actor.kl_loss_coef=0"], {"beta": 0.0}),
+        ("grpo", ["~" + A + "actor.clip_ratio_high", A + "actor.clip_ratio=0.3"],
+         {"epsilon": 0.2, "epsilon_high": 0.3}),
         ("grpo", [A + "actor.clip_ratio=0.3"], {"epsilon": 0.2}),
         ("grpo", ["~" + A + "actor.clip_ratio_low", A + "actor.clip_ratio=0.25"], {"epsilon": 0.25}),
         ("grpo", ["+" + A + "rollout.repetition_penalty=1.0"], {"temperature": 1.0}),
@@ -477,6 +493,7 @@ def test_other_values_of_keys(files: Path, name: str, words: list[str], expected
         ("nemo", "+recipes.plugins.precision=32", "bf16 false contradicts optim.config.bf16, which says true"),
         ("nemo", "recipes.callbacks.1.test_fault_config.fault_prob_random=0.5", "faults are not injected"),
         ("nemo", "recipes.log.name=bert_340m", "log.name: bert_340m begins with none of"),
+        ("nemo", "recipes.strategy.num_distributed_optimizer_instances=0", "instances: 0 is not a value of this key"),
         ("nemo", "recipes.strategy.num_distributed_optimizer_instances=3", "3 does not divide the 4 data-parallel"),
     ],
 )
@@ -484,6 +501,12 @@ def test_what_cannot_be_had_is_one_line(files: Path, name: str, word: str, messa
     with pytest.raises(ConfigError) as raised:
         recipe(files, name, word)
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_name_of_a_run_says_no_model(files: Path) -> None:
+    word = "+" + DATA + "apply_chat_template_kwargs.enable_thinking=false"
+    with pytest.raises(ConfigError, match="enable_thinking: false cannot be had"):
+        recipe(files, "grpo", "recipes.run.name=against-gemma", word)
 
 
 def test_an_elastic_recipe_is_an_elastic_job(files: Path) -> None:
@@ -519,6 +542,28 @@ def test_every_key_is_a_setting_or_said_or_refused(files: Path, name: str) -> No
         assert "`" in said or said.startswith(("refused", "with ")), (key, said)
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_key_that_becomes_nothing_is_neutral_or_read_by_another(files: Path, name: str) -> None:
+    tree = yaml.safe_load(TEXTS[name])
+    form = form_of(tree)
+    assert form is not None
+    leaves = {key: value for key, value in flatten(tree).items() if value not in (None, "") and "${" not in str(value)}
+    silent, read = set[str](), set[str]()
+    for key, value in leaves.items():
+        asked = set[str]()
+
+        def get(other: str, asked: set[str] = asked) -> Any:
+            asked.add(other)
+            return leaves.get(other)
+
+        became = found.convert(value, get) if (found := form.find(key)) is not None else "of all recipes"
+        if became == {} and found is not None and not found.text.startswith("refused"):
+            silent |= {key}
+        read |= asked if became and not isinstance(became, str) else set()
+    neutral = (True, False, 0, 1, -1, "sft", "vanilla", "/opt/ml/model")
+    assert not {key for key in silent - read - set(form.sizes.values()) if leaves[key] not in neutral}
+
+
 def test_what_changes_nothing_is_in_the_notes(files: Path) -> None:
     _, artifacts = prepare([f"recipes={files}/llmft.yaml", "cluster=slurm", "base_results_dir=/fsx"])
     for line in (
@@ -550,6 +595,22 @@ def test_what_changes_nothing_is_in_the_notes(files: Path) -> None:
         ("grpo", DATA + "max_response_length=9", "data.max_response_length: rollout.response_length says it"),
         ("grpo", A + "rollout.prompt_length=9", "rollout.prompt_length: data.max_prompt_length says it"),
         ("grpo", A + "actor.use_kl_loss=false", "actor.kl_loss_coef: it goes with use_kl_loss, which is unset or 0"),
+        ("verl", OPTIM + "lr_warmup_steps=7", "lr_warmup_steps_ratio: lr_warmup_steps says it"),
+        ("verl", OPTIM + "total_training_steps=9", "optim.total_training_steps: verl says the run's length over it"),
+        ("verl", TRAINER + "total_training_steps=30", "trainer.total_epochs: total_training_steps says 30 steps; verl"),
+        ("verl", TRAINER + "project_name=p", "trainer.project_name: trainer.logger names no wandb, and no mlflow with"),
+        ("verl", TRAINER + "nnodes=3", "trainer.nnodes: recipes.trainer.num_nodes says 1"),
+        ("verl", DATA + "micro_batch_size_per_gpu=2", "micro_batch_size_per_gpu: use_dynamic_bsz fills micro-batches"),
+        ("verl", DATA + "use_dynamic_bsz=false", "max_token_len_per_gpu: it goes with use_dynamic_bsz, which is unset"),
+        ("grpo", A + "actor.ppo_micro_batch_size_per_gpu=1", "ppo_micro_batch_size_per_gpu: use_dynamic_bsz fills"),
+        ("verl", "+recipes.training_config.model.lora={rank: 8}", "model.lora_rank: keys below lora say it"),
+        (
+            "verl",
+            "+recipes.training_config.model.lora={alpha: 8}",
+            "lora.alpha: it goes with lora.rank, which is unset",
+        ),
+        ("verl", "+recipes.training_config.model.lora_adapter_path=/a", "lora_rank: the adapter in lora_adapter_path"),
+        ("llmft", MODEL + "lora_checkpoint_file_path=/a", "peft_config.r: the adapter in lora_checkpoint_file_path"),
         ("nemo", "recipes.trainer.limit_val_batches=0", "val_check_interval: it goes with limit_val_batches"),
     ],
 )

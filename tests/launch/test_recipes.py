@@ -156,13 +156,59 @@ def test_fine_tuning_takes_the_model_from_its_folder(v1: str) -> None:
             ["recipes.model.do_finetune=true", "recipes.exp_manager.resume_from_checkpoint=/c"],
             "exp_manager.resume_from_checkpoint: /c cannot be had: fine-tuning goes on from its own folder",
         ),
-        (["recipes.trainer.max_steps=-1"], "--lr-decay-iters -1 must be above 0 (model.lr_decay_iters)"),
+        (["recipes.trainer.max_steps=-1"], "--train-iters -1 must be above 0 (trainer.max_steps)"),
+        (["recipes.model.optim.lr=-1"], "--lr -1.0 must be above 0 (model.optim.lr)"),
     ],
 )
 def test_what_contradicts_names_the_keys(v1: str, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         recipe(v1, *words)
     assert message in str(raised.value)
+
+
+def test_an_error_of_ones_own_setting_names_no_key_of_the_recipe(v1: str) -> None:
+    with pytest.raises(ConfigError, match=r"--lr -1.0 must be above 0$"):
+        recipe(v1, "recipes.lr=-1")
+
+
+def test_an_error_of_a_key_on_a_recipe_of_this_project_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"--lr -1.0 must be above 0 \(model.optim.lr\)"):
+        recipe("recipes=laptop/debug", "recipes.model.optim.lr=-1")
+
+
+def test_a_setting_that_is_off_takes_no_others_place(v1: str) -> None:
+    found = recipe(v1, "recipes.mock_data=false", "recipes.model.data.train_dir=/d")
+    assert found.settings["train_data_path"] == "/d"
+
+
+def test_a_degree_alone_shards_on_a_recipe_of_this_project() -> None:
+    assert (
+        recipe("recipes=eight-gpus/llama3_8b_seq8k_pretrain", "recipes.model.shard_degree=4").settings[
+            "hybrid_shard_degree"
+        ]
+        == 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "note"),
+    [
+        ("recipes.model.peft.dropout=0.3", "model.peft.dropout: it goes with peft_type, which is unset or 0"),
+        ("+recipes.model.peft.target_modules=[q_proj]", "model.peft.target_modules: it goes with peft_type"),
+        (
+            "recipes.exp_manager.create_checkpoint_callback=false",
+            "checkpoint_callback_params.every_n_train_steps: create_checkpoint_callback is unset or false",
+        ),
+        ("recipes.exp_manager.checkpoint_callback_params.save_top_k=0", "every_n_train_steps: save_top_k is 0"),
+        ("+recipes.exp_manager.wandb_logger_kwargs.project=p", "project: it goes with create_wandb_logger"),
+        (
+            "recipes.model.sharding_strategy=full_shard",
+            "model.shard_degree: sharding_strategy full_shard has no degree",
+        ),
+    ],
+)
+def test_a_key_of_release_1_that_is_not_read_is_in_the_notes(v1: str, word: str, note: str) -> None:
+    assert any(note in line for line in recipe(v1, word).notes)
 
 
 def test_keys_that_no_other_reads_are_in_the_notes(v1: str) -> None:

@@ -59,7 +59,9 @@ _BELOW = {"num_layers": 2**16, "num_experts": 2**16, "distributed_timeout_minute
 
 def check_ranges(config: Config) -> None:
     """Check each number on its own."""
-    for name, setting in settings(entry_point_of(config)).items():
+    table = settings(entry_point_of(config))
+    for name in sorted(table, key=lambda name: name != "train_iters"):  # in recipes others are said to be the same
+        setting = table[name]
         value = getattr(getattr(config, setting.group), name, None)  # of a group that a run does not have
         if setting.type not in (int, float) or value is None:
             continue

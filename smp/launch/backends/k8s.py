@@ -35,6 +35,14 @@ CONFIG, PORT = "/config", 29500
 KINDS = ("Job", "PyTorchJob", "HyperPodPyTorchJob")
 _FILES = ("settings.yaml", "train.sh", "supervise.py")
 """What a pod needs of the job's folder."""
+_CLEAN = ("All", "Running", "None")
+_RESTARTS = {
+    "OnFailure": None,
+    "Never": None,
+    "Always": "starts a training again that has ended well; take OnFailure",
+    "ExitCode": "takes the code of a run that is to be started again for its end; take OnFailure",
+}
+"""Of a PyTorchJob, and why not."""
 _NAME = "app.kubernetes.io/name"
 _KUEUE = "kueue.x-k8s.io/queue-name"
 Object = dict[str, Any]
@@ -62,7 +70,7 @@ def artifacts(job: Job) -> Artifacts:
     agent = kind == "HyperPodPyTorchJob"
     if agent:
         refuse(job.recipe, f"kind={kind}", "its agent counts nodes in its own way")
-        job = _with_note(job)
+    job = _with_notes(job, kind)
     common = common_artifacts(job, "" if agent else words, files=CONFIG, runner="hyperpodrun" if agent else None)
     files = {file: common[file] for file in _FILES if file in common}
     manifest = [_config_map(job, files), *_workload(job, kind, _is_private(files))]
@@ -159,13 +167,16 @@ def _workload(job: Job, kind: str, private: bool) -> list[Object]:
     tries = int(job.tree["max_tries"])
     pod = {"metadata": {"labels": metadata["labels"]}, "spec": _pod(job, kind, private)}
     clean = job.cluster.get("cleanPodPolicy")
+    if clean not in (None, *_CLEAN):
+        raise ConfigError(f"cluster.cleanPodPolicy: {clean} is none of {', '.join(_CLEAN)}")
     if kind == "Job":
         if clean is not None:
             raise ConfigError(f"cluster.cleanPodPolicy: {clean} goes with the kinds PyTorchJob and HyperPodPyTorchJob")
         return [_service(job), _job(job, pod, tries)] if nodes > 1 else [_job(job, pod, tries)]
-    policy = _set(cleanPodPolicy=clean)
     if kind == "PyTorchJob":
         restart = job.cluster.get("restartPolicy") or "OnFailure"
+        # with the operator's None the pods of a job that failed would go on, and so would their restarts
+        policy = {"cleanPodPolicy": clean or "Running"}
         roles = {"Master": 1, **({"Worker": nodes - 1} if nodes > 1 else {})}
         # the operator injects its own rendezvous for every container named pytorch; torchrun's flags win over it
         specs = {role: {"replicas": n, "restartPolicy": restart, "template": pod} for role, n in roles.items()}
@@ -174,7 +185,7 @@ def _workload(job: Job, kind: str, private: bool) -> list[Object]:
         return [{"apiVersion": "kubeflow.org/v1", "kind": kind, "metadata": metadata, "spec": spec}]
     spec = {
         "nprocPerNode": str(job.recipe.devices),
-        "runPolicy": {"jobMaxRetryCount": tries, **policy, **_monitoring(job)},
+        "runPolicy": {"jobMaxRetryCount": tries, **_set(cleanPodPolicy=clean), **_monitoring(job)},
         "replicaSpecs": [{"name": "pods", "replicas": nodes, "template": pod}],
     }
     return [{"apiVersion": "sagemaker.amazonaws.com/v1", "kind": kind, "metadata": metadata, "spec": spec}]
@@ -186,12 +197,15 @@ def _monitoring(job: Job) -> Object:
     return {} if rules is None or job.recipe.num_nodes > 1 else {"logMonitoringConfiguration": rules}
 
 
-def _with_note(job: Job) -> Job:
-    """With a note where rules for log lines are asked for, by default too, and left out."""
-    recipe = job.recipe
-    if recipe.num_nodes == 1 or recipe.task == "custom" or job.cluster.get("log_monitoring") is None:
-        return job
-    return replace(job, recipe=replace(recipe, notes=(*recipe.notes, NOT_WATCHED)))
+def _with_notes(job: Job, kind: str) -> Job:
+    """With a note where rules for log lines are asked for, by default too, and left out, or tries that are not."""
+    recipe, notes = job.recipe, list(job.recipe.notes)
+    watched = recipe.num_nodes == 1 or recipe.task == "custom" or job.cluster.get("log_monitoring") is None
+    if kind == "HyperPodPyTorchJob" and not watched:
+        notes.append(NOT_WATCHED)
+    if kind == "PyTorchJob" and job.cluster.get("restartPolicy") == "Never":
+        notes.append("max_tries: with cluster.restartPolicy=Never no pod starts again")
+    return replace(job, recipe=replace(recipe, notes=tuple(notes)))
 
 
 def _service(job: Job) -> Object:
@@ -250,6 +264,11 @@ def _pod(job: Job, kind: str, private: bool) -> Object:
         mounts.append({"name": claims[wanted], "mountPath": _mount_path(claim)})
     check_mounts(mount["mountPath"] for mount in mounts)
     restart = cluster.get("restartPolicy") or "Never"
+    if restart not in _RESTARTS:
+        raise ConfigError(f"cluster.restartPolicy: {restart} is none of {', '.join(_RESTARTS)}")
+    own_codes = restart == "ExitCode" and job.recipe.task == "custom"
+    if kind == "PyTorchJob" and not own_codes and (why := _RESTARTS[restart]):
+        raise ConfigError(f"cluster.restartPolicy: {restart} {why}")
     if kind != "PyTorchJob" and restart != "Never":
         raise ConfigError(
             f"cluster.restartPolicy: {restart} goes with the kind PyTorchJob; of a {kind} pods are new ones"

@@ -1,7 +1,7 @@
 """HyperPod's recipes: what every one of their keys becomes.
 
 They come in forms, one for each trainer of HyperPod's (``run.model_type``). A form has one table, which says for each
-key: a setting, a refusal with its reason and the nearest thing, or that it changes nothing here. docs/launching.md is
+key: a setting, a refusal with its reason and the nearest thing, or that it changes nothing here. docs/hyperpod.md is
 generated from them. A key that is not in it is an error, and so are two keys that say different things of one setting,
 so nothing is dropped in silence.
 

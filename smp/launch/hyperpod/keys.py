@@ -14,6 +14,14 @@ def _dpo(name: str) -> Key:
     return Key(f"`{name}`, with dpo.enabled", lambda value, get: of.convert(value, get) or {name: value})
 
 
+_LOGGERS = ("exp_manager.create_wandb_logger", "exp_manager.create_mlflow_logger")
+
+
+def _of_logger(logger: str, setting: str) -> Key:
+    reader = f"create_{logger}_logger"
+    return replace(read_with(reader, f"exp_manager.{reader}"), text=f"`{setting}`, with {reader}")
+
+
 _RUN = {
     "run.model_type": only(("hf",), "other trainers are closed or not this one"),
     "run.results_dir": nothing("everything is in base_results_dir/run.name"),
@@ -32,24 +40,27 @@ _RUN = {
 }
 _EXP = {
     "exp_dir": Key("where `save` is; null: the job's folder", lambda value, get: {}),
-    "name": Key("`wandb_exp_name`, `mlflow_run_name`, with their loggers", lambda value, get: {}),
+    "name": replace(
+        read_with("create_wandb_logger or create_mlflow_logger", *_LOGGERS),
+        text="`wandb_exp_name`, `mlflow_run_name`, with their loggers",
+    ),
     "create_tensorboard_logger": to("tensorboard"),
     "summary_writer_kwargs.save_dir": nothing("TensorBoard events are in the job's folder"),
     "create_mlflow_logger": Key("`mlflow_experiment`, `mlflow_run_name`, `mlflow_tracking_uri`", values.mlflow),
-    "mlflow_logger_kwargs.tracking_uri": Key("`mlflow_tracking_uri`", lambda value, get: {}),
-    "mlflow_logger_kwargs.experiment_name": Key("`mlflow_experiment`", lambda value, get: {}),
-    "mlflow_logger_kwargs.run_name": Key("`mlflow_run_name`", lambda value, get: {}),
+    "mlflow_logger_kwargs.tracking_uri": _of_logger("mlflow", "mlflow_tracking_uri"),
+    "mlflow_logger_kwargs.experiment_name": _of_logger("mlflow", "mlflow_experiment"),
+    "mlflow_logger_kwargs.run_name": _of_logger("mlflow", "mlflow_run_name"),
     "create_wandb_logger": Key("`wandb_project`, `wandb_exp_name`", values.wandb),
     "wandb_logger_kwargs.save_dir": nothing("W&B's files are where WANDB_DIR says"),
-    "wandb_logger_kwargs.project": Key("`wandb_project`", lambda value, get: {}),
-    "wandb_logger_kwargs.name": Key("`wandb_exp_name`", lambda value, get: {}),
+    "wandb_logger_kwargs.project": _of_logger("wandb", "wandb_project"),
+    "wandb_logger_kwargs.name": _of_logger("wandb", "wandb_exp_name"),
     "create_checkpoint_callback": Key("with false no `save_interval`; the end is saved", lambda value, get: {}),
     "checkpoint_callback_params.save_top_k": Key(
         "`keep_last_k` or `keep_best_k`; 0: only the end is saved", values.top_k
     ),
     "checkpoint_callback_params.every_n_train_steps": Key("`save_interval`, unless save_top_k is 0", values.interval),
     "checkpoint_callback_params.monitor": Key("step: `keep_last_k`; a loss: `keep_best_k`", values.monitor),
-    "checkpoint_callback_params.mode": Key("with monitor", lambda value, get: {}),
+    "checkpoint_callback_params.mode": read_with("monitor", "exp_manager.checkpoint_callback_params.monitor"),
     "checkpoint_callback_params.save_last": nothing("the end of a run is saved in any case"),
     "checkpoint_dir": Key("`save`, with exp_dir", values.checkpoint_folder),
     "resume_from_checkpoint": Key("`load`; refused with do_finetune", values.resumed),
@@ -89,7 +100,9 @@ _SHAPE = {
     ),
     "sliding_window": Key(
         "`window_size`, unless use_sliding_window is false",
-        lambda value, get: {} if get("model.use_sliding_window") is False else {"window_size": value},
+        lambda value, get: (
+            "use_sliding_window is false" if get("model.use_sliding_window") is False else {"window_size": value}
+        ),
         shape=True,
     ),
     "use_sliding_window": Key("with sliding_window", lambda value, get: {}, shape=True),
@@ -180,7 +193,7 @@ _MODEL = {
         for name in ("rank", "alpha")
     },
     "peft.dropout": Key("`lora_dropout`, with peft_type; 0 with multi_modal", values.peft_dropout),
-    "peft.target_modules": Key("`lora_target_modules`", values.targets),
+    "peft.target_modules": Key("`lora_target_modules`, with peft_type", values.targets),
     "dpo.enabled": Key("`objective: dpo`", lambda value, get: {"objective": "dpo"} if value else {}),
     "dpo.beta": _dpo("dpo_beta"),
     "dpo.label_smoothing": _dpo("dpo_label_smoothing"),

@@ -23,6 +23,8 @@ def override(own: Mapping[str, Any], leaves: Mapping[str, Any], finetune: bool) 
     known = {key: value for key, value in said_by(own, finetune).items() if value is not None}
     if leaves.get("exp_manager.exp_dir"):
         known["exp_manager.checkpoint_dir"] = f"{leaves['exp_manager.exp_dir']}/checkpoints/"
+    if "model.shard_degree" in leaves and "model.sharding_strategy" not in leaves:
+        known["model.sharding_strategy"] = "hybrid_shard"
     if "trainer.limit_val_batches" not in leaves and "eval_iters" not in own:
         known["trainer.limit_val_batches"] = 0
     before, after = (
@@ -34,7 +36,8 @@ def override(own: Mapping[str, Any], leaves: Mapping[str, Any], finetune: bool) 
     }
     gone = tuple(before.values.keys() - after.values.keys())
     notes = [note for note in after.notes if note.partition(":")[0] in leaves]
-    return Translated(after.finetune, changed, notes=notes, gone=gone)
+    said = {setting: key for setting, key in after.said.items() if key in leaves}
+    return Translated(after.finetune, changed, notes=notes, gone=gone, said=said)
 
 
 def said_by(own: Mapping[str, Any], finetune: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from smp.config import ConfigError
@@ -14,7 +15,6 @@ from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to
 _ARGS = "training_config.training_args."
 _DATA = "training_config.datasets."
 _MODEL = "training_config.model_config."
-_FSDP = _ARGS + "strategy.fsdp_config."
 _TEMPLATE = "the template of the model's folder renders samples; recipes.chat_template=FILE gives another"
 _SCHEDULES = {
     **{"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"},
@@ -23,6 +23,7 @@ _SCHEDULES = {
 
 
 _NOT_DPO = "it is of dpo, which trainer_type does not say"
+_OF_ADAPTER = "the adapter in lora_checkpoint_file_path says it"
 
 
 def _is_dpo(get: Get) -> bool:
@@ -60,7 +61,7 @@ def _schedule(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _warmup(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """The library's schedule of the name constant has no warmup."""
+    """transformers' schedule of the name constant, which the library takes by its name, has no warmup."""
     if value and get(_ARGS + "lr_scheduler") == "constant":
         return "lr_scheduler constant has no warmup; constant_with_warmup has one"
     return tuning.zero_or("lr_warmup_fraction")(value, get)
@@ -90,12 +91,12 @@ def _decay(value: Any, get: Get) -> Mapping[str, Any]:
     return {"weight_decay": value} if value or not given else {}
 
 
-def _peft(value: Any, get: Get) -> Mapping[str, Any]:
+def _peft(value: Any, get: Get) -> Mapping[str, Any] | str:
     if value != "lora":
         raise ConfigError(f"{value} cannot be had: take lora, or peft_config=null to train all weights")
     section = _MODEL + "peft_config."
     if get(_MODEL + "lora_checkpoint_file_path"):
-        return {}
+        return _OF_ADAPTER
     found = tuning.adapters(
         get(section + "r") or 8,
         get(section + "lora_alpha") or 8,
@@ -104,6 +105,15 @@ def _peft(value: Any, get: Get) -> Mapping[str, Any]:
         get(section + "target_parameters"),
     )
     return found | ({"use_dora": True} if get(section + "use_dora") else {})
+
+
+def _of_peft() -> Key:
+    """A key that :func:`_peft` reads."""
+    of = read_with("peft_type", _MODEL + "peft_config.peft_type")
+    return replace(
+        of,
+        convert=lambda value, get: _OF_ADAPTER if get(_MODEL + "lora_checkpoint_file_path") else of.convert(value, get),
+    )
 
 
 def _cpu_offload(value: Any, get: Get) -> Mapping[str, Any]:
@@ -212,7 +222,7 @@ _MODEL_KEYS = {
     "multimodal": only((False,), "smp trains language models only"),
     "peft_config.peft_type": Key("`lora_rank`, `lora_alpha`, `lora_dropout`, `lora_target_modules`", _peft),
     **{
-        f"peft_config.{name}": read_with("peft_type", _MODEL + "peft_config.peft_type")
+        f"peft_config.{name}": _of_peft()
         for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_dora")
     },
     "peft_config.bias": only(("none",), "biases are not trained with adapters"),

@@ -65,7 +65,7 @@ def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, A
         except ConfigError as error:
             refused.append(f"{name}: {error}")
             continue
-        except (TypeError, ValueError, AttributeError, KeyError):
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError):
             raise ConfigError(f"{name}: {value!r} is not a value of this key ({key.text})") from None
         if isinstance(became, str):
             result.notes.append(f"{name}: {became}")

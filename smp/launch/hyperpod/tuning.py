@@ -190,11 +190,6 @@ def zero_or(name: str) -> Convert:
     return lambda value, get: {name: value} if value else {}
 
 
-def negative_is_unset(name: str) -> Convert:
-    """A setting that is unset where it is below 0."""
-    return lambda value, get: {name: value} if value >= 0 else {}
-
-
 PRECISION = Key(
     "`bf16`",
     lambda value, get: (

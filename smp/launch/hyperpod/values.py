@@ -35,6 +35,7 @@ _MODULES = {
     "linear_fc1": "gate,up",
     "linear_fc2": "down",
 }
+_NO_EXPERTS = "it goes with moe, which is unset or false"
 SMP_COEFFICIENT = 1e-3
 """Coefficient of SMP v2's auxiliary losses of experts, which its recipes cannot change."""
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -110,7 +111,7 @@ def moe(value: Any, get: Get) -> Mapping[str, Any]:
 
 def with_experts(name: str) -> Convert:
     """A key that is the setting ``name`` of a model that has experts."""
-    return lambda value, get: {name: value} if get("model.moe") else {}
+    return lambda value, get: {name: value} if get("model.moe") else _NO_EXPERTS
 
 
 def _sinkhorn(get: Get) -> bool:
@@ -121,7 +122,9 @@ def _sinkhorn(get: Get) -> bool:
 def load_balancing(value: Any, get: Get) -> Mapping[str, Any] | str:
     if value not in ("sinkhorn", "balanced", "aux_loss", "none"):
         raise ConfigError(f"{value} cannot be had: take aux_loss or none")
-    if value in ("aux_loss", "none") or not get("model.moe"):
+    if not get("model.moe"):
+        return _NO_EXPERTS
+    if value in ("aux_loss", "none"):
         return {}
     if _sinkhorn(get):
         return {"moe_router_load_balancing_type": "sinkhorn"}
@@ -152,9 +155,12 @@ def shard(value: Any, get: Get) -> Mapping[str, Any]:
     return {"hybrid_shard_degree": degree // context}
 
 
-def shard_degree(value: Any, get: Get) -> Mapping[str, Any]:
+def shard_degree(value: Any, get: Get) -> Mapping[str, Any] | str:
     """With a strategy, that one reads it; without, HyperPod's is hybrid_shard."""
-    return shard("hybrid_shard", get) if get("model.sharding_strategy") is None else {}
+    strategy = get("model.sharding_strategy")
+    if strategy is None:
+        return shard("hybrid_shard", get)
+    return {} if strategy == "hybrid_shard" else f"sharding_strategy {strategy} has no degree"
 
 
 def precision(value: Any, get: Get) -> Mapping[str, Any]:
@@ -191,8 +197,13 @@ def peft(value: Any, get: Get) -> Mapping[str, Any]:
     return lora | ({"load_in_4bit": True} if value == "qlora_4bit" else {})
 
 
+_NO_ADAPTERS = "it goes with peft_type, which is unset or 0"
+
+
 def peft_dropout(value: Any, get: Get) -> Mapping[str, Any] | str:
-    if value and get("model.multi_modal") and get("model.peft.peft_type"):
+    if not get("model.peft.peft_type"):
+        return _NO_ADAPTERS
+    if value and get("model.multi_modal"):
         return f"{value} is 0 with multi_modal: adapters on transformers' modules have no dropout here"
     return {}
 
@@ -201,8 +212,10 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def targets(value: Any, get: Get) -> Mapping[str, Any]:
-    if get("model.peft.peft_type") is None or value in ("all-linear", ["all-linear"]):
+def targets(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if not get("model.peft.peft_type"):
+        return _NO_ADAPTERS
+    if value in ("all-linear", ["all-linear"]):
         return {}
     if get("model.multi_modal"):  # transformers' modules have its names
         return {"lora_target_modules": ",".join(_named_parts(value))}
@@ -278,13 +291,21 @@ def validation(value: Any, get: Get) -> Mapping[str, Any]:
     return {"eval_iters": value, "eval_interval": get("trainer.val_check_interval")}
 
 
-def interval(value: Any, get: Get) -> Mapping[str, Any]:
-    top = get("exp_manager.checkpoint_callback_params.save_top_k")
-    return {"save_interval": value} if value and top != 0 and get("exp_manager.create_checkpoint_callback") else {}
+_ONLY_THE_END = "create_checkpoint_callback is unset or false: only the end is saved"
 
 
-def top_k(value: Any, get: Get) -> Mapping[str, Any]:
-    if not value or value < 0 or not get("exp_manager.create_checkpoint_callback"):
+def interval(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if not get("exp_manager.create_checkpoint_callback"):
+        return _ONLY_THE_END
+    if get("exp_manager.checkpoint_callback_params.save_top_k") == 0:
+        return "save_top_k is 0: only the end is saved"
+    return {"save_interval": value} if value else {}
+
+
+def top_k(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if not get("exp_manager.create_checkpoint_callback"):
+        return _ONLY_THE_END
+    if not value or value < 0:
         return {}
     monitor = get("exp_manager.checkpoint_callback_params.monitor")
     return {"keep_last_k": max(2, value)} if monitor in (None, "step") else {"keep_best_k": value}
@@ -309,8 +330,8 @@ def scaling(value: Any, get: Get) -> Mapping[str, Any]:
     return {"use_rope_scaling": True}
 
 
-def checkpoint_folder(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"save": value} if get("exp_manager.exp_dir") else {}
+def checkpoint_folder(value: Any, get: Get) -> Mapping[str, Any] | str:
+    return {"save": value} if get("exp_manager.exp_dir") else "exp_dir is unset: checkpoints are in the job's folder"
 
 
 def wandb(value: Any, get: Get) -> Mapping[str, Any]:

@@ -14,6 +14,8 @@ _T = "training_config."
 _SCHEDULES = {"cosine": "cosine", "constant": "constant", "linear": "linear"}
 _OF_FOLDER = "the model's folder says its architecture"
 _KERNELS = "the device says which kernels run"
+BY_TOKENS = "use_dynamic_bsz fills micro-batches by tokens"
+NOT_BY_TOKENS = "it goes with use_dynamic_bsz, which is unset or false"
 
 
 def model_parallel(get: Get, engine: str) -> int:
@@ -25,45 +27,62 @@ def model_parallel(get: Get, engine: str) -> int:
     return product
 
 
-def _micro_batch(value: Any, get: Get) -> Mapping[str, Any]:
+def _micro_batch(value: Any, get: Get) -> Mapping[str, Any] | str:
     """verl fills micro-batches up to a number of tokens; here one has that many samples of full length."""
     data = _T + "data."
     if not get(data + "use_dynamic_bsz"):
-        return {}
+        return NOT_BY_TOKENS
     processes = tuning.data_processes(get, model_parallel(get, _T + "engine"))
     most = tuning.micro_batch_of_tokens(value, get(data + "max_length"))
     return {"micro_batch_size": tuning.micro_batch(most, get(data + "train_batch_size") or processes, processes)}
 
 
-def _fixed_micro_batch(value: Any, get: Get) -> Mapping[str, Any]:
-    return {} if get(_T + "data.use_dynamic_bsz") else {"micro_batch_size": value}
+def _fixed_micro_batch(value: Any, get: Get) -> Mapping[str, Any] | str:
+    return BY_TOKENS if get(_T + "data.use_dynamic_bsz") else {"micro_batch_size": value}
 
 
-def lora(value: Any, get: Get, model: str) -> Mapping[str, Any]:
-    """LoRA of keys below ``model``: peft's names, or Megatron-Bridge's below lora."""
-    megatron = bool(get(model + "lora.rank"))
-    section = model + ("lora." if megatron else "")
-    rank, alpha, dropout = ("rank", "alpha", "dropout") if megatron else ("lora_rank", "lora_alpha", "lora_dropout")
-    if not get(section + rank) or get(model + "lora_adapter_path"):
-        return {}
-    targets, parameters = get(section + "target_modules"), get(model + "target_parameters")
-    return tuning.adapters(get(section + rank), get(section + alpha), get(section + dropout), targets, parameters)
+def lora(section: str, model: str) -> Convert:
+    """LoRA of keys that begin with ``section``: peft's names, or Megatron-Bridge's below lora, which go before them."""
+    others = _of_lora(section, model)
+
+    def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
+        if not value:
+            return {}
+        if why := others(value, get):
+            return why
+        targets = get((section if section.endswith(".") else model) + "target_modules")
+        alpha, dropout = get(section + "alpha"), get(section + "dropout")
+        return tuning.adapters(value, alpha, dropout, targets, get(model + "target_parameters"))
+
+    return convert
+
+
+def _of_lora(section: str, model: str) -> Convert:
+    """A key that :func:`lora` reads; why it does not, where it does not."""
+
+    def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
+        if get(model + "lora_adapter_path"):
+            return "the adapter in lora_adapter_path says it"
+        if section != model + "lora." and get(model + "lora.rank"):
+            return "keys below lora say it"
+        return {} if get(section + "rank") else f"it goes with {section.removeprefix(model)}rank, which is unset or 0"
+
+    return convert
 
 
 def _contents(value: Any, get: Get) -> Mapping[str, Any]:
     return {"save_hf": True} if "hf_model" in value else {}
 
 
-def warmup(section: str) -> Key:
-    """Steps, or where they are negative a share, of an optimizer's section."""
+def _warmup_ratio(section: str) -> Key:
+    """A share, where there are no steps, of an optimizer's section."""
 
-    def convert(value: Any, get: Get) -> Mapping[str, Any]:
-        steps, ratio = get(section + "lr_warmup_steps"), get(section + "lr_warmup_steps_ratio")
-        if steps is not None and steps >= 0:
-            return {"lr_warmup_iters": steps}
-        return {"lr_warmup_fraction": ratio} if ratio else {}
+    def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
+        if value and (get(section + "lr_warmup_steps") or 0) > 0:
+            return "lr_warmup_steps says it"
+        return {"lr_warmup_fraction": value} if value else {}
 
-    return Key("`lr_warmup_iters`, or `lr_warmup_fraction`", convert)
+    return Key("`lr_warmup_fraction`, without lr_warmup_steps", convert)
 
 
 def min_lr(section: str) -> Key:
@@ -90,8 +109,11 @@ def optimizer_keys(section: str) -> dict[str, Key]:
         "weight_decay": to("weight_decay"),
         "weight_decay_incr_style": only(("constant",), "weight decay is constant"),
         "clip_grad": to("clip_grad"),
-        "lr_warmup_steps": warmup(section),
-        "lr_warmup_steps_ratio": warmup(section),
+        "lr_warmup_steps": Key(
+            "`lr_warmup_iters`; 0 and -1: lr_warmup_steps_ratio says it",
+            lambda value, get: {"lr_warmup_iters": value} if value > 0 else {},
+        ),
+        "lr_warmup_steps_ratio": _warmup_ratio(section),
         "lr_warmup_init": to("lr_warmup_init"),
         "lr_scheduler_type": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES)),
         "lr_decay_style": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES | {"WSD": "WSD"})),
@@ -102,9 +124,7 @@ def optimizer_keys(section: str) -> dict[str, Key]:
         "min_lr": to("min_lr"),
         "min_lr_ratio": min_lr(section),
         "num_cycles": only((0.5,), "cosine goes down once"),
-        "total_training_steps": Key(
-            "`lr_decay_iters`; -1: the run's length", tuning.negative_is_unset("lr_decay_iters")
-        ),
+        "total_training_steps": nothing("verl says the run's length over it; recipes.lr_decay_iters says another"),
         "use_checkpoint_opt_param_scheduler": only((False,), "a resumed run takes the settings that are given"),
         "override_optimizer_config.use_precision_aware_optimizer": nothing("moments are fp32, see exp_avg_dtype"),
         "override_optimizer_config.optimizer_cpu_offload": Key(
@@ -202,8 +222,7 @@ def _recompute(engine: str) -> Convert:
 
 def model_keys(section: str, engine: str) -> dict[str, Key]:
     """Keys of the section of the model that is trained, by what ``engine`` says."""
-    adapters = lambda value, get: lora(value, get, section)  # noqa: E731
-    with_rank = read_with("lora_rank", section + "lora_rank", section + "lora.rank")
+    of_peft, of_megatron = (Key(f"with {name}rank", _of_lora(section + name, section)) for name in ("lora_", "lora."))
     return {
         "path": Key("`load`; a name of the hub is `hub:NAME`", values.model_folder, is_text=True),
         "tokenizer_path": Key("`tokenizer_model`", lambda value, get: {"tokenizer_model": value}, is_text=True),
@@ -216,12 +235,16 @@ def model_keys(section: str, engine: str) -> dict[str, Key]:
             "`offload_activations`", lambda value, get: {"offload_activations": True} if value else {}
         ),
         "lora_adapter_path": Key("`load_adapter`", lambda value, get: {"load_adapter": value}, is_text=True),
-        "lora_rank": Key("`lora_rank`, `lora_alpha`, `lora_dropout`, `lora_target_modules`; 0: all weights", adapters),
-        **{f"lora_{name}": with_rank for name in ("alpha", "dropout")},
-        **{f"target_{name}": with_rank for name in ("modules", "parameters")},
+        "lora_rank": Key(
+            "`lora_rank`, `lora_alpha`, `lora_dropout`, `lora_target_modules`; 0: all weights",
+            lora(section + "lora_", section),
+        ),
+        **{f"lora_{name}": of_peft for name in ("alpha", "dropout")},
+        "target_modules": of_peft,
+        "target_parameters": read_with("lora_rank", section + "lora_rank", section + "lora.rank"),
         "exclude_modules": Key("refused unless they have no adapters here either", tuning.without_routers),
-        "lora.rank": Key("`lora_rank`, in place of the key lora_rank", adapters),
-        **{f"lora.{name}": with_rank for name in ("alpha", "dropout", "target_modules")},
+        "lora.rank": Key("`lora_rank`, in place of the key lora_rank", lora(section + "lora.", section)),
+        **{f"lora.{name}": of_megatron for name in ("alpha", "dropout", "target_modules")},
         "override_config.attn_implementation": nothing(_KERNELS),
         "override_config.*": only((), _OF_FOLDER),
         "fused_kernel_options.impl_backend": nothing(_KERNELS),
@@ -266,19 +289,43 @@ def _save_freq(value: Any, get: Get) -> Mapping[str, Any]:
 _FILES, _RATIO = _T + "data.val_files", _T + "data.train_val_split_ratio"
 
 
-def _val_files(value: Any, get: Get) -> Mapping[str, Any] | str:
-    freq = get(_T + "trainer.test_freq")
-    if freq is None or (isinstance(freq, int) and freq <= 0):
-        return "trainer.test_freq says that a run does not evaluate"
-    return {"valid_data_path": _words(value)}
+def _val_files(value: Any, get: Get) -> Mapping[str, Any]:
+    found = {"valid_data_path": words(value)}
+    return found if get(_T + "trainer.test_freq") is not None else found | {"eval_epochs": 1.0, "full_validation": True}
 
 
 def _test_freq(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """Only where samples are kept back for it."""
-    if value != "after_each_epoch" and value <= 0:
-        return {}
+    """Only where samples are kept back for it. Without a frequency verl's trainer evaluates when it ends."""
     ratio = get(_RATIO)
-    return tuning.evaluation(value, get(_FILES), 1 if ratio is None else ratio)
+    kept = tuning.evaluation(value, get(_FILES), 1 if ratio is None else ratio)
+    if value == "after_each_epoch" or value > 0 or isinstance(kept, str):
+        return kept
+    steps, epochs = get(_T + "trainer.total_training_steps"), get(_T + "trainer.total_epochs")
+    when = {"eval_interval": steps} if steps else {"eval_epochs": epochs or 1}
+    return when | {"full_validation": True}
+
+
+def _epochs(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if steps := get(_T + "trainer.total_training_steps"):
+        return f"total_training_steps says {steps} steps; verl would also end after these epochs"
+    return {"train_epochs": value}
+
+
+def _run_name(value: Any, get: Get) -> Mapping[str, Any] | str:
+    names = get(_T + "trainer.logger") or ()
+    if "wandb" in names or ("mlflow" in names and get(_T + "mlflow.tracking_uri")):
+        return {}
+    return "trainer.logger names no wandb, and no mlflow with mlflow.tracking_uri"
+
+
+def _said_by(key: str) -> Key:
+    """A number of verl's that the recipe's section trainer says."""
+
+    def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
+        said = get(f"trainer.{key}") or 1
+        return {} if said == value else f"recipes.trainer.{key} says {said}"
+
+    return Key(f"with recipes.trainer.{key}, which says it where it is given", convert)
 
 
 def _truncation(value: Any, get: Get) -> Mapping[str, Any]:
@@ -288,17 +335,15 @@ def _truncation(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 TRAINER = {
-    "project_name": read_with("logger"),
-    "experiment_name": read_with("logger"),
+    "project_name": Key("with logger", _run_name),
+    "experiment_name": Key("with logger", _run_name),
     "logger": Key("`tensorboard`, `wandb_project`, `wandb_exp_name`; mlflow with mlflow.tracking_uri", loggers),
-    "total_epochs": Key(
-        "`train_epochs`, without total_training_steps",
-        lambda value, get: {} if get(_T + "trainer.total_training_steps") else {"train_epochs": value},
-    ),
+    "total_epochs": Key("`train_epochs`, without total_training_steps", _epochs),
     "total_training_steps": Key("`train_iters`", tuning.zero_or("train_iters")),
     "save_freq": Key("`save_interval`, or for after_each_epoch `save_epochs: 1`", _save_freq),
     "test_freq": Key(
-        "`eval_interval`, or for after_each_epoch `eval_epochs: 1`; `full_validation`; where samples are kept for it",
+        "`eval_interval`, or for after_each_epoch `eval_epochs: 1`; -1: when it ends; `full_validation`; where samples "
+        "are kept for it",
         _test_freq,
     ),
     "max_ckpt_to_keep": tuning.KEPT,
@@ -320,8 +365,8 @@ TRAINER = {
         is_text=True,
     ),
     "device": only(("cuda",), "for CPUs give +env_vars.CUDA_VISIBLE_DEVICES="),
-    "nnodes": nothing("recipes.trainer.num_nodes says it"),
-    "n_gpus_per_node": nothing("recipes.trainer.devices says it"),
+    "nnodes": _said_by("num_nodes"),
+    "n_gpus_per_node": _said_by("devices"),
     "profile_interval": nothing("recipes.profile=true profiles steps"),
 }
 _DPO_TRAINER = {
@@ -332,8 +377,8 @@ _DPO_TRAINER = {
     "training_mode": only(("auto",), "adapters or all weights are trained, as lora_rank says"),
 }
 DATA = {
-    "train_files": Key("`data_path`", lambda value, get: {"data_path": _words(value)}, is_text=True, is_list=True),
-    "val_files": Key("`valid_data_path`, with trainer.test_freq", _val_files, is_text=True, is_list=True),
+    "train_files": Key("`data_path`", lambda value, get: {"data_path": words(value)}, is_text=True, is_list=True),
+    "val_files": Key("`valid_data_path`; `eval_epochs: 1` without test_freq", _val_files, is_text=True, is_list=True),
     "train_val_split_ratio": Key("`split`, without val_files", tuning.split_beside(_FILES)),
     "train_max_samples": only((-1,), "all samples of a file are read; give a shorter one"),
     "val_max_samples": only((-1,), "all samples of a file are read; give a shorter one"),
@@ -369,7 +414,7 @@ _OF_SAMPLES = {
 }
 
 
-def _words(value: Any) -> str:
+def words(value: Any) -> str:
     return value if isinstance(value, str) else " ".join(map(str, value))
 
 
@@ -404,4 +449,6 @@ KEYS: dict[str, Key] = {
 }
 SIZES = {"devices": _T + "trainer.n_gpus_per_node", "num_nodes": _T + "trainer.nnodes"}
 """Keys that say how much a recipe runs on where its section trainer does not."""
-VERL = Form("verl", KEYS, lambda get: True, {"packing": "off"}, SIZES)
+ALWAYS = {"packing": "off", "bf16": True, "lr_decay_style": "constant", "adam_beta2": 0.999}
+"""What verl's own defaults are where no key says it."""
+VERL = Form("verl", KEYS, lambda get: True, ALWAYS, SIZES)

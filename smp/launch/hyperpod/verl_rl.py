@@ -31,8 +31,12 @@ _ESTIMATORS = {
     "reinforce_plus_plus_baseline": "reinforce++-baseline",
 }
 _KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+_KL_COEFFICIENT = 0.001
+"""verl's own, of either place, where no key says it."""
 _REFERENCE = "the reference is the model without its adapters, or a copy; it is computed as the policy is"
 _SAMPLING = "completions are sampled by the layers that train, which need no engine"
+_NAMED = ("gemma", "qwen", "llama", "deepseek", "gpt", "nemotron", "mistral")
+"""Families that the name of a model's folder may have."""
 _JUDGE = "the function in recipes.reward_funcs asks the judge"
 
 
@@ -79,6 +83,14 @@ def _lengths(value: Any, get: Get) -> Mapping[str, Any]:
     return {"seq_length": prompt + completion, "max_completion_length": completion}
 
 
+def _fixed_micro_batch(value: Any, get: Get) -> Mapping[str, Any] | str:
+    return verl.BY_TOKENS if get(_A + "actor.use_dynamic_bsz") else _micro_batch(value, get)
+
+
+def _micro_batch_of_tokens(value: Any, get: Get) -> Mapping[str, Any] | str:
+    return _micro_batch(value, get) if get(_A + "actor.use_dynamic_bsz") else verl.NOT_BY_TOKENS
+
+
 def _micro_batch(value: Any, get: Get) -> Mapping[str, Any]:
     """As many completions of full length as verl's micro-batches have tokens for, or verl's own number of them."""
     engine = next((section for section in _ENGINES if get(section + "strategy") or get(section + "dtype")), _ENGINES[0])
@@ -101,7 +113,8 @@ def _kl(value: Any, get: Get) -> Mapping[str, Any]:
     if in_loss and in_reward:
         raise ConfigError("use_kl_loss and use_kl_in_reward cannot be had together: take one")
     if not in_reward:
-        return {"beta": (get(_A + "actor.kl_loss_coef") or 0.0) if in_loss else 0.0}
+        given = get(_A + "actor.kl_loss_coef")
+        return {"beta": (_KL_COEFFICIENT if given is None else given) if in_loss else 0.0}
     if get(_ALG + "adv_estimator") == "reinforce_plus_plus":
         raise ConfigError("with reinforce_plus_plus it cannot be had: all tokens of a completion have one advantage")
     coefficient, penalty = get(_ALG + "kl_ctrl.kl_coef"), get(_ALG + "kl_penalty") or "kl"
@@ -109,7 +122,7 @@ def _kl(value: Any, get: Get) -> Mapping[str, Any]:
         raise ConfigError(f"kl_penalty {penalty} cannot be had: take one of {', '.join(_KL)}")
     if coefficient == 0:
         return {"beta": 0.0}
-    beta = 0.001 if coefficient is None else coefficient  # verl's own
+    beta = _KL_COEFFICIENT if coefficient is None else coefficient
     return {"beta": beta, "kl_placement": "reward", "kl_estimator": _KL[penalty]}
 
 
@@ -123,6 +136,13 @@ def _kl_controller(value: Any, get: Get) -> Mapping[str, Any] | str:
     if get(_ALG + "use_kl_in_reward") and value != "fixed":
         raise ConfigError(f"{value} cannot be had: the coefficient is fixed")
     return {} if value == "fixed" else "it goes with use_kl_in_reward"
+
+
+def _clip_ratio(value: Any, get: Get) -> Mapping[str, Any] | str:
+    """Each side that has no key of its own."""
+    sides = {"epsilon": "clip_ratio_low", "epsilon_high": "clip_ratio_high"}
+    found = {name: value for name, key in sides.items() if get(f"{_A}actor.{key}") is None}
+    return found or "clip_ratio_low and clip_ratio_high say it"
 
 
 def _is_gspo(get: Get) -> bool:
@@ -161,6 +181,20 @@ def _correction(value: Any, get: Get) -> Mapping[str, Any]:
     return {"importance_sampling_mode": f"{value}_truncate", "importance_sampling_clip_max": float(limit)}
 
 
+def _val_files(value: Any, get: Get) -> Mapping[str, Any] | str:
+    """verl's trainer of an actor does not evaluate when it ends, if it has no frequency."""
+    freq = get(_T + "trainer.test_freq")
+    if freq is None or (isinstance(freq, int) and freq <= 0):
+        return "trainer.test_freq says that a run does not evaluate"
+    return {"valid_data_path": verl.words(value)}
+
+
+def _test_freq(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if value != "after_each_epoch" and value <= 0:
+        return "a run does not evaluate"
+    return verl.TRAINER["test_freq"].convert(value, get)
+
+
 def _evaluation(value: Any, get: Get) -> Mapping[str, Any]:
     return {"eval_temperature": float(value) if get(_A + "rollout.val_kwargs.do_sample") else 0.0}
 
@@ -171,10 +205,11 @@ def _reward(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _thinking(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """Templates think unless they are told not to, Gemma's the other way round. A folder's name may not say which it
-    is; the recipe's does."""
-    names = " ".join(str(get(name)) for name in (_A + "model.path", "run.name", "display_name")).lower()
-    if bool(value) == ("gemma" not in names):
+    """Templates think unless they are told not to, Gemma's the other way round. Where a folder's name does not say
+    which it is, the recipe's title does."""
+    path, title = (str(get(name)).lower() for name in (_A + "model.path", "display_name"))
+    name = path if any(family in path for family in _NAMED) else title
+    if bool(value) == ("gemma" not in name):
         return "it is what the model's template does by itself"
     raise ConfigError(f"{str(value).lower()} cannot be had: recipes.chat_template=FILE says another template")
 
@@ -193,14 +228,11 @@ _ACTOR = {
     "strategy": only(("fsdp", "fsdp2", "megatron"), "weights are sharded by FSDP2"),
     "ppo_mini_batch_size": Key("`global_batch_size`: this x rollout.n; `steps_per_generation`", _batches),
     "ppo_micro_batch_size": only((), "ppo_micro_batch_size_per_gpu says it"),
-    "ppo_micro_batch_size_per_gpu": Key("`micro_batch_size`, without use_dynamic_bsz", _micro_batch),
-    "ppo_max_token_len_per_gpu": Key("`micro_batch_size`, with use_dynamic_bsz", _micro_batch),
+    "ppo_micro_batch_size_per_gpu": Key("`micro_batch_size`, without use_dynamic_bsz", _fixed_micro_batch),
+    "ppo_max_token_len_per_gpu": Key("`micro_batch_size`, with use_dynamic_bsz", _micro_batch_of_tokens),
     "use_dynamic_bsz": read_with("ppo_max_token_len_per_gpu"),
     "ppo_epochs": to("num_iterations"),
-    "clip_ratio": Key(
-        "`epsilon`, without clip_ratio_low",
-        lambda value, get: {"epsilon": value} if get(_A + "actor.clip_ratio_low") is None else "clip_ratio_low says it",
-    ),
+    "clip_ratio": Key("`epsilon`, `epsilon_high`, without clip_ratio_low or clip_ratio_high", _clip_ratio),
     "clip_ratio_low": to("epsilon"),
     "clip_ratio_high": to("epsilon_high"),
     "clip_ratio_c": Key("`delta`", _delta),
@@ -340,6 +372,7 @@ _ALGORITHM = {
 }
 _DATA = {
     **verl.DATA,
+    "val_files": Key("`valid_data_path`, with trainer.test_freq", _val_files, is_text=True, is_list=True),
     "train_batch_size": Key("`global_batch_size`, `steps_per_generation`, with actor.ppo_mini_batch_size", _batches),
     "val_batch_size": nothing("all validation prompts are answered, however many at once"),
     "max_prompt_length": Key("`seq_length`, with rollout.response_length", _lengths),
@@ -378,6 +411,11 @@ _DATA = {
 }
 _TRAINER = {
     **verl.TRAINER,
+    "test_freq": Key(
+        "`eval_interval`, or for after_each_epoch `eval_epochs: 1`; -1: never; `full_validation`; where samples are "
+        "kept for it",
+        _test_freq,
+    ),
     "val_before_train": nothing("a run is evaluated before its first step"),
     "val_only": only((False,), "tools/evaluate.py evaluates a model"),
     "use_custom_rollouts": only((False,), "completions are sampled by the layers that train"),
