@@ -47,7 +47,7 @@ def lost(job: Job, words: list[str]) -> list[str]:
         word
         for word in words
         if (path := word.partition("=")[2]).startswith(PATH)
-        and not any(path in value for value in values)
+        and not any(re.search(rf"{re.escape(path)}(?![\w.-])", value) for value in values)  # whole: one begins another
         and word.partition("=")[0].lstrip("+").removeprefix("recipes.") not in noted
     ]
 
