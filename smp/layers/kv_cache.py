@@ -46,7 +46,7 @@ class KVCache:
         self.positions = torch.full((slots, 0), NOWHERE, device=device)
 
     def reserve(self, columns: int) -> None:
-        """Make room for so many columns."""
+        """Grow the slots to at least ``columns`` columns."""
         if columns <= self.capacity:
             return
         # Half as much again: texts that grow token by token are copied a few times only.
@@ -63,7 +63,7 @@ class KVCache:
         return grown
 
     def copy(self, source: int, target: int, columns: int) -> None:
-        """Let slot ``target`` begin with the first ``columns`` of another one."""
+        """Copy the first ``columns`` of slot ``source``, and its recurrent states, to slot ``target``."""
         for kept in self.layers.values():
             for x in kept:
                 x[target, :, :columns] = x[source, :, :columns]
@@ -78,8 +78,8 @@ class KVCache:
         """The cache's tensors, (slots, heads, capacity, channels), of a layer that keeps tensors ``like`` these,
         (tokens, heads, channels)."""
         if layer not in self.layers:
-            # Here, where dtype and heads of this rank are known. Zeros: what is masked is multiplied by 0, which does
-            # not help against numbers that are none.
+            # Made here, where the dtype and the heads of this rank are known; of zeros, as in
+            # :meth:`_grown`.
             self.layers[layer] = [x.new_zeros(self.slots, x.shape[1], self.capacity, x.shape[2]) for x in like]
         return self.layers[layer]
 

@@ -32,7 +32,7 @@ Stage = Literal["warm-up", "dense loss", "sparse loss"]
 
 @dataclass(frozen=True)
 class IndexerOptions:
-    """As of :class:`smp.layers.indexer.Indexer`; ``stage``: of training."""
+    """Settings of :class:`smp.layers.indexer.Indexer`, and the ``stage`` of its training."""
 
     heads: int
     head_dim: int

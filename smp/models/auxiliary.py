@@ -1,4 +1,4 @@
-"""What a model reports in addition to its loss: auxiliary losses of routers and of multi-token prediction, and
+"""A model's outputs in addition to its loss: auxiliary losses of routers and of multi-token prediction, and
 metrics."""
 
 from __future__ import annotations

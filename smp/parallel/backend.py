@@ -323,7 +323,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _described(tensors: Sequence[torch.Tensor], options: Sequence[Any]) -> tuple[int, str]:
-    """(bytes, the rest in words) of what has to be the same on all ranks."""
+    """(bytes, other properties as text) of a call, which have to be the same on all ranks."""
     told = [_words(dtype) for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)]
     # Only option objects have a root or an operation; other arguments are passed over.
     for option in options:

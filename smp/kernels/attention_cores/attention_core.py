@@ -37,7 +37,7 @@ class AttentionSpec:
         scale: of q k^T; None: 1 / sqrt(head_dim).
         dropout: of probabilities, in calls that come with a key.
         first_head: global number of the first query head, by which dropout is keyed and ALiBi's slope chosen.
-        softcap: scores s become softcap x tanh(s / softcap) before the mask; None: they stay.
+        softcap: scores s become softcap x tanh(s / softcap) before the mask; None: no cap.
         alibi_heads: query heads of the whole model, which ALiBi's slopes follow from; None: there is no ALiBi.
     """
 

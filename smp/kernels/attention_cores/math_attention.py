@@ -138,7 +138,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def _alibi(scores: torch.Tensor, layout: TokenLayout, first_head: int, heads: int) -> torch.Tensor:
-    """What ALiBi adds to scores (batch, heads, length, keys): minus slope x distance, ([batch,] heads, length,
+    """ALiBi's bias for scores (batch, heads, length, keys): minus slope x distance, ([batch,] heads, length,
     keys)."""
     # Slopes follow from all heads of the model, of which this rank has some.
     own = alibi_slopes(heads)[first_head : first_head + scores.shape[1]]

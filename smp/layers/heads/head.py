@@ -82,7 +82,7 @@ class VocabParallelHead(nn.Module):
         tied: own no matrix; the embedding's is passed to ``forward``.
         divisible_by: rows per rank are padded to this multiple.
         init_std: standard deviation of the initial rows.
-        softcap: logits z become softcap x tanh(z / softcap); None: they stay.
+        softcap: logits z become softcap x tanh(z / softcap); None: no cap.
         kernels: what computes the cross-entropy.
 
     Attributes:

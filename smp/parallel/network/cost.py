@@ -32,9 +32,10 @@ CHUNKS = (1, 2, 3, 4, 8, 16)
 FINER = (6, 12)
 """Numbers of chunks that are tried after ``CHUNKS``, in groups of up to about 16 ranks."""
 MESSAGES = 60_000
-"""What is simulated to choose a way for a size, in about a second, once: all ways of a group of up to 16 ranks. Of
-larger groups the best by formula; where that is not even one, above 170 to 240 ranks, the formula alone decides. Of 30
-unequal groups of 17 to 40 ranks it picked a way more than 5 % off the best in 9, at worst 2.7 times as slow."""
+"""Most messages that are simulated to choose a way for a size, once, in about a second. In groups of up to 16 ranks
+that is enough for all ways; in larger ones for those that are best by formula; above 170 to 240 ranks not even for one,
+and the formula alone decides. Of 30 unequal groups of 17 to 40 ranks it picked a way more than 5 % off the best in 9,
+at worst 2.7 times as slow."""
 MEETING = 1.05
 """Streams of several nodes that meet at a node's uplink do not share it evenly, which no formula here knows: a mesh has
 to be predicted to be so much faster than a ring. (By TCP on 4 nodes of 2 ranks it took 1.07 to 1.25 times as long.)"""

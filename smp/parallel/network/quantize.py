@@ -67,7 +67,7 @@ def decode(coded: torch.Tensor, into: torch.Tensor) -> None:
 
 @dataclass
 class Quantization:
-    """What is quantized where it crosses an uplink, and the error on this rank since :meth:`taken` was called last.
+    """Which messages between nodes are quantized, and the error on this rank since :meth:`taken` was called last.
 
     Attributes:
         weights: in gathers.

@@ -23,7 +23,7 @@ class Call:
     """A collective as a rank calls it.
 
     Attributes:
-        kind: of the collective, in words.
+        kind: name of the collective, for messages.
         size: in bytes, what has to be the same on all ranks.
         detail: dtype, operation, root.
     """
