@@ -70,8 +70,11 @@ def choose_backends(
     attention = choose_attention(
         parallel.attention_backend, device, shape, deterministic=config.training.deterministic_mode
     )
+    # After choose_attention: the core that exchanges keys and values calls the one chosen for a
+    # single rank on each block.
     core, exchanged = _over_context_ranks(attention.core, config, context, device)
     of_recurrences, told = recurrence_exchange(config)
+    # fla is flash-linear-attention.
     if kernels.delta_rule == "fla" and (why := _not_by_fla(config, of_recurrences)):
         kernels, reasons = replace(kernels, delta_rule="torch"), {**reasons, "delta_rule": why}
     if kernels.grouped_gemm == "triton" and parallel.fp8_format is not None:
@@ -80,7 +83,7 @@ def choose_backends(
     used = {"swiglu": model.swiglu, "rope": model.position_embedding_type == "rope"}
     used |= dict.fromkeys(("router", "permute", "grouped_gemm"), model.num_experts is not None)
     used |= {"delta_rule": model.linear_attention_type == "gated_delta_net"}
-    # Of an operation that this model does not have the user need not hear.
+    # The reasons are printed: those of operations that the model does not have are left out.
     shown = {name: reason for name, reason in reasons.items() if used.get(name, True)}
     lines = [*describe_kernels(kernels, shown), str(attention), *exchanged, *told]
     if model.attention_dropout > 0.0:
@@ -104,6 +107,8 @@ def _attention_shape(config: Config, *, documents: bool, other_lengths: tuple[in
     groups = model.num_query_groups
     assert model.kv_channels is not None and groups is not None and length is not None, "resolved before"
     return AttentionShape(
+        # Heads are split over tp; with fewer key/value heads than tp each rank holds one, shared
+        # with its neighbours.
         heads=model.num_attention_heads // tp,
         groups=max(groups // tp, 1),
         length=length,
@@ -119,8 +124,8 @@ def _attention_shape(config: Config, *, documents: bool, other_lengths: tuple[in
 def _over_context_ranks(
     core: BlockCore, config: Config, context: ParallelContext, device: torch.device
 ) -> tuple[AttentionCore, list[str]]:
-    """``core``, with context parallelism inside of the core that exchanges with the other ranks; and lines for the
-    user."""
+    """The core of the run and lines for the user: ``core``, or around it the core that exchanges keys and values over
+    the context-parallel ranks."""
     if context.cp_exchange is None:
         return core, []
     exchange = exchange_of(config, device.type)
@@ -129,11 +134,12 @@ def _over_context_ranks(
 
 
 def _products_of_experts(config: Config, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Lines for the user; none without experts."""
+    """Lines for the user on how the experts' matrix products are computed; none without experts."""
     model, parallel = config.model, config.parallel
     if model.num_experts is None:
         return []
     assert model.moe_ffn_hidden_size is not None, "resolved before"
+    # Experts may have a tensor-parallel size of their own (--expert-tensor-parallel-size).
     ranks = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     return describe_products(device, dtype, (model.hidden_size, model.moe_ffn_hidden_size // ranks))
 
@@ -151,14 +157,16 @@ def compiles_experts(device: torch.device) -> bool:
 
 
 def _why_uncompiled(device: torch.device) -> str:
-    """On an H100 with torch 2.11 compiled experts in fp32 had gradients of zero (:func:`smp.kernels.returned.returned`
-    says why; an eager run on a CPU in which these are zero has that card's losses, 5.3016, 4.9659, 4.8730). They have
-    the right ones since, in what torch 2.11 makes for CUDA, run by Triton's interpreter; on a GPU
-    ``tests/gpu/test_features.py`` has yet to show it. What torch 2.11 makes for a CPU gives routers of sigmoids another
-    gradient, by half of it; that of 2.13 is compared in every layout. 2.12 was not tried."""
+    """Why blocks with experts are not compiled on ``device``; "" where they are.
+
+    On an H100 with torch 2.11 compiled experts in fp32 had gradients of zero (:func:`smp.kernels.returned.returned`
+    says why; an eager run on a CPU in which these are zero has that card's losses, 5.3016, 4.9659, 4.8730). What torch
+    2.11 generates for CUDA now has the right gradients in Triton's interpreter; on a GPU ``tests/gpu/test_features.py``
+    has yet to show it. On a CPU torch 2.11 generates another gradient for routers with sigmoid scores, off by half of
+    it; 2.13 is compared in every layout. 2.12 was not tried."""
     if device.type == "cuda":
         return "on CUDA torch 2.11 made wrong gradients of them, and what repairs that has not run on a GPU yet"
-    if torch.__version__ < "2.13":  # a version, not a text
+    if torch.__version__ < "2.13":  # TorchVersion compares as a version, not as text
         return f"torch {torch.__version__} is before 2.13: that of 2.11 made wrong gradients of their routers"
     return ""
 
@@ -187,28 +195,33 @@ class RunSetup:
 
 
 def setup_beside(config: Config, setup: RunSetup, *, documents: bool, trim: bool) -> RunSetup:
-    """For a second model in the layout of ``config``, which that of ``setup`` is; arguments as of
-    :func:`choose_backends`, ``trim``: sequences of any length come."""
+    """The set-up for a second model, such as a teacher, in the layout of ``config``, on the process groups of
+    ``setup``. Arguments as in :func:`choose_backends`; ``trim``: sequences may have any length."""
     context, length = setup.context, config.data.seq_length
     assert length is not None, "resolved before"
     shorter = (1, max(length - 1, 1)) if trim else ()
     kernels, _ = choose_backends(config, context, setup.device, documents=documents, other_lengths=shorter)
+    # The meshes are shared; kernels and the pipeline's plan depend on the second model's own sizes.
     layout = Layout.from_config(config.parallel, context.world_size)
     return replace(setup, kernels=kernels, plan=plan_pipeline(config, layout) if layout.pp > 1 else None)
 
 
 def build_model(config: Config, setup: RunSetup) -> Model:
-    """A model with initial weights. Built without memory, sharded, and only then filled: no rank ever holds more than
-    its part."""
+    """A model with initial weights. It is built on the meta device and sharded, and only then filled, so that no rank
+    ever holds more than its shard."""
     model = assemble(config, setup)
     experts = compiles_experts(setup.device)
+    # FSDP wraps layers that are tensor parallel by construction. The optimizer comes later: FSDP
+    # replaces the parameters.
     parallelize(model, setup.context, config.parallel, setup.offload, compile_experts=experts)
+    # Keyed by (seed, parameter name), so each rank draws its own shard and all layouts start from
+    # equal bits.
     model.draw(setup.device, config.training.seed)
     return model
 
 
 def assemble(config: Config, setup: RunSetup) -> Model:
-    """This rank's parts of the model, without memory and not yet sharded.
+    """This rank's stages of the model, on the meta device and not yet sharded.
 
     Raises:
         ConfigError: the model cannot do what the layout asks of it.
@@ -250,7 +263,8 @@ def foreign_model(config: Config, context: ParallelContext, kernels: Kernels) ->
 
 
 def build_forward_backward(config: Config, setup: RunSetup, model: Model) -> ForwardBackward:
-    """Through the pipeline, or without one by accumulation."""
+    """How micro-batches go through the model: by the pipeline's schedule, or without a pipeline by gradient
+    accumulation."""
     if setup.plan is None:
         return Accumulation(model, config.parallel.data_parallel_sharding_strategy)
     context, staged = setup.context, require_stages(model, "--pipeline-model-parallel-size")
@@ -267,6 +281,7 @@ def build_generator(config: Config, setup: RunSetup, model: Model, *, batch_size
     parallelism it makes process groups: one serves for the whole run."""
     plan, stages = setup.plan, None
     if plan is not None:
+        # By stage: its chunk of the model and the pipeline rank that has it.
         stages = [(part, plan.training.rank_of(stage)) for stage, part in enumerate(plan.parts)]
     dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
     with setup.making_groups():

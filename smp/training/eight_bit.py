@@ -13,7 +13,7 @@ from smp.layers.fp8.apply import Fp8, fp8_layers
 from smp.layers.fp8.scaling import Precision
 
 _TENSOR_CORES = (8, 9)
-"""The first compute capability with FP8 products, Ada's; those with scales of rows came with Hopper."""
+"""First compute capability with FP8 matrix products: Ada, sm_89. Scales of rows came with Hopper, sm_90."""
 _ROWS = (9, 0)
 
 
@@ -30,6 +30,7 @@ def fp8_of(config: Config) -> Fp8 | None:
 
 def layers_without_fp8(config: Config, model: nn.Module) -> set[str]:
     """Names of the linear layers in blocks that compute as without FP8."""
+    # Blocks at the ends may stay in bf16 (--first-last-layers-bf16).
     blocks = {f"layers.{i}" for i in layers_in_bf16(config.parallel, config.model.num_layers)}
     return {name for name in fp8_layers(model) if ".".join(name.split(".")[:2]) in blocks}
 
@@ -85,6 +86,7 @@ def _recipe(config: Config) -> str:
 def _check_device(config: Config, device: torch.device) -> None:
     parallel = config.parallel
     needed = _ROWS if parallel.fp8_recipe == "rowwise" else _TENSOR_CORES
+    # Tuples compare by major, then minor.
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= needed:
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"

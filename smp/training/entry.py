@@ -39,6 +39,7 @@ def run_command(
     try:
         link = Link.of_environment()
         process = replace(Process.from_environment(), link=link)
+        # The rank first: an error below is told by rank 0 alone.
         rank = process.rank
         settings, logs = read(argv, process.world_size)
         if logs is None:
@@ -47,13 +48,16 @@ def run_command(
             return code
         process.require_launcher()
         if rank == 0 and link is None:
+            # A requeued job must not leave the status of the run before.
             forget_status(status_path(logs))
         parallel = (settings if isinstance(settings, Config) else settings[0]).parallel
+        # The keeper of in-process restarts stays outside, and starts this program again as its
+        # child.
         if link is None and parallel.inprocess_restart:
             del settings  # samples that were read: those who train read them themselves
             with lasting_output():  # recovery is worth more than its lines
                 return keep(parallel, process)
-    except BrokenPipeError:  # of --help, --dry-run and --preview
+    except BrokenPipeError:  # of --help, --dry-run and --preview, such as ``| head``
         if (gone := output_gone()) is None:
             raise
         return gone
@@ -67,6 +71,7 @@ def run_command(
         try:
             return launch(settings, process)
         finally:
+            # The shutdown of the interpreter may take a while without a sign of life.
             if link is not None:
                 link.ends()
 
@@ -82,6 +87,7 @@ class _Lasting(io.FileIO):
         try:
             return super().write(data)
         except BrokenPipeError:
+            # dup2 replaces the file behind the number, also for C++ code that prints to it.
             os.dup2(self._others.pop(0), self.fileno())  # for all who hold the descriptor
             return self.write(data)
 
@@ -118,7 +124,8 @@ def _lasting(stream: TextIO, *others: TextIO) -> TextIO:
 
 
 def _descriptor(stream: TextIO) -> int | None:
-    """None: it is no file of the system, such as a notebook's, or an object of the user's that writes to two files."""
+    """The file descriptor of a stream; None: it has none, such as a notebook's, or an object of the user's that writes
+    to two files."""
     try:
         return stream.fileno()
     except (AttributeError, OSError, ValueError):

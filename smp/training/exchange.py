@@ -15,7 +15,7 @@ from smp.layers.context_parallel.cost import Exchanged
 from smp.layers.context_parallel.make_core import CommType
 
 DOCUMENT = 1024
-"""Tokens of a document, for the cost model, which has to choose before data are read."""
+"""Assumed tokens of a document, for the cost model, which chooses before data are read."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def exchange_of(config: Config, device_type: str) -> Exchange:
         choice = choose_comm_type(
             exchanged(config),
             data.seq_length,
+            # Tensor parallelism takes GPUs of the node: fewer ring neighbours are on it.
             replace(machine, local=max(1, machine.local // parallel.tensor_model_parallel_size)),
             _seen(config),
             whole_only=parallel.compile and data.reset_attention_mask,
@@ -68,15 +69,17 @@ def exchange_of(config: Config, device_type: str) -> Exchange:
 
 
 def _seen(config: Config) -> Counter[Seen]:
-    """What a token sees, and in how many layers."""
+    """Layers by what a token of them sees: window and length of a document or chunk."""
     model, data = config.model, config.data
     assert data.seq_length is not None, "resolved before"
     document = min(DOCUMENT, data.seq_length) if data.reset_attention_mask else None
     found = Counter[Seen]()
     for attention in (mixer for spec in layer_specs(model) for mixer in spec.mixers):
+        # Recurrences exchange states, not keys.
         if isinstance(attention, Recurrence):
             continue
         chunk = None if attention.chunk is None or attention.chunk >= data.seq_length else attention.chunk
+        # A document inside a chunk ends first, or the chunk does.
         shorter = min((size for size in (document, chunk) if size is not None), default=None)
         found[Seen(attention.window, shorter)] += 1
     return found
@@ -106,10 +109,12 @@ def recurrence_exchange(config: Config) -> tuple[Literal["states", "heads"], lis
     mixers = (mixer for spec in layer_specs(config.model) for mixer in spec.mixers)
     mixer = next((mixer for mixer in mixers if isinstance(mixer, Recurrence)), None)
     cp = parallel.context_parallel_size
+    # Attention only, or whole sequences: nothing is exchanged for recurrences.
     if mixer is None or cp == 1:
         return "states", []
     states, heads = recurrence_bytes(config, mixer)
     own = mixer.key_heads // parallel.tensor_model_parallel_size
+    # Each rank needs whole heads.
     shared = own > 0 and own % cp == 0
     by_heads = kind == "a2a" or (kind == "auto" and shared and heads < states)
     what = "heads for tokens" if by_heads else "states"
@@ -127,9 +132,13 @@ def recurrence_bytes(config: Config, mixer: Recurrence) -> tuple[int, int]:
     cp, tp, b = parallel.context_parallel_size, parallel.tensor_model_parallel_size, 2 if parallel.bf16 else 4
     rows, heads = config.rows_per_micro_batch, mixer.value_heads // tp
     channels = 2 * mixer.own_keys(tp) + mixer.own_values(tp)
+    # A state is passed on as a decay times the state: for delta rules a (key_dim, key_dim) matrix.
     factor = 1 if isinstance(mixer, MambaMixer) else mixer.key_dim**2
+    # States are fp32: 4 bytes.
     state = 4 * heads * (mixer.key_dim * mixer.value_dim + factor)
     pieces = 2 * rows * (cp - 1)  # two on each process, of each sequence
     numbers = 1 + (mixer.key_dim if isinstance(mixer, KimiDeltaMixer) else 1)  # of a head in fp32: rate and decays
+    # Both inputs and outputs of the recurrence are exchanged: heads for tokens, and back.
     there, back = b * channels + 4 * numbers * heads, b * heads * mixer.value_dim
+    # The convolution's last conv - 1 tokens of a piece are sent as well.
     return pieces * (state + (mixer.conv - 1) * channels * b), rows * length // cp * (cp - 1) * (there + back) // cp

@@ -20,8 +20,8 @@ Matrices = tuple[Callable[[str], Form], Callable[[str, Sequence[int], torch.Tens
 
 
 def fill_from_folder(model: Model, folder: str, leave: Collection[str] = ()) -> list[str]:
-    """Fill a model, which has memory, with the weights of a Hugging Face folder; returns what the user should hear.
-    Adapters, and of a model that transformers computes tensors in ``leave``, stay as they are.
+    """Fill a model, which has memory, with the weights of a Hugging Face folder; returns notes for the user. Adapters
+    stay as they are, and so do the tensors in ``leave``, if transformers computes the model.
 
     Raises:
         CheckpointError: on all ranks, when they cannot be read or are of another model.
@@ -37,7 +37,8 @@ def fill_from_folder(model: Model, folder: str, leave: Collection[str] = ()) -> 
 
 
 def fill_foreign(model: Model, load: str, opened: Callable[[], Weights], leave: Collection[str] = ()) -> list[str]:
-    """The same from what --load names, a folder of either kind; ``opened`` opens one of this project."""
+    """Fill a model from what --load names: a Hugging Face folder, or a checkpoint, which ``opened`` opens. Returns
+    notes for the user."""
     if is_hf_folder(load):
         return fill_from_folder(model, load, leave)
     return load_weights(model, opened, leave={*_of_adapters(model), *leave})
@@ -45,8 +46,8 @@ def fill_foreign(model: Model, load: str, opened: Callable[[], Weights], leave: 
 
 @contextmanager
 def stored_matrices(model: Model, load: str, opened: Callable[[], Weights]) -> Iterator[Matrices]:
-    """(shape and dtype by a tensor's name, reads a box of one) of what --load names, for weights that are rounded on
-    the way. Both raise CheckpointError for a tensor that is not there."""
+    """(shape and dtype by a tensor's name, reads a slice of one tensor) of what --load names, for weights that are
+    quantized while they are loaded. Both raise CheckpointError for a tensor that is not there."""
     if model.config.is_foreign and is_hf_folder(load):
         from smp.hf.loading.stored_tensors import StoredTensors
         from smp.hf.run.model import TransformersModel
@@ -65,14 +66,15 @@ def stored_matrices(model: Model, load: str, opened: Callable[[], Weights]) -> I
 
 
 def begin_foreign_magnitudes(model: Model) -> None:
-    """Of adapters with DoRA, when there are weights."""
+    """Initialize the DoRA magnitudes of a model's adapters. They are norms of rows of the weights, which have to be
+    loaded before."""
     from smp.hf.run.lora import begin_norms
 
     begin_norms(model)
 
 
 def begin_foreign_scores(model: Model, seed: int) -> None:
-    """Of a reward model that is made of a language model."""
+    """Initialize the scalar output layer of a reward model made of a language model."""
     from smp.hf.run.model import TransformersModel
 
     cast(TransformersModel, model).draw_scores(seed)

@@ -20,6 +20,7 @@ from smp.training.tuning.adapter_files import ADAPTER, companions_of, open_adapt
 
 HF_MODEL = "hf_model"
 """Folder next to the checkpoints of a run with the model of its end."""
+# Files that are read and written at the same time.
 _WORKERS = 2
 
 
@@ -48,6 +49,7 @@ def export_hugging_face(config: Config, iteration: int, progress: Callable[[], N
     checkpoint = config.checkpoint
     assert checkpoint.save is not None, "checked before"
     save = Path(checkpoint.save)
+    # Adapter checkpoints hold the adapters only: the model's weights are still in --load.
     source = Path(str(checkpoint.load)) if config.has_adapters else save / iteration_name(iteration)
     opened = open_checkpoint(source)
     opened = replace(opened, reference=companions_of(save) or opened.reference)
@@ -55,11 +57,14 @@ def export_hugging_face(config: Config, iteration: int, progress: Callable[[], N
     with opened.weights as weights:
         if config.has_adapters:
             weights = MergedWeights(weights, open_adapters(save / ADAPTER, opened), None)
+        # Merged weights keep the dtype of the files of --load, so that an untouched tensor stays
+        # equal to the bit.
         rounded = config.parallel.bf16 and not config.has_adapters
         if config.model.is_foreign:
             _write_foreign(opened, weights, fresh, torch.bfloat16 if rounded else None)
             return _in_place(folder, fresh)
         target = make_target("hf", replace(opened, weights=weights), dtype=torch.bfloat16 if rounded else None)
+        # What a half-written folder has to agree with, for ``write`` to go on in it.
         options = [iteration, config.has_adapters, rounded]
         if fresh.exists():  # complete, and not in its place yet
             shutil.rmtree(fresh)
@@ -79,6 +84,7 @@ def _write_foreign(opened: Opened, weights: Weights, fresh: Path, dtype: torch.d
 def _in_place(folder: Path, fresh: Path) -> Path:
     """Give ``fresh``, which is complete, its name."""
     try:
+        # A folder cannot be renamed onto one that is not empty.
         if folder.exists():  # of an earlier end of this run
             shutil.rmtree(folder)
         fresh.rename(folder)

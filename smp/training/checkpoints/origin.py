@@ -45,8 +45,11 @@ class Origin:
         if load in (None, "auto") or settings.save is None:
             return None
         assert load is not None
+        # The same folder in --load and --save is a plain resume, which needs no origin.
         if settings.ckpt_step is None and not tuning and same_folder(open_folder(load), open_folder(settings.save)):
             return None
+        # Credentials in a URL may be others at the next start, and must not be written into a
+        # checkpoint.
         given = str(without_credentials(load))
         folder = given if "://" in load else os.path.abspath(load)
         return Origin(given, folder, tuning or settings.finetune, settings.ckpt_step)
@@ -57,6 +60,7 @@ class Origin:
         said = extra.get(ORIGIN)
         try:
             return Origin(**said) if isinstance(said, dict) else None
+        # Fields of a newer version, or none of this one: as if nothing was noted.
         except TypeError:
             return None
 
@@ -76,6 +80,7 @@ class Origin:
 def resuming(config: Config) -> Config:
     """The settings of the same run that goes on from its own checkpoints."""
     if config.objective is not None:
+        # Fine-tuning: --load stays the base model, and --resume goes on from --save.
         return replace(config, checkpoint=replace(config.checkpoint, resume=True))
     own = replace(config.checkpoint, load="auto", finetune=False, load_optim=True, ckpt_step=None)
     return replace(config, checkpoint=own)

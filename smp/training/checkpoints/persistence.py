@@ -37,15 +37,15 @@ from smp.training.checkpoints.saved_run import SavedRun
 from smp.training.trainer import Progress
 
 CARRIED = "rollouts."
-"""What names of tensors begin with that are of the source of batches, see ``smp.training.rollouts.source``."""
+"""Prefix of tensors that belong to the source of batches, see ``smp.training.rollouts.source``."""
 
 REFERENCE = "reference."
-"""And of a reference model that moves, see ``smp.training.objectives.reference``."""
+"""Prefix of tensors of a reference model that changes during training, see ``smp.training.objectives.reference``."""
 
 
 class Kept(NamedTuple):
-    """Tensors that checkpoints have besides those of the model and its optimizer: themselves, which loading fills, and
-    the real rows of padded ones."""
+    """Tensors that checkpoints have in addition to those of the model and its optimizer: the tensors, which loading
+    fills, and the number of real rows of those that are padded."""
 
     tensors: Mapping[str, torch.Tensor] = {}
     logical_rows: Mapping[str, int] = {}
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
 
 _NOTHING_ELSE = Kept()
 _FINETUNE = "finetune"
-"""Settings of a fine-tuning run in ``extra``, besides those that it shares with pretraining."""
+"""Key in ``extra`` of the settings that only a fine-tuning run has."""
 
 _OWN = (
     *(
@@ -64,11 +64,13 @@ _OWN = (
     *("load", "ckpt_step", "tokenizer_model", "chat_template", "apply_chat_template", "mask_prompt"),
     *("freeze_vision_model", "freeze_projector", "freeze_language_model", "train_epochs"),
 )
-"""Those of them that a resume compares."""
+"""Names of the settings under ``_FINETUNE`` that a resume compares."""
 
 _ORDER = ("seed", "split", "seq_length", "packing", "data_path", "mock_data")
 """Settings that the order of the data is a function of."""
 
+# The same run may be resumed with another number of epochs or dropout, and from another copy of its
+# base model.
 _RUN = tuple(name for name in _OWN if name not in ("load", "ckpt_step", "train_epochs", "lora_dropout"))
 """Settings of a fine-tuning run that tell it from another one that begins from the same model."""
 
@@ -79,8 +81,8 @@ _COURSE = (
     *("fp8_format", "fp8_recipe", "fp8_amax_compute_algo", "fp8_emulate", "first_last_layers_bf16"),
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
 )
-"""Settings, besides those of the model, that may change on a resume, but what is trained from there on is another
-thing."""
+"""Settings, in addition to the model's, that may change on a resume but change what is trained from then on: each
+change is noted."""
 
 
 def run_state(
@@ -91,12 +93,16 @@ def run_state(
     validation_loss: float | None,
     origin: Origin | None = None,
 ) -> dict[str, Any]:
-    """Arguments of ``checkpoint.save``: the tensors, what else a resume needs, and the padded rows. ``validation_loss``
-    is that of exactly these weights, if it was measured; ``origin`` is where the run began."""
+    """Arguments of ``checkpoint.save``: the tensors, ``extra`` for a resume, and the numbers of real rows of padded
+    tensors. ``validation_loss`` is that of exactly these weights, if it was measured; ``origin`` is where the run
+    began."""
     frozen = not config.has_adapters  # they are saved without the model that they belong to
     tensors, own_steps = checkpoint.training_state(model, optimizer, frozen=frozen)
+    # Delayed scaling: the next step's FP8 scales come from these maxima, so a resume without them
+    # differs.
     if (history := fp8_history(model)) is not None:
         tensors |= history.state()
+    # Scalars (Adam's step counts) go to the manifest: safetensors holds the tensors.
     steps = {name: step for part in gather(own_steps) for name, step in part.items()}  # pipeline ranks hold parts
     extra = {
         "progress": _noted(progress),
@@ -108,6 +114,7 @@ def run_state(
         **noted_settings(config),
     }
     if not frozen:
+        # alpha / rank is not in the tensors A and B, and without it an adapter cannot be used.
         scales = gather({name: adapter.alpha / adapter.rank for name, adapter in adapters_of(model).items()})
         extra["adapters"] = {name: scale for part in scales for name, scale in part.items()}
     rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
@@ -115,13 +122,14 @@ def run_state(
 
 
 def _noted(progress: Progress) -> dict[str, Any]:
-    """Without what only a run with --spike-policy has: others need not know it."""
+    """The counters as a dictionary. ``spikes`` is left out where it is None, so that programs older than --spike-policy
+    can read the checkpoint."""
     return {name: value for name, value in asdict(progress).items() if not (name == "spikes" and value is None)}
 
 
 def noted_settings(config: Config) -> dict[str, dict[str, Any]]:
-    """What a checkpoint says of the settings, by group: by pretraining's names, so that any run can compare them, and
-    of a fine-tuning run its own in addition. URLs are without credentials, which may be others in the next run."""
+    """The settings that a checkpoint records, by group: under pretraining's names, so that any run can compare them,
+    and in addition a fine-tuning run's own. Credentials are removed from URLs: they may change between runs."""
     shared = _readable(as_flat_dict(config, PRETRAIN))
     if config.model.is_foreign:  # which is no flag
         shared |= {"transformers_config": config.model.transformers_config}
@@ -135,7 +143,7 @@ def noted_settings(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def what_is_trained(config: Config) -> dict[str, Any]:
-    """The settings, by name, that tell a run from another one that begins at the same place."""
+    """The settings, by name, that tell a run from another one that begins at the same checkpoint."""
     noted = noted_settings(config)
     own = noted.get(_FINETUNE, {})
     return {name: noted["config"][name] for name in _ORDER} | {name: own[name] for name in _RUN if own}
@@ -154,8 +162,8 @@ def load_training(
     carried: dict[str, torch.Tensor],
     kept: Kept = _NOTHING_ELSE,
 ) -> tuple[Progress, list[str]]:
-    """Fill model and optimizer from ``folder``, ``carried`` with the state of what makes batches, and what else the run
-    has ``kept``; returns the progress and what to tell the user.
+    """Fill model and optimizer from ``folder``, ``carried`` with the state of the source of batches, and the tensors
+    that the run has ``kept``; returns the progress and notes for the user.
 
     With --no-load-optim the optimizer is left as it is, with --finetune the progress is none as well.
 
@@ -165,10 +173,12 @@ def load_training(
     """
     finetune = config.checkpoint.finetune
     saved = SavedRun.for_weights(manifest.extra) if finetune else SavedRun.of(manifest.extra, folder)
+    # A manifest of the data names what was read by content, so that a renamed file is not a change.
     has_manifest = saved.progress is not None and saved.progress.data is not None
     noted = noted_settings(config)
     # Without settings, as of the library's checkpoints, the weights tell whether they fit.
     trained = saved_model(saved.config, str(folder)) if "num_layers" in saved.config else config.model
+    # Raises for another architecture, before a tensor is read.
     notes = compare_models(trained, config.model, folder, weights_only=finetune)
     if finetune:
         loading = load_weights(model, lambda: SmpWeights(folder, manifest, trained))
@@ -181,6 +191,8 @@ def load_training(
     notes = [*notes, *without]
     if not config.checkpoint.load_optim and saved.progress is not None:
         if (history := fp8_history(model)) is not None:  # of layers, not of the optimizer
+            # The history belongs to the layers' FP8 scales: it is loaded also where the optimizer
+            # starts anew.
             load_from(folder, manifest, scales, allow_unread=True)
             history.restored()
         return saved.progress, [*notes, *load_weights(model, lambda: SmpWeights(folder, manifest, config.model))]
@@ -191,8 +203,11 @@ def load_training(
     frozen = not config.has_adapters
     tensors, _ = checkpoint.training_state(model, optimizer, frozen=frozen)
     rows = checkpoint.collect_logical_rows(model, optimizer, frozen=frozen)
+    # Not known to the run before it reads the manifest: their shapes change with what was under
+    # way.
     own = {name: entry for name, entry in manifest.tensors.items() if name.startswith(CARRIED)}
     carried |= {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in own.items()}
+    # A checkpoint of before the reference model was saved: the run goes on with that of --load.
     reference = kept.tensors if any(name.startswith(REFERENCE) for name in manifest.tensors) else {}
     if kept.tensors and not reference:
         notes = [*notes, "note: the checkpoint was saved without a reference model: it is the model of --load again"]
@@ -201,23 +216,26 @@ def load_training(
         manifest,
         {**tensors, **scales, **carried, **reference},
         logical_rows={**rows, **(kept.logical_rows if reference else {})},
+        # Tensors under these prefixes need not be asked for; any other unread tensor is an error.
         allow_unread=(HISTORY, REFERENCE),
     )
     if (history := fp8_history(model)) is not None:
         history.restored()
+    # The step counts are in ``extra``, not among the tensors.
     checkpoint.restore_optimizer_scalars(model, optimizer, saved.optimizer_steps)
     before, now = manifest.extra.get(_FINETUNE), noted.get(_FINETUNE, {})
     return saved.progress, [*notes, *_changed(before if isinstance(before, dict) else {}, now, now)]
 
 
 def _known_scales(manifest: Manifest, model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """(this run's history of scales, to be loaded, what to tell the user). One that the checkpoint does not have, or
-    of another length, is left empty: it fills again. Every rank calls it."""
+    """(this run's history of FP8 scales, which is to be loaded, notes for the user). A history that the checkpoint
+    lacks, or that has another length, is left empty and fills again. Every rank calls it."""
     history = fp8_history(model)
     if history is None:
         return {}, []
     state = history.state()
     fits = all(n in manifest.tensors and manifest.tensors[n].shape == tuple(t.shape) for n, t in state.items())
+    # Over all ranks: a pipeline rank whose layers fit must not load while another starts anew.
     if all(gather(fits)):
         return state, []
     if any(name.startswith(HISTORY) for name in manifest.tensors):
@@ -251,7 +269,9 @@ def _check_history(folder: Folder, manifest: Manifest, saved: SavedRun, model: n
         )
     here = {n: _kind(m.rank, m.alpha / m.rank) for n, m in adapters_of(model).items()}
     here = {name: kind for part in gather(here) for name, kind in part.items()}  # pipeline ranks hold parts
+    # (rank, in), for stacked experts (experts, rank, in)
     ranks = {n: manifest.tensors[t].shape[-2] for n in saved.adapters if (t := f"model.{n}.lora.a") in manifest.tensors}
+    # Scales are written with 6 digits below, so a sum in another order is no difference.
     there = {name: _kind(rank, saved.adapters[name]) for name, rank in ranks.items()}
     for name in sorted({*here, *there}):
         before, now = there.get(name, "none"), here.get(name, "none")
@@ -269,16 +289,18 @@ def _kind(rank: int, scale: float) -> str:
 def compare_settings(
     saved: Mapping[str, Any], config: Config, settings: Mapping[str, Any], has_manifest: bool = False
 ) -> list[str]:
-    """A line for each setting that changed what a resumed run trains, other than the model's. A manifest of the data
-    tells apart what was read and what was not by itself, whatever the files are called."""
+    """A line for each setting that changed what a resumed run trains, other than the model's. With a manifest of the
+    data, paths need not be equal: it tells by itself what was read and what was not."""
     known = {"data_path"} if has_manifest else set()
     if config.objective is not None and config.data.valid_data_path is not None:
         known.add("split")  # it divides nothing
     order = [name for name in _ORDER if name not in known]
     notes = [f"{line}: the data order changes" for line in _changed(saved, settings, order)]
     constant = settings["lr_decay_style"] == "constant"
+    # A constant learning rate ignores lr_decay_iters.
     notes += _changed(saved, settings, [name for name in _COURSE if not (name == "lr_decay_iters" and constant)])
     before, now = saved.get("global_batch_size"), settings["global_batch_size"]
+    # With --train-samples the length counts samples, which a changed batch size does not touch.
     if before not in (None, now) and config.training.train_samples is None:
         notes.append(
             f"note: global_batch_size was {before} in the checkpoint and is {now} now: iterations already done count "
@@ -299,6 +321,8 @@ def compare_models(trained: ModelConfig, asked: ModelConfig, load: object, *, we
     """
     kept = asked.mtp_num_layers
     fewer = weights_only and (kept or 0) < (trained.mtp_num_layers or 0)
+    # Weights only: a model may be loaded without some of the multi-token prediction layers it was
+    # trained with.
     name = misfit(replace(trained, mtp_num_layers=kept) if fewer else trained, asked)
     if name is not None:
         now = f"{flag_of(name)} {getattr(trained, name)}, this run has {getattr(asked, name)}"
@@ -315,6 +339,8 @@ def _check_optimizer(saved: Mapping[str, Any], settings: Mapping[str, Any], reme
 
 
 def _state_kind(settings: Mapping[str, Any]) -> str:
+    # Kinds whose state tensors have different names or dtypes, so that one cannot be loaded as
+    # another.
     if settings.get("optimizer") == "muon":
         return "--optimizer muon"
     if settings.get("optimizer") != "sgd":

@@ -41,7 +41,7 @@ class SavedRun:
 
     @staticmethod
     def for_weights(extra: Mapping[str, Any]) -> SavedRun:
-        """What of ``extra`` helps a caller that takes only the weights; nothing is required of it."""
+        """The record as far as it is readable, for a caller that takes only the weights; nothing in it is required."""
         try:
             return SavedRun.of(extra, "")
         except CheckpointError:
@@ -63,6 +63,7 @@ def _progress(saved: Any, where: object) -> Progress | None:
     return Progress(**saved)
 
 
+# ``type`` and not isinstance: JSON's true is an int in Python, and no number of steps.
 def _are_numbers(values: Any) -> bool:
     return isinstance(values, dict) and all(type(n) in (int, float) for n in values.values())
 
@@ -82,6 +83,7 @@ def _is_blend(phases: Any) -> bool:
     try:
         sources = [source for phase in phases for source in phase["sources"]]
         starts = all(_is_count(phase["start"]) for phase in phases)
+        # Any error of form below means that it is not one of ours.
         read = all(isinstance(s["key"], str) and _is_count(s["offset"]) for s in sources)
         weights = all(_is_count(s["weight"]) and s["weight"] > 0 for s in sources)
         read = read and weights and all(phase["sources"] for phase in phases)

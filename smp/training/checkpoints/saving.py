@@ -44,7 +44,7 @@ _NOTHING_ELSE = Kept()
 
 
 class RunCheckpoints:
-    """Loads, saves and prunes a run's checkpoints. Every rank has one and calls the same methods.
+    """Loads, saves and prunes a run's checkpoints. Every rank has one and calls the same methods in the same order.
 
     Args:
         in_memory: what this run has left in memory when it was started before, if it has.
@@ -60,8 +60,10 @@ class RunCheckpoints:
         self.from_memory = False
         self._origin = Origin.asked(config)
         self.root = None if config.checkpoint.save is None else open_folder(config.checkpoint.save)
+        # Iteration of the newest checkpoint that --save holds of this state; -1: none.
         self.saved_at = -1
         self._lock: RunLock | None = None
+        # ``_made_root``: a run that fails at the start removes the folder again, if it is empty.
         self._made_root = self._goes_on = False
         self._saver: checkpoint.AsyncSaver | None = None
         self._clock = SaveClock(config.checkpoint)
@@ -71,6 +73,7 @@ class RunCheckpoints:
         """The state of what makes batches, from the checkpoint that was loaded."""
         if self.root is None:
             return
+        # Rank 0 takes the lock and cleans up; an error there is raised on all ranks.
         try:
             for line in on_rank_zero(self._take_root, CheckpointError):
                 say(line)
@@ -81,6 +84,7 @@ class RunCheckpoints:
             self._goes_on = self._has_begun()
             if self._goes_on:
                 self.config = resuming(config)
+            # A copy in memory means that the job was started before: what is in --save is its own.
             if in_memory is None:
                 self._refuse_what_is_there()
         except BaseException:
@@ -115,7 +119,7 @@ class RunCheckpoints:
         if root is None or origin is None or self.config.resume_from == "auto":
             return False
         trained = what_is_trained(self.config)
-        # One rank looks, so that all decide the same: listings of a network file system may differ between nodes.
+        # One rank lists, so that all decide the same: a network file system may show nodes different listings.
         other = on_rank_zero(lambda: has_begun(root, origin, trained), CheckpointError)
         if other:
             flags = ", ".join(map(flag_of, other))
@@ -130,14 +134,15 @@ class RunCheckpoints:
         return "--load auto" if self.config.objective is None else "--resume"
 
     def load(self, model: Model, optimizer: torch.optim.Optimizer, kept: Kept = _NOTHING_ELSE) -> Progress:
-        """Fill model and optimizer from what --load names, and what else is ``kept``, which is saved from now on;
-        returns where to start.
+        """Fill model, optimizer and the ``kept`` tensors, which are saved from now on, from what --load names; returns
+        the progress to start from.
 
         Raises:
             ConfigError: there is no such checkpoint, it is of another architecture, or --save holds newer ones.
             CheckpointError: it cannot be read, or all that there are are damaged.
         """
 
+        # Called for one checkpoint after the other, newest first, until one is not damaged.
         def restore(folder: Folder, manifest: Manifest) -> tuple[Progress, list[str]]:
             self.carried.clear()  # of one that turned out to be damaged
             loaded = load_training(folder, manifest, self.config, model, optimizer, self.carried, kept)
@@ -162,21 +167,24 @@ class RunCheckpoints:
             self.say(f"resumed from {found[0]} at iteration {progress.iteration}")
         for line in notes:
             self.say(line)
+        # After loading: only now is the iteration known that --save is compared with.
         self._look_for_newer(progress.iteration)
         return progress
 
     def _load_from_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress | None:
-        """What the nodes have kept, unless --save has newer; None where there is nothing whole."""
+        """Load the newest copy in the nodes' memory, unless --save has a newer checkpoint; None where no copy is
+        complete."""
         if self._in_memory is None:
             return None
         folder, manifest = self._in_memory
         root, iteration = self.root, int(manifest.extra["progress"]["iteration"])
+        # complete() lists the newest first.
         newest = [] if root is None else on_rank_zero(lambda: complete(root)[:1], CheckpointError)
         if newest and iteration_of(newest[0]) > iteration:
             self.say(f"--save {root} holds {newest[0]}, newer than the copy in memory of iteration {iteration}")
             self.config = resuming(self.config)  # what is there is this job's: its copy says that it was started before
             return None
-        # All of it, whatever the first start took of --load.
+        # With optimizer and counters, also where the first start took only weights from --load.
         settings = replace(self.config.checkpoint, finetune=False, load_optim=True)
         try:
             config = replace(self.config, checkpoint=settings)
@@ -186,6 +194,7 @@ class RunCheckpoints:
             self.say(f"WARNING: the copy in memory cannot be read: {error}")
             if newest:
                 self.config = resuming(self.config)
+            # Back to the ordinary way: --load, or what --save holds.
             return None
         self._origin, self.from_memory = Origin.noted(manifest.extra) or self._origin, True
         if newest and iteration_of(newest[0]) == iteration:
@@ -214,6 +223,7 @@ class RunCheckpoints:
         step = None if load == "auto" else settings.ckpt_step  # a fine-tuning run's is that of the model in --load
         root = self.root if load == "auto" else open_folder(load)
         assert root is not None
+        # A manifest lies in a checkpoint's own folder; a run's folder has one folder per iteration.
         if on_rank_zero(lambda: root.size(MANIFEST) is not None, CheckpointError):
             if step is not None:
                 raise ConfigError(f"--ckpt-step {step}: --load {load} is one checkpoint already")
@@ -248,7 +258,7 @@ class RunCheckpoints:
             self._look_for_newer(0)
 
     def _refuse_another_history(self, source: Folder) -> None:
-        """A run that starts from ``source`` and saves elsewhere must find no checkpoints there."""
+        """Raise ConfigError if a run that starts from ``source`` finds other checkpoints in --save."""
         if self.root is None or same_folder(source, self.root) or same_folder(source, self.root.child(source.name)):
             return
         root = self.root
@@ -259,8 +269,8 @@ class RunCheckpoints:
             )
 
     def _look_for_newer(self, iteration: int) -> None:
-        """Note whether --save holds this iteration. Newer ones are refused: two histories in one folder would be mixed
-        up by the next restart."""
+        """Remember whether --save holds this iteration. Newer checkpoints are refused: two histories in one folder
+        would be mixed up by the next restart."""
         if self.root is None:
             return
         root = self.root
@@ -296,6 +306,7 @@ class RunCheckpoints:
         Raises:
             LockLostError: another job has taken the folder.
         """
+        # At most one save is under way.
         self._wait()
         if (root := self.root) is None:
             return
@@ -310,7 +321,7 @@ class RunCheckpoints:
         self._clock.saved(time.perf_counter() - started)
 
     def _tell_size(self, root: Folder, state: Mapping[str, torch.Tensor]) -> None:
-        """Before the first save: what a checkpoint takes, and what there is."""
+        """Before the first save, tell how large a checkpoint is and how much space there is."""
         if self._told_size:
             return
         self._told_size = True
@@ -330,6 +341,7 @@ class RunCheckpoints:
     ) -> None:
         """Return when the last iteration is saved, or raise CheckpointError."""
         self._wait()
+        # The last step was saved already, by --save-interval.
         if self.root is None or self.saved_at == progress.iteration:
             return
         self._is_last = True
@@ -348,11 +360,14 @@ class RunCheckpoints:
         check = (lambda: None) if lock is None else lock.check
         # Before anything is written: another job may have the folder by now.
         on_rank_zero(check, CheckpointError)
+        # Async: the folder is published, and old ones pruned, by the writer once the files are
+        # complete.
         if self._saver is not None:
             arguments |= {"latest_in": root, "retention": keep}
             checkpoint.async_save(folder=folder, saver=self._saver, lock=lock, **arguments)
             return None
         notes = checkpoint.save(folder=folder, lock=lock, **arguments)
+        # Rank 0 alone publishes, after ``save`` has returned on all ranks: every file is there.
         notes = on_rank_zero(lambda: notes + publish(root, folder, keep, check), CheckpointError)
         return checkpoint.Saved(folder, time.perf_counter() - started, tuple(notes))
 
@@ -363,6 +378,7 @@ class RunCheckpoints:
             # Two jobs in one folder would destroy each other's checkpoints: this one ends.
             raise
         except CheckpointError as error:
+            # -1: ``finish`` tries the last iteration again.
             self._failure, self.saved_at = str(error), -1
             if not self._is_last:  # which is an error of the run
                 self.say(f"ERROR: {error}; training goes on without this checkpoint")
@@ -373,14 +389,15 @@ class RunCheckpoints:
                 self.say(line)
 
     def close(self) -> None:
-        """Wait for a background save without the other ranks, and let others use the folder. A run that could not start
-        leaves none behind."""
+        """Wait for a background save without the other ranks, and release the folder. A run that could not start
+        removes the folder it has made."""
         try:
             if self._saver is not None:
                 self._saver.close()
         finally:
             if self._lock is not None:
                 self._lock.release()
+            # Only an empty folder, and best effort: the run is over either way.
             with contextlib.suppress(OSError):
                 if self._made_root and self.root is not None and not self.root.names():
                     self.root.remove()
@@ -389,6 +406,7 @@ class RunCheckpoints:
 def try_save(config: Config, say: Callable[[str], None]) -> None:
     """Take the folder of --save and give it back, in one process before there is a group of them: what refuses the run
     is found before the data are read. Arguments and errors as of :class:`RunCheckpoints`."""
+    # Without the writer process, which takes seconds to start.
     no_writer = replace(config, checkpoint=replace(config.checkpoint, async_save=False))
     try:
         RunCheckpoints(no_writer, say).close()
@@ -398,4 +416,6 @@ def try_save(config: Config, say: Callable[[str], None]) -> None:
 
 def _retention(settings: CheckpointConfig) -> Retention | None:
     last, every, best = settings.keep_last_k, settings.save_retain_interval, settings.keep_best_k
+    # --keep-best-k or an interval alone still keeps the newest two: with one, a damaged newest
+    # would leave none.
     return None if last is every is best is None else Retention(last or 2, every, best)

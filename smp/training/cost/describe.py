@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def describe(config: Config, world_size: int) -> str:
-    """Settings, mesh, parameters and memory.
+    """The resolved settings, and the mesh, parameters and memory of a run, as text.
 
     Text that --config reads back: what is no setting is a comment, and the recipe trains.
     """
@@ -48,7 +48,9 @@ def describe(config: Config, world_size: int) -> str:
     tuned = tuned_parts(config, layout)
     memory, steps = largest_memory(config, layout, CHUNK_BYTES["cuda"], plan, tuned), tried_steps(config, layout, plan)
     tflop = training_flops_per_token(config.model, length, vocab) / 1e12
-    # What --config is to read back trains: without the flags that only ask.
+    # The recipe is to train when --config reads it back: without the flags that only ask.
+    # Of two settings of which one follows from the other, the one that was typed is kept: both
+    # would be refused.
     training = replace(config.training, dry_run=False, suggest=None)
     if training.train_samples is not None:  # from which the iterations follow
         training = replace(training, train_iters=None)
@@ -97,7 +99,7 @@ def describe(config: Config, world_size: int) -> str:
 
 
 def _experts(config: Config, layout: Layout, active: int) -> list[str]:
-    """What a token uses of a model with experts, and what a process has of them."""
+    """Lines on the active parameters of a token and on a process's share of the experts; none without experts."""
     model = config.model
     if model.num_experts is None:
         return []
@@ -123,6 +125,8 @@ def _measured(steps: list[StepMeasures]) -> list[str]:
     if step.host:
         rows["on the host"] = step.host
     traffic = [(key, entry) for key, entry in sorted(step.counts.traffic.items()) if entry.calls]
+    # FLOPs count recomputation, and causal attention in full: they are not those that MFU divides
+    # by.
     return [
         f"memory of {rank}, in a step of a GPU that was run on tensors without data:",
         *(f"  {name:18s}{size / 2**30:10.3f} GiB" for name, size in rows.items()),
@@ -136,7 +140,7 @@ def _measured(steps: list[StepMeasures]) -> list[str]:
 
 
 def _left_out(config: Config) -> list[str]:
-    """What the step on tensors without data does not have."""
+    """What the step on tensors without data leaves out, as lines."""
     documents = config.data.reset_attention_mask or config.data.packing == "best-fit"
     whole = config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
     hidden = "window is" if config.model.window_size is not None else "chunks are"
@@ -147,12 +151,12 @@ def _left_out(config: Config) -> list[str]:
 
 
 def _estimated(memory: MemoryEstimate, plan: Plan | None, model: ModelConfig) -> list[str]:
-    """The formula's parts as lines."""
+    """The formula's terms as lines."""
     of = " as if its layers were plain ones, and whole on each process," if model.is_foreign else ""
     sizes = {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "most"}
     if not memory.secondary:
         del sizes["secondary"]
-    sizes["total"] = memory.total  # less than the sum: they do not all peak at once
+    sizes["total"] = memory.total  # less than the sum: not all terms peak at once
     return [
         f"memory per rank,{of} estimated:" if plan is None else "memory of the rank that needs most, estimated:",
         *(f"  {name:18s}{size / 2**30:10.3f} GiB" for name, size in sizes.items()),
@@ -160,12 +164,14 @@ def _estimated(memory: MemoryEstimate, plan: Plan | None, model: ModelConfig) ->
 
 
 def _exchanges(config: Config, layout: Layout) -> list[str]:
-    """What attention would send with each exchange that this model can use. (What auto takes, on a GPU.)"""
+    """What attention would send with each exchange that this model can use; the line of the chosen one, on a GPU, is
+    marked."""
     if layout.cp == 1:
         return []
     parallel, exchange = config.parallel, exchange_of(config, "cuda")
     of = replace(exchanged(config), heads_group=exchange.heads_group)
     both = ["a2a+p2p"] if exchange.kind == "a2a+p2p" else []
+    # Ulysses: each rank needs whole heads.
     heads = ["a2a"] if of.heads % of.cp == 0 else []
     lines = [f"context parallelism: {of.tokens:,} tokens of a micro-batch on each process; a layer's attention sends"]
     for kind in ["p2p", "all_gather", *heads, *both]:
@@ -179,12 +185,13 @@ def _offload(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned, me
     """Lines about offload; in a pipeline, on the rank that holds most micro-batches."""
     under_way = 1.0
     if plan is not None:
+        # Peaks count chunks; under_way counts micro-batches of all of a process's blocks.
         under_way = max(peak_activations(plan.training)) * layout.pp / plan.training.stages
     return describe_savings(config, layout, tuned, trained_parameters(config, layout, tuned, memory), under_way)
 
 
 def _mesh(layout: Layout) -> str:
-    """The dimensions that there are; neighbours in the last one have neighbouring ranks."""
+    """The mesh dimensions larger than 1; ranks that are neighbours in the last one have consecutive numbers."""
     sizes = [f"{name} {size}" for name in MESH_DIMS if (size := getattr(layout, name)) > 1]
     order = f", {sizes[-1].split()[0]} fastest" if len(sizes) > 1 else ""
     return f"{' x '.join(sizes)} = {layout.world_size} processes{order}" if sizes else "1 process"

@@ -87,9 +87,9 @@ class StepMeasures:
 
 
 def gpu_kernels(config: Config) -> Kernels:
-    """What a run would choose on a GPU. There is none to ask: FlashAttention is taken to be one that runs, with spans
-    instead of a mask, for which key/value heads are repeated. PyTorch's RMSNorm is a kernel there, too, that keeps what
-    the one in Triton does; on a CPU it is made of operators in fp32."""
+    """The kernels that a run would choose on a GPU, of which there is none to ask. FlashAttention is assumed to work,
+    with spans instead of a mask; key/value heads are repeated for it. PyTorch's RMSNorm is a single kernel on a GPU,
+    which keeps what the Triton one does; on a CPU it is made of operators in fp32."""
     model, parallel = config.model, config.parallel
     fused = parallel.kernels != "torch" and not parallel.compile
     masked = hides_tokens(model)
@@ -109,8 +109,8 @@ def gpu_kernels(config: Config) -> Kernels:
 
 
 def fake_gpu_step(config: Config, layout: Layout, plan: Plan | None = None, pp_rank: int = 0) -> StepMeasures:
-    """:func:`fake_step` with a GPU's kernels. Its products too, whatever this machine's processor is: oneDNN's, which
-    :mod:`smp.kernels.matmul` takes on some, copy operands."""
+    """:func:`fake_step` with a GPU's kernels, whatever this machine's processor is: oneDNN's matrix products, which
+    :mod:`smp.kernels.matmul` takes on some CPUs, copy their operands."""
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
@@ -146,6 +146,7 @@ def fake_step(
     """
     exchange = exchange_of(config, device_type)  # the run's, which windows and chunks have a say in
     config = _plain(config)
+    # The first rank of the pipeline stage: pp is the slowest mesh dimension.
     with _fake_group(layout, pp_rank * layout.world_size // layout.pp):
         context = build_context(
             layout, "cpu", sequence_parallel=config.parallel.sequence_parallel, heads_group=exchange.heads_group
@@ -157,6 +158,7 @@ def fake_step(
             of_recurrences, _ = recurrence_exchange(config)
             kernels = replace(kernels, attention=_PlannedOnTheHost(core), recurrence_exchange=of_recurrences)
         meter = make_meter(_names(context))
+        # Gloo works on copies of whole tensors, NCCL does not.
         meter.over_gloo = device_type == "cpu"
         copier = _Uncounted(meter)
         setup = RunSetup(context, _CPU, kernels, plan, offload_of(config.parallel, copier))
@@ -175,7 +177,7 @@ def fake_step(
 
 @dataclass(frozen=True)
 class _Tried:
-    """What a step goes through."""
+    """The models and micro-batch runners of a step."""
 
     model: Model
     passes: ForwardBackward
@@ -183,16 +185,20 @@ class _Tried:
 
 
 def _built(config: Config, setup: RunSetup, chunk_bytes: int, *, trained: bool) -> Model:
-    """A model as a run has it before there are numbers."""
+    """A model as a run has it before weights are initialized."""
     model = assemble(config, setup)
     if setup.context.cp_group is not None:
         tokens: Any = model.tokens
+        # Documents of split sequences are laid out by position, which fake tensors do not have.
         tokens.needs = tuple(_cut_on_the_host(need) for need in tokens.needs)
     tuned(model, config, trained=trained)
     for module in model.modules():
         if isinstance(module, VocabParallelHead):
+            # The size of a chunk of logits depends on the device type, and tensors are on a CPU
+            # here.
             module.chunk_bytes = chunk_bytes
         if isinstance(module, MoE):
+            # How many rows each expert gets is read by the host in a run: here loads are even.
             module.read_counts = even_counts
     parallelize(model, setup.context, config.parallel, setup.offload)
     if (history := fp8_history(model)) is not None:
@@ -201,8 +207,8 @@ def _built(config: Config, setup: RunSetup, chunk_bytes: int, *, trained: bool) 
 
 
 def even_counts(counts: torch.Tensor, rows: int) -> Any:
-    """``rows`` over experts as evenly as they go, and from each rank as many; in the shape of ``counts``, (experts,) or
-    (both ways, ranks, experts of a rank)."""
+    """Numbers of rows of each expert, where ``rows`` go to experts as evenly as possible and each rank sends equally
+    many; in the shape of ``counts``, (experts,) or (both directions, ranks, experts of a rank)."""
     experts = counts.shape[-1] if counts.ndim == 1 else counts.shape[1] * counts.shape[2]
     each = [rows // experts + (i < rows % experts) for i in range(experts)]
     if counts.ndim == 1:
@@ -214,8 +220,8 @@ def even_counts(counts: torch.Tensor, rows: int) -> Any:
 
 @dataclass(frozen=True)
 class _PlannedOnTheHost:
-    """Attention of sequences that are cut over ranks. What each rank has to do follows from numbers, which fake tensors
-    do not have."""
+    """Attention of sequences that are split over ranks. The plan of what each rank computes follows from positions,
+    which fake tensors do not have: it is made on real ones."""
 
     core: AttentionCore
 
@@ -242,7 +248,7 @@ class _PlannedOnTheHost:
 
 @dataclass(frozen=True)
 class _DocumentsOnTheHost:
-    """Document layout of sequences that are cut, as :class:`_PlannedOnTheHost`."""
+    """Document layout of split sequences, made on real tensors as in :class:`_PlannedOnTheHost`."""
 
     need: DocumentsNeed
 
@@ -260,7 +266,7 @@ def _cut_on_the_host(need: TokenNeed) -> TokenNeed:
 
 
 class _Uncounted(HostCopier):
-    """Its memory of the host is not the device's."""
+    """Allocations on the host do not count as the device's memory."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -272,7 +278,8 @@ class _Uncounted(HostCopier):
 
 
 def _plain(config: Config) -> Config:
-    """Without what fake tensors cannot do. apex's Adam holds what torch's does."""
+    """The settings without what fake tensors cannot do: compile, windows and chunks in a mask. apex's Adam has the same
+    state as torch's."""
     whole = config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
     model = replace(config.model, window_size=None) if hides_tokens(config.model) and not whole else config.model
     if not whole or config.parallel.context_parallel_size > 1:  # a cut's chunks are counted, which needs numbers
@@ -288,23 +295,28 @@ def _measure(config: Config, context: ParallelContext, tried: _Tried, meter: Met
         tried.reference.copy.to_empty(device=_CPU)
     parameters = meter.held
     optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp, copier=copier)
-    # An update makes the optimizer's state.
+    # torch's optimizers allocate their state at the first step: one is made before the measured step.
+    # torch makes no state for a parameter without a gradient.
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     clip_gradients(model.parameters(), config.optim.clip_grad, device=_CPU)
     optimizer.step()
     optimizer.zero_grad()
+    # Peaks count from here: what rests between two steps is in them.
     resting, copied = meter.held, (copier.bytes_out, copier.bytes_back)
     meter.start()
     count, counted, compared = _count(config, context), _Snapshots(meter), _Snapshots(meter)
+    # A pipeline's schedule needs all its micro-batches; accumulation repeats one pattern.
     run = count if context.pp_size > 1 else min(count, MOST_MICRO_BATCHES)
     if tried.reference.is_computed:
         with meter.phase("reference"):
             tried.reference.run(_micro_batches(config, context, run, compared, by_reference=True))
+    # Optimizer offload copies gradients while the backward pass runs.
     stream_gradients(passes, optimizer)
     with meter.phase("forward"):
         passes.train(_micro_batches(config, context, run, counted))
     secondary = sum(shards.nbytes for shards in (context.collectives or NetworkCollectives()).secondary.values())
+    # Secondary shards are made in the forward pass and stay, but are counted on their own.
     gradients = meter.held - resting - secondary
     with meter.phase("clipping"):
         clip_gradients(model.parameters(), config.optim.clip_grad, copies=passes.copies, device=_CPU)
@@ -329,19 +341,22 @@ def _measure(config: Config, context: ParallelContext, tried: _Tried, meter: Met
 
 
 class _Snapshots:
-    """What had been counted when each micro-batch was asked for, the first time."""
+    """Snapshots of the counts at the time each micro-batch was asked for first."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter, self._before = meter, dict[int, Counts]()
 
     def take(self, micro_batch: int) -> None:
         if micro_batch not in self._before:
+            # A copy: the meter's counts go on.
             self._before[micro_batch] = Counts().plus(self._meter.counts, 1)
 
     def second(self) -> Counts:
-        """What the second took, as each one but the first and the last; nothing, if none was asked for."""
+        """Counts of the second micro-batch, which stands for each but the first and the last; zero if none was asked
+        for."""
         if not self._before:
             return Counts()
+        # From asking for the second one to asking for the third.
         return self._before[2].plus(self._before[1], -1)
 
 
@@ -358,6 +373,7 @@ def _micro_batches(
     cut = _cut(config, context, rows)
     shape = rows, config.data.seq_length // context.cp_size
 
+    # Values do not matter, shapes do: zeros.
     def make(i: int) -> MicroBatch:
         counted.take(i)
         ids = torch.zeros(shape, dtype=torch.int64)
@@ -368,6 +384,7 @@ def _micro_batches(
             position_ids=None if cut is None else ids.clone(),
             token_index=ids.clone(),
             cut=cut,
+            # The reference model of pairs has no use for multi-token prediction.
             mtp=tuple(
                 MTPBatch(ids, ids.clone(), torch.ones(shape)) for _ in mtp_layers(config.model) if not by_reference
             ),
@@ -388,6 +405,7 @@ def _cut(config: Config, context: ParallelContext, rows: int) -> SequenceCut | N
 @contextmanager
 def _fake_group(layout: Layout, rank: int) -> Iterator[None]:
     """A default process group of all ranks that sends nothing."""
+    # The "fake" backend of torch completes every collective at once and sends nothing.
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     _clear_sharding_prop_cache()  # its entries hold meshes of an earlier rank, which compare equal
     try:
@@ -397,7 +415,7 @@ def _fake_group(layout: Layout, rank: int) -> Iterator[None]:
 
 
 def _names(context: ParallelContext) -> dict[str, str]:
-    """Names of the groups, as users know them."""
+    """Names of the process groups as users know them, by torch's group name."""
     meshes = {"tp": context.tp, "cp": context.cp, "pp": context.pp}
     names: dict[str, str] = {mesh.get_group().group_name: name for name, mesh in meshes.items() if mesh is not None}
     if (exchange := context.cp_exchange) is not None:

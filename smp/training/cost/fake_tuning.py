@@ -30,13 +30,13 @@ def can_be_tried(config: Config) -> bool:
 
 
 def tuned(model: Model, config: Config, *, trained: bool) -> None:
-    """Add adapters and freeze weights, as a run does before sharding; nothing in pretraining."""
+    """Add adapters and freeze weights, as a run does before sharding; does nothing in pretraining."""
     if config.objective is not None:
         tune(model, config, _adapters(model, config) if config.has_adapters else None, trainable=trained)
 
 
 def _adapters(model: Model, config: Config) -> AdapterPlan:
-    """On this rank's layers. Which patterns choose nothing, a run says."""
+    """The adapters of this rank's layers. A pattern that matches no layer is reported by the run itself."""
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
     if lora.load_adapter is not None:
@@ -45,7 +45,7 @@ def _adapters(model: Model, config: Config) -> AdapterPlan:
 
 
 def judged(config: Config, micro_batch: MicroBatch, *, by_reference: bool = False) -> MicroBatch:
-    """``micro_batch`` with the loss that the objective has for it; ``by_reference``: only log-probabilities."""
+    """``micro_batch`` with the loss of the run's objective; ``by_reference``: log-probabilities only."""
     fake = implementation_of(config).fake
     assert fake is not None, "can_be_tried was asked before"
     answers = AnswerLoss() if by_reference else fake(config, len(micro_batch.input_ids))
@@ -53,8 +53,8 @@ def judged(config: Config, micro_batch: MicroBatch, *, by_reference: bool = Fals
 
 
 class FakeReference:
-    """What a step of pairs runs before its own passes: the frozen copy, or the model with its adapters off; nothing
-    where a table was made, or the loss has no reference.
+    """The reference model's pass over a step of pairs: of a frozen copy, or of the model with its adapters off; none
+    where log-probabilities come from a table, or the loss has no reference.
 
     Attributes:
         copy: None, if there is none.
@@ -83,4 +83,5 @@ class FakeReference:
         with self._around():
             self._passes.forward(micro_batches)
         if self.copy is not None:
+            # No backward pass follows, which would free the gathered weights.
             free_gathered(self.copy)

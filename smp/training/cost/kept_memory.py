@@ -16,7 +16,7 @@ from smp.training.cost.sparse_memory import in_flight_of_sparse, is_sparse, kept
 
 
 def is_fused(config: Config) -> bool:
-    """Whether a GPU runs SwiGLU in a kernel of its own, which computes again what it could keep."""
+    """Whether a GPU runs SwiGLU in a fused kernel, which recomputes in the backward pass instead of saving."""
     return config.parallel.kernels != "torch" and not config.parallel.compile
 
 
@@ -57,34 +57,44 @@ def kept_per_token(
     context parallelism more, see :func:`of_exchange`. A block without attention (``attends``), or without an MLP or
     experts (``feeds``), keeps nothing of it; without a mixer, or what follows it, nothing of its norms.
     """
+    # Widths per process: q and k of all its heads, k never less than one head (replicated when kv
+    # heads < tp).
     model, length, tp = config.model, config.data.seq_length, layout.tp
     head_dim, groups, ffn = model.kv_channels, model.num_query_groups, model.ffn_hidden_size
     assert head_dim is not None and groups is not None and ffn is not None and length is not None, "resolved before"
+    # A layer with experts has an MLP only as a shared expert, none if there is no such width.
     if experts or not feeds:
         ffn = model.moe_shared_expert_intermediate_size or 0 if feeds else 0
     heads, f = model.num_attention_heads // tp, ffn // tp
     q, k = heads * head_dim, max(1, groups // tp) * head_dim
     recurs = recurrence is not None
     mixes = attends or recurs
+    # Without attention its terms below vanish.
     if not attends:
         heads = q = k = 0
     heads_have_norms = model.qk_layernorm and not model.multi_latent_attention  # latents have them there
+    # Only sequence parallelism splits the residual stream over tp.
     split = tp if config.parallel.sequence_parallel else 1
     h_l = model.hidden_size // split
     if recompute == "full":
         return b * h_l
     if recompute == "selective":
+        # One h_l for the block's input and one for each output projection's result.
         own = 1 + attends + recurs + (feeds and not (experts and not ffn))  # their results are counted with their rows
         elements = own * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
     else:
+        # SwiGLU: gate, up, SiLU, product unless fused; GELU: input and output.
         mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
         placed = model.linear_norm_placement if recurrence is not None else None
+        # Sandwich norms have one more result for each half of a block.
         norms = 3 if (placed or model.norm_placement) == "sandwich" else 2
         elements = (mixes + feeds) * norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
     small = 0  # bytes, also elements of one byte
     if recompute == "none":
         small = _widened_operands(config, b, q, k) + (mixes + feeds) * h_l * (model.hidden_dropout > 0)
     if recompute == "none" and _keeps_in_8_bits(config):
+        # Results of norms go into linear layers: one byte in place of b. Attention keeps its own
+        # output, too.
         elements -= (mixes + feeds) * h_l
         small += (mixes + feeds) * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
     if experts:
@@ -96,31 +106,33 @@ def kept_per_token(
     if recurrence is not None:
         small += kept_by_recurrence(recurrence, tp, b, recompute)
     if model.multi_latent_attention and attends:
+        # Latent attention has its own count in place of 2 q + 2 k.
         elements += _latent(config, layout, heads, split, recompute) - (2 * q + 2 * k)
         small += kept_by_indexer(config, layout, b, split, recompute) if chooses_keys(model) else 0
     if layout.cp > 1 and attends and not is_sparse(config):
         elements += of_exchange(config, q, k, max(1, groups // tp), recompute)
+    # The log-sum-exp of a fused kernel: one fp32 number for each head and token.
     return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
 
 
 def _widened_operands(config: Config, b: int, q: int, k: int) -> int:
-    """Bytes per token that attention keeps more where it is operators: query, key and value in fp32, key/value heads
-    once for each query head, in place of those in compute precision."""
+    """Bytes per token that attention by operators keeps in addition: query, key and value in fp32, key/value heads
+    repeated for each query head, less those in compute precision."""
     return 4 * 3 * q - b * (q + 2 * k) if _is_in_fp32(config) else 0
 
 
 def _is_in_fp32(config: Config) -> bool:
-    """Whether attention is not a kernel's, and in fp32: with dropout its products stay in compute precision."""
+    """Whether attention is made of operators, and in fp32: with dropout its products stay in compute precision."""
     return _keeps_scores(config) and config.model.attention_dropout == 0
 
 
 def _keeps_scores(config: Config) -> bool:
-    """Whether attention is operators, because it was asked for or because no kernel computes such scores."""
+    """Whether attention is made of operators, because it was asked for or because no kernel computes such scores."""
     return config.parallel.attention_backend == "math" or bool(scores_flag(config.model))
 
 
 def _keeps_in_8_bits(config: Config) -> bool:
-    """Whether the inputs of linear layers are, for their weights' gradients."""
+    """Whether inputs of linear layers are kept in 8 bits for their weights' gradients."""
     return config.parallel.fp8_format is not None and config.parallel.fp8_recipe in ("delayed", "tensorwise")
 
 
@@ -134,6 +146,7 @@ def _by_experts(
     model, tp = config.model, layout.tp
     row, inner = model.hidden_size * layout.expert_tp // tp, (model.moe_ffn_hidden_size or 0) // tp
     if recompute == "selective":
+        # The results of both exchanges of expert parallelism are kept, too.
         wide, results = 2 if model.gated else 1, 1 + 2 * (layout.ep > 1)
     else:
         wide, results = (3 if fused and model.swiglu else 4) if model.gated else 2, 2
@@ -150,6 +163,7 @@ def _routing(config: Config, layout: Layout, b: int, h_l: int, recompute: str) -
     if recompute == "selective":
         return 4 * model.num_experts
     ways = 2 if layout.ep > 1 else 1
+    # In bf16 the router's fp32 input is a copy; int64 indices take 8 bytes, both ways.
     return (4 * h_l if b < 4 else 0) + 20 * model.num_experts + 16 * ways * model.moe_router_topk
 
 
@@ -172,7 +186,7 @@ def pending_per_token(
     attention = 2 * (heads + max(1, groups // tp)) * model.kv_channels
     if model.multi_latent_attention:
         attention = _latent(config, layout, heads, split, "none")
-    both = attends and recurrence is not None  # which have a gradient of a result each
+    both = attends and recurrence is not None  # each of which has the gradient of its own result
     attention = attention * attends + (0 if recurrence is None else pending_of_recurrence(recurrence, tp))
     f = model.ffn_hidden_size if not experts else model.moe_shared_expert_intermediate_size or 0
     mixes, f = attends or recurrence is not None, f * feeds
@@ -186,18 +200,20 @@ def pending_per_token(
 def _per_position(config: Config, layout: Layout, recompute: str, b: int) -> int:
     """Bytes that attention keeps for each head and pair of positions: none, where a kernel does it."""
     model = config.model
-    # auto may choose to exchange heads
+    # Where keys are exchanged no scores are kept; auto may choose to exchange heads.
     by_heads = layout.cp == 1 or config.parallel.cp_comm_type not in ("p2p", "all_gather")
     if not by_heads or (model.attention_dropout == 0 and not _keeps_scores(config)):
         return 0
+    # A softcap's tanh is kept for its derivative.
     capped = _of_a_cap(model, recompute)
     if model.attention_dropout == 0:
         return 4 + capped
+    # The mask has one byte, probabilities after dropout have compute precision.
     return b if recompute == "selective" else 4 + 1 + b + capped
 
 
 def _of_a_cap(model: ModelConfig, recompute: str) -> int:
-    """Bytes of the capped scores among them, which the cap's derivative is made of."""
+    """Bytes of the capped scores for each head and pair of positions, which the cap's derivative is made of."""
     return 0 if model.attn_logit_softcapping is None or recompute == "selective" else 4
 
 
@@ -242,10 +258,12 @@ def in_flight_per_token(
     :func:`in_flight_of_recurrence`."""
     model, tp, length = config.model, layout.tp, config.data.seq_length
     assert model.ffn_hidden_size is not None and model.kv_channels is not None and length is not None, "resolved before"
+    # f of the product, 2 f of gate and up, and the product once more.
     split, wide = tp if config.parallel.sequence_parallel else 1, 4 if model.gated else 2
     heads, groups = model.num_attention_heads // tp, max(1, (model.num_query_groups or 1) // tp)
     width = model.kv_channels
     if model.multi_latent_attention:
+        # Keys and values are made for each head from the latent: as many as query heads.
         width, groups = max(model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim), heads
     mlp = wide * model.ffn_hidden_size // tp
     if experts:
@@ -259,7 +277,9 @@ def in_flight_per_token(
     scores = heads * (_per_position(config, layout, "none", b) - _of_a_cap(model, "none")) * length
     if _keeps_in_8_bits(config):
         scores += mlp // 4  # the product in 8 bits, which the weight's gradient takes
+    # Under sequence parallelism the gathered gradient has all tokens of the tp group.
     around = model.hidden_size // split + (model.hidden_size if split > 1 else 0)
+    # Both halves of a block do not run at once.
     wider = max(b * mlp, 0 if recurrence is None else in_flight_of_recurrence(recurrence, tp))
     if not attends:
         return b * around + wider
@@ -269,19 +289,20 @@ def in_flight_per_token(
     if (others := others_keys(config, layout, b, heads, groups, width)) > 0:
         attention = others + heads * width * b - b * mlp // 2
     if scores and _is_in_fp32(config):
-        # Gradients of probabilities and scores, values and the output. What the MLP keeps is freed by then.
+        # Gradients of probabilities and scores, values and output. What the MLP saved is freed by then.
         attention = 4 * heads * (2 * length + 2 * width) - b * mlp // 2
         return b * around + max(wider, attention)
     return b * around + max(wider, attention) + scores
 
 
 def _latent(config: Config, layout: Layout, heads: int, split: int, recompute: str) -> int:
-    """Elements per token of latent attention. Heads are filled up to one width: query, key, value and output, and where
-    values are narrower the output once more without what filled it; latents, and their norms' results. selective: the
-    results of attention and of the projections."""
+    """Elements per token of latent attention. Heads are padded to one width: query, key, value and output; where values
+    are narrower, the output once more without padding; latents, and their norms' results. selective: the results of
+    attention and of the projections."""
     model = config.model
     if is_sparse(config):
         return kept_by_sparse(model, layout, heads, split, recompute)
+    # (no-position part, rotated part) of a key; values have a width of their own.
     key = model.qk_head_dim + model.qk_pos_emb_head_dim
     width, low = max(key, model.v_head_dim), model.kv_lora_rank + (model.q_lora_rank or 0)
     if recompute == "selective":
@@ -313,6 +334,7 @@ def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, ex
     if model.hidden_dropout > 0:
         behind = replayed_per_token(config, layout, b, fused=fused, experts=experts) + 3 * b * h_l
         tokens = config.rows_per_micro_batch * config.data.seq_length // layout.cp
+        # Random bits of a mask are int64, made in pieces of at most DROPOUT_BITS elements.
         behind += 3 * 8 * min(h_l, DROPOUT_BITS // tokens)
     if (scores := _per_position(config, layout, recompute, b)) and model.attention_dropout > 0:
         scores = 17 + 4 * (model.attn_logit_softcapping is not None) - (scores if recompute == "selective" else 0)

@@ -77,7 +77,7 @@ class Counts:
         for key in self.traffic.keys() | other.traffic.keys():
             one, two = self.traffic.get(key, Traffic()), other.traffic.get(key, Traffic())
             total.traffic[key] = Traffic(one.calls + times * two.calls, one.sent + times * two.sent)
-        # Not ``+``, which would drop what is not above 0.
+        # Not Counter's ``+``, which drops counts that are not above 0.
         total.calls = Counter({call: self.calls[call] + times * other.calls[call] for call in self.calls | other.calls})
         return total
 
@@ -101,6 +101,8 @@ class Meter(TorchDispatchMode):
         self.groups, self.held = groups, 0
         self.peaks: dict[str, int] = {}
         self.counts, self.over_gloo = Counts(), False
+        # Bytes by storage, keyed by its C++ address: a Python tensor may go while its storage is
+        # used.
         self._sizes: dict[int, int] = {}
         self._copies: dict[int, int] = {}  # gloo's, of results that were not waited for yet
         self._phase: str | None = None
@@ -113,7 +115,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count peaks for ``name``; what autograd does inside, for "backward"."""
+        """Count peaks for ``name``; what autograd runs inside counts for "backward"."""
         self._phase = name
         self._note_peak()
         try:
@@ -123,7 +125,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """What is made inside is not memory of the device."""
+        """Inside, what is allocated is memory of the host, not of the device."""
         self._is_elsewhere = True
         try:
             yield
@@ -132,7 +134,8 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Enter it, and also see what is resized (FSDP frees gathered weights so), and not what is only tried."""
+        """Enter the meter, and also see storages that are resized, by which FSDP frees gathered weights; DTensor's
+        trial runs for sharding propagation are left out."""
         # FSDP frees memory by resizing storages in place, which is no operation that is dispatched.
         resize = torch.UntypedStorage.resize_
 
@@ -161,7 +164,7 @@ class Meter(TorchDispatchMode):
             ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # its local operations come by themselves
+        if DTensor in types:  # DTensor dispatches its local operations one by one, which are counted then
             return NotImplemented
         kwargs = kwargs or {}
         if self._is_trial:
@@ -171,9 +174,11 @@ class Meter(TorchDispatchMode):
             with self:
                 return body(*args, **kwargs)
         if func._overloadpacket in _WAITS:
+            # Gloo's copy of a collective lives until it is waited for.
             self.held -= self._copies.pop(args[0].untyped_storage()._cdata, 0)
             return args[0]  # as on a device; a fake one would be another tensor
         result = func(*args, **kwargs)
+        # ``prim`` operators, such as ``device``, ask about a tensor and make none.
         if func.namespace == "prim":
             return result
         for tensor in tree_iter(result):
@@ -181,6 +186,7 @@ class Meter(TorchDispatchMode):
                 self._made(tensor.untyped_storage())
         if func is linear_op:
             self._needed(scratch_bytes(args[1]))
+        # Views launch nothing.
         self.counts.kernels += func._opname not in FREE
         self.counts.flops += _flops(func._overloadpacket, args, kwargs, result)
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -191,13 +197,14 @@ class Meter(TorchDispatchMode):
         return result
 
     def _ran(self, func: Any, args: Any, kwargs: Any) -> None:
-        """For who wants more of an operation than counts."""
+        """Hook for subclasses that record an operation with its arguments."""
 
     def _sent(self, key: Key, ranks: int, size: int) -> None:
-        """The same of a collective of ``ranks`` on a tensor of ``size`` bytes, all parts together."""
+        """Hook for subclasses: a collective of ``ranks`` on a tensor of ``size`` bytes, all parts together."""
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
+        # A view, or an operation in place: the storage is known.
         if key in self._sizes:
             return
         # 0 first: ``_resized`` adds the difference.
@@ -218,7 +225,7 @@ class Meter(TorchDispatchMode):
             self._note_peak()
 
     def _needed(self, size: int) -> None:
-        """By an operation while it ran."""
+        """Count memory that an operation takes only while it runs."""
         self.held += size
         self._note_peak()
         self.held -= size
@@ -233,6 +240,7 @@ class Meter(TorchDispatchMode):
     @property
     def current_phase(self) -> str | None:
         """What :meth:`phase` was entered with, or backward."""
+        # -1 outside of autograd's engine: the backward pass of a phase is told apart by it.
         in_backward = self._phase is not None and torch._C._current_graph_task_id() >= 0
         return "backward" if in_backward else self._phase
 
@@ -262,6 +270,7 @@ class Meter(TorchDispatchMode):
             if isinstance(result, torch.Tensor):  # started, and waited for later
                 self._copies[result.untyped_storage()._cdata] = whole
                 self.held += whole
+        # A ring: each rank sends n - 1 of n parts, in an all-reduce twice.
         times = {"send": 1.0, "all-reduce": 2 * (size - 1) / size}.get(_KINDS[name], (size - 1) / size)
         entry.sent += times * whole
         self._sent(key, size, whole)
@@ -276,8 +285,8 @@ def _group(args: Any) -> dist.ProcessGroup:
 
 
 def _body(func: Any, args: Any) -> Callable[..., Any] | None:
-    """What an operator consists of, if that are other operators. A fused kernel allocates nothing inside, the reference
-    that has its place does."""
+    """The decomposition of an operator that calls other operators; None: it counts as itself. A fused kernel allocates
+    nothing inside, its reference in operators does."""
     if func in BODIES and args[-1] not in _FUSED:
         return BODIES[func]
     return _PARTS.get(func)
@@ -300,14 +309,14 @@ def _attention_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v:
 
 
 def _as_many(keys: torch.Tensor, queries: torch.Tensor) -> tuple[int, ...]:
-    """The shape of keys that are repeated for their query heads."""
+    """The shape of ``keys`` with key/value heads repeated to the number of query heads."""
     return (keys.shape[0], queries.shape[1], *keys.shape[2:])
 
 
 _FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    _aten.addmm_: lambda total, a, b, *_args: 2 * a.numel() * b.shape[1],  # torch counts the one that is not in place
+    _aten.addmm_: lambda total, a, b, *_args: 2 * a.numel() * b.shape[1],  # torch's registry has addmm only
     # by a fused kernel; PyTorch's products are counted themselves
     torch.ops.smp.grouped_product: lambda x, weight, *_: 2 * x.numel() * weight.shape[1],
     torch.ops.smp.grouped_input_gradient: lambda grads, weights, *_: sum(
@@ -319,4 +328,4 @@ _PARTS: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: _aten.linear.default.decompose,
     _aten.matmul.default: _aten.matmul.default.decompose,
 }
-"""What comes as one call inside of another operator, and what it consists of."""
+"""Composite operators that arrive as one call inside of another operator, and their decomposition."""

@@ -66,6 +66,7 @@ class Share:
         mtp = mtp_layers(model) if head else range(0)
         layers = [*(i for part in parts for i in part.layers), *mtp]
         parameters = list(inventory(model, parts))
+        # The embedding and the output matrix have one shape.
         rows, hidden = vocabulary_matrix(model, "head", has_product=True).local_shape(layout)
         has_matrix = head or any(p.embedding for p in parts)
         return Share(
@@ -79,6 +80,8 @@ class Share:
             rows * hidden * has_matrix,
             len(mtp),
             elements(prediction_parameters(model, 0), layout) if mtp else 0,
+            # Untied: multi-token prediction looks tokens up in the embedding, a second matrix on
+            # the last stage.
             1 + (len(mtp) > 0 and model.untie_embeddings_and_output_weights),
             head,
             model.scalar_head,
@@ -86,16 +89,18 @@ class Share:
 
     @property
     def block(self) -> int:
-        """The largest."""
+        """Elements of the largest layer."""
         return max(self.blocks, default=0)
 
     @property
     def ends(self) -> int:
-        """Used behind the blocks."""
+        """Elements of the parameters used after the blocks: matrices of the vocabulary, and multi-token prediction."""
         return self.matrices * self.vocabulary + self.mtp * self.around
 
     def largest(self, layout: Layout) -> int:
-        """What is reduced at once: a block, or a matrix; with multi-token prediction the root's unit."""
+        """Elements whose gradients are reduced at once: a block or a matrix; with multi-token prediction the root's
+        FSDP unit."""
+        # Without FSDP, or in a pipeline, they are separate.
         together = self.mtp and layout.pp == 1 and layout.has_fsdp
         return max(self.block, self.ends if together else self.vocabulary)
 

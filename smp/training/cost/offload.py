@@ -42,6 +42,7 @@ class ActivationCopies:
         """Seconds of a micro-batch that computation waits: each copy has one block's pass to hide behind, of which the
         backward one takes twice as long, and with recompute three times."""
         ahead = self.forward / flops_per_second
+        # Recompute runs the block's forward pass again before its backward pass.
         back = (3 if recompute else 2) * ahead
         # What takes longer than the pass it runs in is waited for.
         return self.layers * (max(0.0, self.seconds - ahead) + max(0.0, self.seconds - back))
@@ -60,6 +61,7 @@ def activation_copies(config: Config, layout: Layout, tuned: Tuned, under_way: f
     return ActivationCopies(
         block=max(kept_by_blocks(config, layout, tuned)),
         layers=layers,
+        # Blocks within the horizon stay on the device.
         away=max(0.0, layers * under_way - parallel.activation_loading_horizon),
         forward=forward_flops(config.model, data.seq_length).layer * tokens / layout.tp,
     )
@@ -69,11 +71,13 @@ def trained_parameters(config: Config, layout: Layout, tuned: Tuned, memory: Mem
     """Number of parameters that a process updates: its share of the adapters or of all weights."""
     if tuned.adapters:
         return tuned.adapters // layout.pp // (layout.dp_shard * layout.cp)
+    # Bytes per trained parameter: the fp32 weight, and frozen copies in compute precision.
     return memory.parameters // (4 + tuned.copies * (2 if config.parallel.bf16 else 4))
 
 
 def host_step_seconds(parameters: int) -> float:
     """Seconds of --optimizer-cpu-offload after the backward pass: weights go while the host computes, on one core."""
+    # Copies and the fused CPU step overlap; the longer one is what a step waits for.
     return max(4 * parameters / LINK, parameters / HOST_ADAM)
 
 

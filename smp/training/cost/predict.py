@@ -28,22 +28,22 @@ estimates."""
 
 
 def predicted_memory(config: Config, world_size: int) -> MemoryEstimate:
-    """What the process that needs most memory needs, in bytes."""
+    """Bytes of the process that needs most memory, by formula."""
     layout = Layout.from_config(config.parallel, world_size)
     plan = plan_pipeline(config, layout) if layout.pp > 1 else None
     return largest_memory(config, layout, CHUNK_BYTES["cuda"], plan, tuned_parts(config, layout))
 
 
 def tried_memory(config: Config, world_size: int) -> int | None:
-    """The same by a step on tensors without data, as a dry run says; None where none is tried."""
+    """Peak bytes of the process that needs most memory, by a step on fake tensors; None where none is tried."""
     layout = Layout.from_config(config.parallel, world_size)
     steps = tried_steps(config, layout, plan_pipeline(config, layout) if layout.pp > 1 else None)
     return None if steps is None else max(step.peak for step in steps)
 
 
 def tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepMeasures] | None:
-    """A step of each pipeline rank on fake tensors; None for what takes too long, and for objectives that no such step
-    is written for."""
+    """Measures of a step of each pipeline rank on fake tensors; None where that takes too long, or where the objective
+    has no such step."""
     # here, because it brings torch's tools for fake tensors, and with them triton, which only a dry run needs
     from smp.training.cost.fake_step import MOST_MICRO_BATCHES, fake_gpu_step
     from smp.training.cost.fake_tuning import can_be_tried
@@ -52,6 +52,7 @@ def tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepM
     assert data.global_batch_size is not None, "resolved before"
     micro_batches = count_micro_batches(data, layout.data_parallel)
     passes = (config.model.num_layers + len(mtp_layers(config.model))) * (
+        # Without a pipeline at most three are run, the others counted.
         min(micro_batches, MOST_MICRO_BATCHES) if plan is None else micro_batches
     )
     passes *= config.objective_facts.rows
@@ -64,6 +65,7 @@ def tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepM
         return None
     try:
         return [fake_gpu_step(config, layout, plan, rank) for rank in range(layout.pp)]
+    # Any error: it is transformers' code that ran.
     except Exception:
         if not config.model.is_foreign:
             raise
@@ -85,6 +87,7 @@ def adapter_elements(config: Config, layout: Layout) -> int:
     if lora is None:
         return 0
     if lora.load_adapter is not None:
+        # The safetensors header is small next to the tensors; 4 bytes each.
         path = Path(lora.load_adapter) / TENSORS
         return path.stat().st_size // 4 if path.is_file() else 0
     if lora.lora_rank is None:

@@ -24,16 +24,19 @@ def kept_by_recurrence(mixer: Recurrence, tp: int, b: int, recompute: str) -> in
     and what the norm multiplies, 5 V, four numbers for each head, and a state for each chunk. Without a norm two of
     the 5 V are not kept.
     """
+    # Of the (key_dim, value_dim) state of each head, one per chunk of 64 tokens.
     heads, k, v = mixer.value_heads // tp, mixer.own_keys(tp), mixer.own_values(tp)
     states = heads * mixer.key_dim * mixer.value_dim // CHUNK
     if isinstance(mixer, MambaMixer):
         if recompute == "selective":
             return b * (2 * k + 3 * v + heads) + 4 * states
         return b * (2 * (2 * k + v) + v) + 4 * ((5 if mixer.norm else 3) * v + 4 * heads + states)
+    # And of each chunk a (64, 64) inverse for each head: 64 numbers per token.
     rule = states + heads * CHUNK
     if isinstance(mixer, KimiDeltaMixer):
         if recompute == "selective":
             return b * (2 * k + 4 * v + heads + 2 * mixer.key_dim) + 4 * rule
+        # In fp32 runs (b = 4) casts to fp32 are no copies.
         wide = (2 * k + 2 * v if b < 4 else v) + 3 * k + 3 * heads
         return b * (2 * (2 * k + v) + 2 * k + 2 * v + 2 * mixer.key_dim) + 4 * (wide + rule)
     if recompute == "selective":

@@ -7,7 +7,7 @@ from smp.config.rules.dsa import chooses_keys, indexer_coefficient
 
 
 def is_sparse(config: Config) -> bool:
-    """Whether attention is to chosen keys: sequences have more, and it is not the warm-up."""
+    """Whether attention is to chosen keys: sequences are longer than top-k, and it is not the warm-up."""
     model, length = config.model, config.data.seq_length
     assert length is not None, "resolved before"
     return chooses_keys(model) and not model.dsa_indexer_warmup and length > model.dsa_indexer_topk
@@ -31,6 +31,7 @@ def kept_by_indexer(config: Config, layout: Layout, b: int, split: int, recomput
     and its norm's input. selective: also results of its products, and probabilities summed over heads, in fp32."""
     model, chosen = config.model, 0
     if is_sparse(config):
+        # int32 indices of the chosen keys; with selective recompute also their fp32 probabilities.
         chosen = 4 * model.dsa_indexer_topk * (2 if recompute == "selective" else 1)
     queries, width = model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1), model.dsa_indexer_head_dim
     products = (queries + width) // split

@@ -18,12 +18,12 @@ from smp.training.cost.offload import activation_copies, host_step_seconds, trai
 RATE = 450e12
 """FLOP/s of a device in bf16 products, such as an H100 reaches; half of it in fp32."""
 BANDWIDTH = 2.7e12
-"""Bytes per second that its memory reaches."""
+"""Bytes per second of its memory that kernels reach."""
 FAR = 0.1
-"""Share of the device by which the formula has to be below or above it for its word to do."""
+"""Share of the device's memory: where the formula is nearer than that to the limit, a step is tried."""
 TOO_HIGH = 0.25
-"""The same for a row cheaper than all that fit, which would be the one to take: the formula is up to a fifth too high,
-for zb-v of a few layers."""
+"""As :data:`FAR`, for rows cheaper than all that fit, of which the first would be chosen. The formula is up to a fifth
+too high, for zb-v of a few layers."""
 _RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 Estimate = Callable[[Config], MemoryEstimate]
@@ -78,6 +78,7 @@ def suggestions(
         seconds = _seconds(tried, Layout.from_config(tried.parallel, world_size), tuned, memory)
         estimated.append((tried, Suggestion(_flags(tried), memory.total, seconds)))
     found: list[Suggestion] = []
+    # Cheapest first: an expensive step is tried only where no cheaper row is known to fit.
     for tried, row in sorted(estimated, key=lambda pair: pair[1].order):
         if limit is None or _is_open(row.device / limit, any(one.device <= limit for one in found)):
             device = measure(tried)
@@ -87,11 +88,13 @@ def suggestions(
 
 
 def _is_open(share: float, one_fits: bool) -> bool:
-    """Whether the formula's ``share`` of the device leaves the question open; that the first one fits is tried."""
+    """Whether the formula's ``share`` of the device leaves the question open. Until a row fits, all that may fit are
+    tried."""
     return 1 - FAR < share < 1 + FAR if one_fits else share < 1 + TOO_HIGH
 
 
 def _combinations(config: Config, world_size: int) -> Iterator[Config]:
+    # At most 12 combinations.
     for recompute, activations, host in itertools.product(_RECOMPUTE, (False, True), (False, True)):
         parallel = replace(
             config.parallel,
@@ -123,7 +126,8 @@ def _rate(config: Config) -> float:
 
 
 def _seconds(config: Config, layout: Layout, tuned: Tuned, memory: MemoryEstimate) -> float:
-    """What is computed again, what waits for copies, and the steps on the host."""
+    """Seconds of a step for what is computed again, for copies that are waited for, and for the optimizer's steps on
+    the host."""
     data, parallel, model = config.data, config.parallel, config.model
     copies = activation_copies(config, layout, tuned)
     again = {"none": 0.0, "full": copies.forward / _rate(config)}
@@ -154,6 +158,7 @@ def describe_suggestions(
     layout = Layout.from_config(config.parallel, world_size)
     flops = forward_flops(config.model, config.data.seq_length or 1)
     tokens = tuned.rows * (config.data.global_batch_size or 1) * (config.data.seq_length or 1)
+    # Forward and backward: 3 times the forward FLOPs.
     step = 3 * (sum(flops.layers) + flops.head) * tokens / layout.world_size / _rate(config)
     rows = suggestions(config, world_size, tuned, estimate, measure, limit * 2**30)
     some, untried = any(row.is_tried for row in rows), sum(not row.is_tried for row in rows)

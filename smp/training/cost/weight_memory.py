@@ -42,21 +42,25 @@ class Weights:
         b = 2 if config.parallel.bf16 else 4
         before_ep = replace(layout, ep=1, etp=None)  # ep takes from FSDP what it cuts
         n, sharing = elements(share.parameters, before_ep), layout.dp_shard * layout.cp
+        # A stage's share of the adapters, by its layers.
         adapters = tuned.adapters * len(share.layers) // config.model.num_layers
         if config.model.dsa_indexer_warmup:  # which train alone, as adapters do, beside weights in fp32
             adapters = elements([p for p in share.parameters if learns(config.model, p.name)], before_ep)
         trained, frozen = adapters or n, float(b * n * tuned.copies)
         state = sum(state_bytes(config.optim, p) * math.prod(p.local_shape(before_ep)) for p in share.parameters)
         if adapters:
+            # LoRA factors are matrices of blocks, for Muon and for 8-bit moments.
             state = state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
             frozen = (tuned.copies + 1) * sum(_frozen_bytes(p, before_ep, tuned, b) for p in share.parameters)
         if config.model.dsa_indexer_warmup:
             frozen = 4.0 * (n - adapters)
+        # ZeRO-1 and pipelines keep whole gradients until the last micro-batch of a step.
         late = config.parallel.data_parallel_sharding_strategy == "optim" and has_several_micro_batches(config, layout)
         whole = layout.pp > 1 or late
         largest = adapters // len(share.layers) if adapters else share.largest(layout)
         return Weights(
             parameters=int(4 * trained + frozen) // sharing,
+            # fp32 gradients: whole, or the rank's shard.
             gradients=4 * (adapters or share.elements) if whole else 4 * trained // sharing,
             optimizer=int(state / sharing),
             gathered=(
@@ -64,6 +68,7 @@ class Weights:
                 if tuned.in_4_bits is None
                 else _gathered_in_4_bits(config, layout, share, tuned)
             ),
+            # The unit whose gradients are reduced: in compute precision, and in fp32.
             reduced=(4 if b == 4 and not layout.has_fsdp else b + 4) * largest,
             secondary=_secondary(config, layout, tuned),
             adapters=adapters,
@@ -77,18 +82,20 @@ def has_several_micro_batches(config: Config, layout: Layout) -> bool:
 
 
 def _gathered(config: Config, layout: Layout, share: Share, tuned: Tuned) -> int:
-    """Elements that are gathered, or without FSDP kept as they were cast."""
+    """Elements of weights that are gathered at once, or without FSDP of those cast to compute precision."""
     parallel = config.parallel
     if not layout.has_fsdp:
         return _cast(parallel, share.blocks) + share.ends if parallel.bf16 and not tuned.adapters else 0
     freed = parallel.data_parallel_sharding_strategy == "optim_grads_params"
     if layout.pp > 1:
         freed = parallel.pipeline_reshard
+    # Two blocks: FSDP prefetches the next one.
     return 2 * share.block + share.ends if freed else share.elements
 
 
 def _secondary(config: Config, layout: Layout, tuned: Tuned) -> int:
-    """Bytes of the second shards of blocks, gathered twice; of experts where several neighbours have the same."""
+    """Bytes of the secondary shards (ZeRO++ hpZ, arXiv 2306.10209) of blocks; of experts only where several ranks of
+    the node have the same ones."""
     model, size = config.model, config.parallel.zero_hpz_partition_size
     if size == 1:
         return 0
@@ -103,7 +110,7 @@ def _secondary(config: Config, layout: Layout, tuned: Tuned) -> int:
 def _cast(parallel: ParallelConfig, blocks: Sequence[int]) -> int:
     """Bytes of bf16 casts of blocks' weights that layers keep for the backward pass, without FSDP."""
     block = max(blocks, default=0)
-    kept = sum(blocks) if parallel.recompute_granularity == "none" else block  # a replay casts its block's again
+    kept = sum(blocks) if parallel.recompute_granularity == "none" else block  # recompute casts a block's weights again
     return min(kept, parallel.activation_loading_horizon * block) if parallel.offload_activations else kept
 
 
@@ -116,19 +123,22 @@ def state_bytes(optim: OptimizerConfig, parameter: Parameter) -> float:
         return 4 * (optim.sgd_momentum > 0)
     if trained_by_muon(optim, parameter):
         return 4
+    # Vectors keep fp32 moments.
     kinds = (optim.exp_avg_dtype, optim.exp_avg_sq_dtype) if matrix else ("fp32", "fp32")
+    # FP8: one byte, and an fp32 scale for 128 elements.
     return sum({"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 4 / 128}[kind] for kind in kinds)
 
 
 def trained_by_muon(optim: OptimizerConfig, parameter: Parameter) -> bool:
-    """Matrices of blocks; biases of experts and kernels of convolutions are two-dimensional, too."""
+    """Whether Muon trains this parameter: matrices of blocks, but not biases of experts and convolution kernels, which
+    are two-dimensional, too."""
     is_matrix = len(parameter.shape) > 1 and not parameter.name.endswith((".bias", "_conv"))
     return optim.optimizer == "muon" and is_matrix and parameter.module.startswith("layers.")
 
 
 def update_bytes(optim: OptimizerConfig, layout: Layout, share: Share) -> int:
-    """Bytes that the optimizer's step works with. Muon has a whole matrix, of experts those of a process, that
-    Newton-Schulz steps hold six copies of, and its Gram matrix, in fp32."""
+    """Bytes that the optimizer's step allocates. Muon gathers a whole matrix (of experts a process's) in fp32, of which
+    Newton-Schulz iterations hold six copies, and its Gram matrix."""
     most = 0
     for p in share.parameters:
         if trained_by_muon(optim, p):
@@ -138,7 +148,8 @@ def update_bytes(optim: OptimizerConfig, layout: Layout, share: Share) -> int:
 
 
 def _on_owner(parameter: Parameter, layout: Layout) -> int:
-    """How many matrices of a stack of experts are orthogonalized at once: FSDP cuts experts where they are enough."""
+    """Number of matrices of a stack of experts that are orthogonalized at once: FSDP shards experts whole where their
+    number allows."""
     if parameter.chosen is None:
         return 1
     experts, shards = parameter.shape[0] // layout.ep, layout.expert_shard
@@ -148,13 +159,14 @@ def _on_owner(parameter: Parameter, layout: Layout) -> int:
 def _frozen_bytes(parameter: Parameter, layout: Layout, tuned: Tuned, b: int) -> int:
     """Bytes of a frozen parameter, before FSDP."""
     shape = parameter.local_shape(layout)
+    # A row whose length is no multiple of the block stays in compute precision.
     if tuned.in_4_bits is None or not parameter.linear or shape[1] % BLOCK:
         return b * math.prod(shape)
     return shape[0] * packed_row_bytes(shape[1], double=tuned.in_4_bits)
 
 
 def _gathered_in_4_bits(config: Config, layout: Layout, share: Share, tuned: Tuned) -> int:
-    """What is gathered of weights in 4 bits, as of others, and the largest matrix of a block, which is widened."""
+    """Bytes of gathered weights in 4 bits, and of the largest matrix of a block, which is dequantized."""
     model, parallel = config.model, config.parallel
     b = 2 if parallel.bf16 else 4
     blocks = [list(block_parameters(model, layer)) for part in share.parts for layer in part.layers]

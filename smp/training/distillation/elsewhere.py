@@ -29,7 +29,7 @@ from smp.training.micro_batches import held_tokens
 from smp.training.objectives.contract import Said
 
 _FIELDS = ("input_ids", "labels", "document_ids", "position_ids", "sequence_lengths")
-"""What a batch says of every token."""
+"""Fields of a batch that have an entry for every token."""
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,31 @@ class Places:
     def of(context: ParallelContext, *, has_head: bool) -> Places:
         """Of the model of ``context``. All ranks call it together."""
         tp_size = context.tp.size()
+        # In the order of ``_parts``: all pieces of a sequence chunk, then those of the next.
         part = context.cp_rank * tp_size + context.tp.get_local_rank()
+        # All ranks hear who has the output matrix: in a pipeline only some.
         every = gather((context.data_rank, part, has_head))
         heads = {(data, part): rank for rank, (data, part, there) in enumerate(every) if there}
         sizes = context.data_size, context.cp_size, tp_size
         return Places(*sizes, context.data_rank, part, has_head, [data for data, _, _ in every], heads)
 
     def asks(self, number: int) -> int:
-        """The rank that sends the samples of a micro-batch: of those that have them the first."""
+        """The rank that sends the samples of a micro-batch: the first of those that have them."""
         return self.data_ranks.index(number % self.data_size)
 
     def share(self, tokens: int) -> int:
         """How many of a context-parallel rank's tokens each of its tensor-parallel ranks takes."""
+        # Rounded up: the last piece may be shorter.
         return -(-tokens // self.tp_size)
 
     def tokens(self, batch: RankBatch, i: int, part: int) -> torch.Tensor:
-        """Those of a part of micro-batch ``i`` of ``batch``, int64, row x columns + column; of the last tensor-parallel
-        rank they may be fewer."""
+        """Token indices of a part of micro-batch ``i`` of ``batch``, int64, row x columns + column; the last
+        tensor-parallel rank's may be fewer."""
         return self._parts(batch, i)[part]
 
     def ranks(self, batch: RankBatch, i: int, number: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Of each of ``tokens`` the rank that has it and the output matrix; -1: it is left out as padding. Micro-batch
-        ``i`` of ``batch`` is number ``number`` of the step."""
+        """For each of ``tokens`` the rank that has it and the output matrix, int64; -1: it is left out as padding.
+        Micro-batch ``i`` of ``batch`` is number ``number`` of the step."""
         holder = torch.full((batch.input_ids[i].numel(),), -1)
         for part, held in enumerate(self._parts(batch, i)):
             holder[held] = self.heads[number % self.data_size, part]
@@ -106,7 +109,7 @@ class Question(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a rank has of the teacher's output matrix: ``rows`` from token id ``start`` on, of which ``valid`` are no
+    """A rank's rows of the teacher's output matrix: ``rows`` from token id ``start`` on, of which ``valid`` are not
     padding; and the dtype of the states in front of it."""
 
     start: int
@@ -152,6 +155,7 @@ class TeacherElsewhere:
     def begin(self, batch: RankBatch) -> Said:
         question = self._ask(batch)
         states = self.teacher.states(self._trimmed(question.asked))
+        # Collective, and the head does not change: only at the first batch.
         if not self._heads:
             self._heads.append(self._fetch_head(states))
         head = self._heads[0]
@@ -172,15 +176,22 @@ class TeacherElsewhere:
         """As the teacher computes it."""
         return batch if self.trims else replace(batch, lengths=None)
 
+    # All ranks take part, also those that send or receive nothing.
     def _ask(self, batch: RankBatch) -> Question:
         """Send this rank's micro-batches to the ranks of the teacher that compute them."""
         here, there, world = self.here, self.there, self.world
+        # Every rank needs the number of samples of the sender, to know how many micro-batches there
+        # are.
         told = gather((batch.num_samples, batch.lengths))
         rows, of_rank = batch.input_ids.shape[1], here.data_rank
+        # Rounded up: the last micro-batch may not be full.
         count = -(-sum(told[here.asks(data)][0] for data in range(here.data_size)) // rows)
+        # The same number of micro-batches for each of the teacher's data-parallel ranks, or its
+        # collectives would not match.
         each = range(-(-count // there.data_size))
         # What fills up repeats another micro-batch, whose states nobody gets.
         wanted = [[(i * there.data_size + data) % count for i in each] for data in range(there.data_size)]
+        # One sender for each micro-batch: tensor- and context-parallel ranks have the same samples.
         own, sends = wanted[there.data_rank], here.asks(of_rank) == world.rank
         sent = [
             [n // here.data_size for n in wanted[data] if sends and n % here.data_size == of_rank]
@@ -194,6 +205,8 @@ class TeacherElsewhere:
         received = [asking.count(rank) for rank in range(world.size)]
         came = start_exchange(chosen, [len(to) for to in sent], received, world)().cpu()
         asked = torch.empty_like(came)
+        # Rows come sorted by sender; a stable sort keeps each sender's order, which is that of
+        # ``own``.
         asked[torch.tensor(asking).argsort(stable=True)] = came
         found: dict[str, Any] = dict(zip(names, asked.unbind(1), strict=True))
         known = [told[rank][1] for rank in asking]
@@ -204,8 +217,8 @@ class TeacherElsewhere:
         return Question(batch, mine, count)
 
     def _answers(self, question: Question, states: list[torch.Tensor], head: Head) -> list[torch.Tensor]:
-        """What the teacher found for this rank's share of the tokens of each of the student's micro-batches, 0 where it
-        computes none (padding, and rows that fill up); nothing where the student's output matrix is not."""
+        """The teacher's states for this rank's share of the tokens of each of the student's micro-batches, 0 where it
+        computes none (padding, and rows that fill up); an empty list where the student's output matrix is not."""
         batch, device, here = question.batch, self.teacher.device, self.here
         out = []
         for i in range(len(batch.input_ids) if here.has_head else 0):
@@ -227,20 +240,23 @@ class TeacherElsewhere:
         gets)."""
         there, here, size, device = self.there, self.here, self.world.size, self.teacher.device
         number = i * there.data_size + there.data_rank
+        # Filler micro-batches and ranks without the output matrix still take part in the exchange.
         if not there.has_head or number >= question.total:
             return torch.empty(0, head.facts.hidden, dtype=head.facts.of_states, device=device), [0] * size
         own = there.tokens(self._trimmed(question.asked), i, there.part)
         found, splits = _in_order(here.ranks(question.asked, i, number, own), own, size)
         share = states[i]
-        if not self.teacher.head.sequence_parallel:  # all tensor-parallel ranks have the same
+        # Without sequence parallelism all tensor-parallel ranks have all states: each sends its piece.
+        if not self.teacher.head.sequence_parallel:
             tokens = len(held_tokens(self._trimmed(question.asked), i, there.cp_size)[0])
             begin = (there.part % there.tp_size) * there.share(tokens)
             share = share[begin : begin + len(own)]
         return share[found.to(device)], splits
 
     def _to_receive(self, question: Question, i: int) -> tuple[list[tuple[int, torch.Tensor, torch.Tensor]], list[int]]:
-        """(for each of this rank's micro-batches that are number ``i`` of a rank of the teacher: its number, places in
-        its states, and which of the rows that come go there; how many rows come from each rank)."""
+        """(for each of this rank's micro-batches that come from round ``i`` of the teacher's ranks: its number,
+        positions in its states, and which of the rows that arrive go there; numbers of rows that come from each
+        rank)."""
         there, here, batch, size = self.there, self.here, question.batch, self.world.size
         found, received = [], [0] * size
         for number in range(i * there.data_size, min((i + 1) * there.data_size, question.total)):
@@ -252,6 +268,7 @@ class TeacherElsewhere:
                 found.append((micro_batch, places, splits))
                 # Of other data-parallel ranks come other micro-batches: each rank sends of one.
                 received = [n + m for n, m in zip(received, splits, strict=True)]
+        # Rows arrive sorted by sender: those of a rank begin after all rows of lower ranks.
         begins = [sum(received[:rank]) for rank in range(size)]
         return [
             (micro_batch, places, torch.cat([torch.arange(b, b + n) for b, n in zip(begins, splits, strict=True)]))
@@ -259,23 +276,29 @@ class TeacherElsewhere:
         ], received
 
     def _fetch_head(self, states: list[torch.Tensor]) -> Head:
-        """The rows of the teacher's output matrix that this rank has of the student's. Once: it does not change."""
+        """The rows of the teacher's output matrix for the token ids that this rank has of the student's. Fetched once:
+        it is frozen."""
         there, student, device = self.there, self.student, self.teacher.device
         own = self.teacher.head if there.has_head else None
         told = gather(None if own is None else _facts(own, states[0].dtype))
+        # One tensor-parallel group of the teacher has the whole matrix.
         parts = {rank: found for rank in (there.heads[0, j] for j in range(there.tp_size)) if (found := told[rank])}
         facts = next(iter(parts.values()))
         begin, valid, common = 0, 0, facts.vocab_size
         if student is not None:
+            # Vocabularies may be padded to different sizes, or one may have more tokens: only
+            # common ids get rows.
             begin, common = student.shard.start, min(common, student.shard.vocab_size)
             valid = min(max(common - begin, 0), student.shard.valid)
         rows = torch.empty(valid, facts.hidden, dtype=facts.dtype, device=device)
+        # Broadcasts go to all ranks, in one order on all of them.
         for rank, of in parts.items():
             if own is not None and rank == self.world.rank:
                 part = own.matrix.contiguous()
             else:
                 part = torch.empty(of.rows, of.hidden, dtype=of.dtype, device=device)
             dist.broadcast(part, rank)
+            # The overlap of the part's token ids with this rank's.
             low, high = max(begin, of.start), min(begin + valid, of.start + of.valid)
             if low < high:
                 rows[low - begin : high - begin] = part[low - of.start : high - of.start]
@@ -292,8 +315,9 @@ def _facts(head: TeacherHead, of_states: torch.dtype) -> Facts:
 
 
 def _in_order(ranks: torch.Tensor, tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, list[int]]:
-    """(which of ``tokens`` some rank has, in the order of ``ranks`` and then of the tokens; how many each of ``size``
-    ranks has). Both ends of a message have this order. -1: none has it."""
+    """(indices into ``tokens`` of those that some rank has, sorted by ``ranks`` and then by token; how many each of
+    ``size`` ranks has). Sender and receiver compute the same order. -1: no rank has the token."""
+    # Sorted by token first: the stable sort by rank keeps that order within a rank.
     there = (ranks >= 0).nonzero().flatten()
     by_token = there[tokens[there].argsort()]
     found = by_token[ranks[by_token].argsort(stable=True)]

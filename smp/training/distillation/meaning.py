@@ -49,6 +49,7 @@ def read_meaning(path: str) -> tuple[Meaning, list[dict[str, Any]]]:
         raise ConfigError(
             f"--logits-load-dir {path} has no {MANIFEST}: nothing was written there with --logits-save-dir, or not all"
         ) from None
+    # A manifest of another program, or a damaged one.
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ConfigError(f"--logits-load-dir {path}: {MANIFEST} cannot be read: {error}") from None
 

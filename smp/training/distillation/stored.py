@@ -37,7 +37,7 @@ from smp.parallel.agree import on_all_or_none
 from smp.training.distillation.meaning import MANIFEST, VERSION, Meaning, read_meaning
 
 PART_BYTES = 256 << 20
-"""Size of a file, about."""
+"""Approximate size of a file in bytes."""
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -73,10 +73,11 @@ class LogitsWriter:
         )
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write what has been added since the last file."""
         if not self._held:
             return
         tensors = {name: torch.cat([held[name] for held in self._held]) for name in self._held[0]}
+        # Rank and number make the name unique: ranks write without asking each other.
         file = f"part-{self._rank:05d}-{self._number + len(self.parts):05d}.safetensors"
         checksums = write_tensors(self._folder, file, tensors)
         self.parts.append({"file": file, "labels": len(tensors["numbers"]), "xxh3_64": checksums})
@@ -84,13 +85,13 @@ class LogitsWriter:
 
 
 def write_manifest(path: str, meaning: Meaning, parts: Sequence[dict[str, Any]]) -> None:
-    """Make the folder whole."""
+    """Write the manifest, which makes the folder complete. On one rank, after all files."""
     content = {"format": "smp distillation logits", "version": VERSION, **asdict(meaning), "parts": list(parts)}
     open_folder(path).replace(MANIFEST, json.dumps(content, indent=1).encode())
 
 
 class StoredLogits:
-    """What a folder says of each label. Tensors stay in the files until they are looked up.
+    """Stored log-probabilities of each label, in memory-mapped files. Tensors are read when they are looked up.
 
     Args:
         path: the folder.
@@ -112,7 +113,9 @@ class StoredLogits:
         share: tuple[int, int] = (0, 1),
     ) -> None:
         self._vocab_size = meaning.vocab_size
+        # Checksums take reading everything: ranks share the files among them.
         self._files = [self._opened(Path(path), part, i % share[1] == share[0]) for i, part in enumerate(parts)]
+        # By label: (file, row in it), -1 where there is none.
         self._where: npt.NDArray[np.int64] = np.full((len(samples.tokens), 2), -1, np.int64)
         for i, file in enumerate(self._files):
             numbers = file["numbers"].numpy()
@@ -137,12 +140,14 @@ class StoredLogits:
 
     def __getitem__(self, numbers: torch.Tensor) -> TopLogits:
         """Stored logits of labels by number, int64 (n,); zeros below 0, and where the label is not trained."""
+        # A copy, by fancy indexing: the next line changes it.
         where = self._where[numbers.clamp(min=0).numpy()]
         where[(numbers < 0).numpy()] = -1
         k = self._files[0]["ids"].shape[1]
         count = len(numbers)
         empty = torch.zeros(count, k, dtype=torch.int64), torch.zeros(count, k), torch.zeros(count)
         top = TopLogits(*empty, self._vocab_size)
+        # One gather per file that has some of the labels.
         for i in np.unique(where[where[:, 0] >= 0, 0]).tolist():
             chosen = torch.from_numpy(np.flatnonzero(where[:, 0] == i))
             rows, file = torch.from_numpy(where[chosen.numpy(), 1]), self._files[i]
@@ -156,7 +161,7 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
     """Tensors of a file, which stay in it."""
     with open_folder(path.parent).reader(path.name) as source:
         slots = read_header(source)
-    content = np.memmap(path, np.uint8, mode="c")  # what is changed would stay in memory; nothing is
+    content = np.memmap(path, np.uint8, mode="c")  # copy on write: torch warns of read-only arrays
     out = {}
     for name, slot in slots.items():
         of = torch.from_numpy(content[slot.start : slot.start + slot.size])
@@ -172,6 +177,7 @@ def read_stored(path: str, samples: Samples) -> StoredLogits:
     """
     meaning, parts = read_meaning(path)
     share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    # All ranks go on, or all raise: a rank that waited for one that has failed would hang.
     return on_all_or_none(
         lambda: StoredLogits(path, meaning, parts, samples, share), CheckpointError, "--logits-load-dir"
     )

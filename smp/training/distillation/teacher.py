@@ -54,9 +54,11 @@ class ModelTeacher:
     def states(self, batch: RankBatch) -> list[torch.Tensor]:
         """What the output matrix is multiplied with, of each micro-batch, (tokens [/p], hidden); nothing on a pipeline
         rank that does not have the head."""
+        # Dropout off. The student's mode is its own.
         self.model.eval()
         outputs = self.forward_backward.forward(self.micro_batches(batch))
         free_gathered(self.model)  # no backward pass comes that would
+        # Only the stage with the head returns values.
         return [output.values for output in outputs if output.values is not None]
 
     def micro_batches(self, batch: RankBatch) -> MicroBatches:
@@ -70,8 +72,8 @@ class ModelTeacher:
         return self._heads[0]
 
     def _take(self, matrix: torch.Tensor) -> None:
-        """Keep this rank's rows of the output matrix. It does not change, and is wanted when the teacher's weights are
-        sharded again: under FSDP a copy."""
+        """Keep this rank's rows of the teacher's output matrix. It is frozen, and used after FSDP has freed the
+        teacher's gathered weights: under FSDP it is copied."""
         if self._heads:
             return
         own = self.model.output_shard()
@@ -82,7 +84,8 @@ class ModelTeacher:
 
 
 def _fitting(head: TeacherHead, student: OutputShard) -> TeacherHead:
-    """With the rows of the student, where they are not those already."""
+    """``head`` with the student's rows of the vocabulary, copied only where they differ."""
+    # The softcap is of the teacher's own logits, and does not matter for which rows there are.
     same = replace(head.shard, softcap=None) == replace(student.shard, softcap=None)
     return head if same else head.aligned(student.shard)
 
@@ -117,8 +120,9 @@ class StoredTeacher:
             if not self.has_head:
                 return None
             assert micro_batch.token_index is not None
-            # Numbers of tokens say which columns of its rows this rank has.
+            # token_index is sample x length + column; a context-parallel rank has some of the columns.
             columns = micro_batch.token_index.cpu() - batch.sample_index[i][:, None] * length
+            # (rows, columns) -> (tokens,) numbers of labels
             found = self.stored[numbers[i].gather(1, columns).flatten()]
             ids, log_probs, rest = (to_device(x, self.device) for x in (found.ids, found.log_probs, found.rest))
             return TopLogits(ids, log_probs, rest, found.vocab_size)

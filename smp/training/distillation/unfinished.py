@@ -67,12 +67,13 @@ def begin_folder(path: str, work: Work) -> Come:
         if not names:
             note(path, work, Come())
             return Come()
+        # manifest.json means that it is complete.
         if UNFINISHED not in names or "manifest.json" in names:
             raise ConfigError(f"--logits-save-dir {path} is not empty")
         said = json.loads(folder.read(UNFINISHED))
         come = Come(int(said["sequences"]), list(said["parts"]))
         own, there = asdict(work), said["work"]
-        for name in names:  # of after the last note
+        for name in names:  # written after the last note, and not counted in it
             if name.endswith(".safetensors") and name not in {part["file"] for part in come.parts}:
                 folder.delete(name)
     except (OSError, CheckpointError, ValueError, KeyError, TypeError) as error:
@@ -86,18 +87,18 @@ def begin_folder(path: str, work: Work) -> Come:
 
 
 def note(path: str, work: Work, come: Come) -> None:
-    """Remember how far it came. On one rank."""
+    """Record how far the work has come. On one rank."""
     content = {"work": asdict(work), "sequences": come.sequences, "parts": list(come.parts)}
     open_folder(path).replace(UNFINISHED, json.dumps(content, indent=1).encode())
 
 
 def forget(path: str) -> None:
-    """The folder is whole. On one rank."""
+    """Remove the record: the folder is complete. On one rank."""
     open_folder(path).delete(UNFINISHED)
 
 
 def _difference(own: Any, there: Any) -> str:
-    """The first entry that is another one."""
+    """The first entry that differs, with both values."""
     if not (isinstance(own, dict) and isinstance(there, dict)):
         return f"{there} there, {own} here"
     name = next((name for name in own if own[name] != there.get(name)), "")

@@ -35,13 +35,14 @@ class Division:
     data_size: int
 
     def own(self, first: int) -> npt.NDArray[np.int64]:
-        """This rank's samples of the step that begins with number ``first``, (micro-batches, samples), see
+        """This rank's samples of the step that begins at sample ``first``, int64 (micro-batches, samples); see
         ``rank_share``."""
         return rank_share(first, self.batch_size, self.micro_batch_size, self.data_rank, self.data_size)
 
 
 class OwnCompletions:
-    """Steps on samples of the data, and, a share of them, on what the model writes for their prompts instead.
+    """Steps on samples of the data, and for a share of the steps on completions that the model writes for their
+    prompts.
 
     Which steps these are and what is written in them is a function of (seed, sample number) and the weights, so a
     resumed run writes the same. All ranks ask for batches together.
@@ -80,13 +81,14 @@ class OwnCompletions:
         first = self._consumed
         self._consumed += self.division.batch_size
         own = self.division.own(first)
+        # Keyed by the sample number: all ranks and a resumed run draw the same number in [0, 1).
         draw = stable_hash(self.sampling.seed, "lmbda", first) / 2**63
         if draw >= self.share:
             return dataclasses.replace(self.dataset.batch(own), metrics={"on policy": 0.0})
         return self._written(own)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing: the number of samples says all."""
+        """No tensors: the number of consumed samples determines what comes next."""
         return {}
 
     def close(self) -> None:
@@ -94,10 +96,12 @@ class OwnCompletions:
 
     def _written(self, share: npt.NDArray[np.int64]) -> RankBatch | Unreadable:
         started = time.perf_counter()
-        # Of rows that fill up, too: a rank may have no other ones, and all write together.
+        # Completions are also written for rows that only fill up (~number): generation is collective, and a rank may have no others.
         own, real = np.where(share < 0, ~share, share), set(share[share >= 0].tolist())
         prompts = [self._prompt(int(number)) for number in own.flat]
+        # A sequence holds seq_length + 1 tokens, of which the last is only a label.
         room = self.dataset.seq_length + 1
+        # By number: a sample that a rank has twice is written once.
         requests = [
             Request(prompt, min(self.longest, room - len(prompt)), number)
             for number, prompt in dict(zip(own.ravel().tolist(), prompts, strict=True)).items()
@@ -112,6 +116,7 @@ class OwnCompletions:
         counted = [completion for number, completion in ended.items() if number in real]
         lengths = [len(completion.ids) for completion in counted]
         cut = sum(completion.finish == "length" for completion in counted)
+        # Every rank calls it, also one with an error, so that none waits.
         told = gather((reason, lengths, cut, time.perf_counter() - started))
         for why, _, _, _ in told:
             if why:
@@ -127,6 +132,7 @@ class OwnCompletions:
             np.array([*prompt, *ended[int(number)].ids], np.int32)
             for number, prompt in zip(own.flat, prompts, strict=True)
         ]
+        # Only the completion is trained.
         asked = [np.arange(len(text)) >= len(prompt) for text, prompt in zip(texts, prompts, strict=True)]
         return dataclasses.replace(self._batch(share, texts, asked), metrics=metrics)
 
@@ -136,15 +142,18 @@ class OwnCompletions:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(text) for text in texts])])
         samples = Samples(np.concatenate(texts), np.concatenate(asked), offsets)
         sequences = lay_out(samples, np.arange(len(texts)), self.dataset.seq_length, "off")
+        # No shuffle: rows stay in the order of the share.
         dataset = TuningDataset(samples, sequences, seed=None, trim=self.dataset.trim)
         rows = np.arange(len(texts)).reshape(share.shape)
         batch = dataset.batch(np.where(share < 0, ~rows, rows))
+        # Dropout is keyed by the data's sample numbers, not by the rows made here.
         return dataclasses.replace(batch, sample_index=torch.from_numpy(np.where(share < 0, ~share, share)))
 
     def _prompt(self, number: int) -> list[int]:
-        """What comes before the last answer of a sample."""
+        """Token ids of everything before the last answer of a sample."""
         ids, trained = self.dataset.text(number)
-        # From the end: an answer's tokens, and before them the first one that is not trained.
+        # Index after the last trained token; before it the last token that is not trained ends the
+        # prompt.
         end = len(trained) - int(trained[::-1].argmax())
         untrained = np.flatnonzero(~trained[:end])
         return [int(i) for i in ids[: untrained[-1] + 1 if len(untrained) else 1]]

@@ -31,8 +31,8 @@ class EndedError(Exception):
 
 
 class RunCopies:
-    """Makes them while a run trains, and finds those of the start before. Every rank has one and calls the same
-    methods. Without --peer-snapshot-interval nothing is done.
+    """Makes copies of the run's state in the memory of the nodes while it trains, and finds those of an earlier start.
+    Every rank has one and calls the same methods. Without --peer-snapshot-interval it does nothing.
 
     Raises:
         EndedError: an earlier start of the workers has trained all there is to train.
@@ -47,10 +47,12 @@ class RunCopies:
         self.found: tuple[PeerFolder, Manifest] | None = None
         if self.interval is None:
             return
+        # Set by torchrun: in other launchers nothing keeps the copies' memory between two starts.
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             raise ConfigError(
                 "--peer-snapshot-interval needs torchrun, whose workers the copies outlive: use torchrun --max-restarts"
             )
+        # GROUP_RANK is torchrun's number of the node.
         place = Place(int(os.environ.get("GROUP_RANK", "0")), process.local_rank)
         try:
             timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
@@ -58,6 +60,7 @@ class RunCopies:
             self._copies = PeerCopies(config.checkpoint.peer_snapshot_dir, place, say, timeout, spare)
         except CheckpointError as error:
             raise ConfigError(f"--peer-snapshot-dir {error}") from error
+        # torchrun restarts all workers of a node, also after the last step.
         if (iteration := self._copies.ended()) is not None:
             raise EndedError(iteration)
         self.found = self._copies.find()
@@ -83,7 +86,7 @@ class RunCopies:
     def finish(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, batches: BatchSource
     ) -> None:
-        """Return when the nodes have a copy of the last step: the run stops, and others go on from there."""
+        """Return when the nodes have a copy of the last step, from which another start goes on: this one stops."""
         if self._copies is None:
             return
         self._copies.wait()
@@ -92,11 +95,11 @@ class RunCopies:
             self._copies.wait()
 
     def poll(self) -> None:
-        """After each step: let a copy count that is whole by now."""
+        """After each step: commit a copy that has become complete."""
         if self._copies is not None:
             self._copies.poll()
 
     def close(self) -> None:
-        """Give the memory back, that of the copies too where the run is done."""
+        """Free the memory, and that of the copies too where the run is done."""
         if self._copies is not None:
             self._copies.close(self.done)

@@ -32,19 +32,21 @@ class Guard:
         self._snapshot: snapshot.Snapshot | None = None
         self._compared = -1
         self._finished: list[tuple[Step, StepResult]] = []
+        # A spike in the first steps needs a state to go back to.
         self.take_snapshot()
 
     @property
     def waits(self) -> bool:
-        """Whether each step has to be finished before the next one is issued: it might have to be taken back."""
+        """Whether each step has to be finished before the next one is issued, because it may have to be taken back."""
         return self._rewinds or self._trainer.rerun is not None
 
     def finished(self, step: Step, result: StepResult) -> None:
-        """A step was finished, on this rank."""
+        """Note a step that this rank has finished; ranks may be at different ones."""
         self._finished.append((step, result))
 
     def look(self, before: int) -> None:
-        """At steps that are finished on all ranks: those up to iteration ``before``.
+        """Look at the steps that all ranks have finished, those up to iteration ``before``. (The checks are
+        collective.)
 
         Raises:
             TrainingError: too many in a row were skipped.
@@ -60,14 +62,15 @@ class Guard:
             self._trainer.check_skipped(result)
 
     def after(self, iteration: int) -> None:
-        """After the step of an iteration, with all before looked at."""
+        """The periodic checks after the step of an iteration, once all steps before have been looked at."""
         if due(iteration, self._settings.check_replicas_interval):
             self.compare(iteration)
         if self._rewinds and due(iteration, self._settings.spike_rewind_steps):
             self.take_snapshot()
 
     def before_save(self, iteration: int) -> None:
-        """What is saved is equal on all replicas, and what a spike goes back to: a resumed run has nothing older."""
+        """Before a checkpoint: replicas are compared, and it becomes the state that a spike goes back to, as a resumed
+        run has none older."""
         if self._settings.check_replicas_interval is not None and self._compared != iteration:
             self.compare(iteration)
         self.take_snapshot()
@@ -84,18 +87,20 @@ class Guard:
         self._goodput.snapshot()
 
     def compare(self, iteration: int) -> None:
-        """Replicas with each other.
+        """Compare the replicas of the model and optimizer state.
 
         Raises:
             TrainingError: they differ, and there is no majority.
         """
         self._compared = iteration
+        # Parameters and optimizer state, under the names of a checkpoint.
         tensors, _ = checkpoint.training_state(self._trainer.model, self._trainer.optimizer)
         with self._goodput.during("rerun"):
             found = replicas.differences(tensors)
         if not found:
             return
         lines = replicas.describe(found, iteration)
+        # No majority of equal replicas to copy from.
         if any(one.source is None for one in found):
             raise TrainingError("; ".join(lines))
         replicas.repair(found, tensors)
@@ -109,9 +114,11 @@ class Guard:
             rerun.said.clear()
 
     def _name_origin(self, step: Step, result: StepResult) -> None:
-        """Name the origin of the first of a row of steps that are not finite: the next likely have the same reason."""
+        """Name the origin of the first of several steps in a row that are not finite; the next likely have the same
+        cause."""
         if result.skipped_in_a_row > 1 or step.batch is None:
             return
+        # Collective: it runs the micro-batches once more.
         with self._goodput.during("rerun"):
             for line in find_origin(self._trainer, step.batch, step.num_valid):
                 self._console.say(f"iteration {result.iteration}: {line}")
@@ -131,10 +138,10 @@ class Guard:
         with self._goodput.during("rerun"):
             snapshot.restore(kept, trainer.model, trainer.optimizer)
         trainer.spikes.restore(kept.spikes)
-        # The step itself was skipped, and counted then.
+        # The step of the spike itself was skipped and has been counted.
         trainer.progress.skipped_iterations += iteration - 1 - kept.iteration
         self._goodput.rewound(kept.iteration, iteration)
-        # Iterations and data go on: this is the state behind the one of the spike now.
+        # Iterations and data are not repeated: the restored state counts as that of the spike's iteration.
         self._snapshot = dataclasses.replace(kept, iteration=iteration)
         self._goodput.snapshot()
         return f"back to the weights of iteration {kept.iteration}, without the data since then"

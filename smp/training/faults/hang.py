@@ -32,7 +32,7 @@ _FRAMES = 12
 
 @dataclass(frozen=True)
 class Word:
-    """Where a rank stands.
+    """What a rank says about where it stands.
 
     Attributes:
         collective: the one that it is in; empty: none.
@@ -47,14 +47,16 @@ class Word:
 
 
 def word_of_thread(ident: int) -> Word:
-    """What a thread of this process is in now."""
+    """What a thread of this process is executing now."""
     frames = list(traceback.walk_stack(sys._current_frames()[ident]))  # innermost first
     stack = "".join(traceback.StackSummary.extract(iter(frames[:_FRAMES][::-1])).format())
+    # The innermost frame outside of smp.parallel is what called the collective.
     callers = [one for one in frames if not _is_ours(one[0])]
     caller = next(iter(of_this_package(callers)), callers[0][0].f_code.co_qualname)
     # What was called is the outermost function of torch; without one it is one of this package.
     waits = [frame.f_code.co_name for frame, _ in frames if _is_torchs(frame)]
     waits = waits or [frame.f_code.co_name for frame, _ in frames if _is_ours(frame)]
+    # The runner of a pipeline waits in its own Python code, not in a function of torch.
     waits = waits or [_MESSAGE for frame, _ in frames[:2] if frame.f_code.co_qualname == "_Step._wait"]
     collective = f"{waits[-1]} of {caller}" if waits else ""
     innermost, line = frames[0]
@@ -63,17 +65,17 @@ def word_of_thread(ident: int) -> Word:
 
 
 def _is_torchs(frame: FrameType) -> bool:
-    """Whether it is a collective of torch; all of its wrappers have one name."""
+    """Whether a frame is in a collective of torch; its decorators' wrappers, which all have one name, do not count."""
     return Path(frame.f_code.co_filename).name in _TORCHS and frame.f_code.co_name != "wrapper"
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether it is a function of :mod:`smp.parallel`."""
+    """Whether a frame is in :mod:`smp.parallel`."""
     return "smp/parallel/" in Path(frame.f_code.co_filename).as_posix()
 
 
 class Hang:
-    """Asks the other ranks where they stand, when this one makes no progress. One for each standstill.
+    """Asks the other ranks where they stand, when this one makes no progress. One object for each standstill.
 
     Ranks need not have stood still equally often: one may go on just before it would leave word. So each has one place
     for its word, and what was left there before this standstill is not read.
@@ -90,25 +92,30 @@ class Hang:
     def report(self, word: Word, patience: float) -> str:
         """Leave word and wait so many seconds for those of others. What is to be said by this rank: nothing, if a lower
         one says it."""
+        # Wall-clock time: it is compared with that of other hosts.
         self._store.set(str(self._rank), json.dumps({"left": time.time(), **asdict(word)}))
         deadline = time.monotonic() + patience
         words = {self._rank: word}
+        # ``check`` does not block: ``get`` would wait for a rank that never leaves word.
         while len(words) < self._size and time.monotonic() < deadline:
             words |= {rank: found for rank in range(self._size) if rank not in words and (found := self._word_of(rank))}
             if len(words) < self._size:
                 time.sleep(min(0.1, patience / 10))
+        # The lowest rank that has left word speaks for all.
         return describe(dict(sorted(words.items())), self._size) if min(words) == self._rank else ""
 
     def _word_of(self, rank: int) -> Word | None:
-        """None: it has left none since this standstill began."""
+        """The word of a rank; None: it has left none since this standstill began."""
         if not self._store.check([str(rank)]):
             return None
         found = json.loads(self._store.get(str(rank)))
+        # An older one is of a standstill that went away.
         return Word(**found) if found.pop("left") >= self._since else None
 
 
 def describe(words: Mapping[int, Word], size: int) -> str:
     """What a hang looks like from all ranks: the collective, who has not come, and their stacks."""
+    # Where most ranks wait is the collective; the others are the ones at fault.
     waiting = Counter(word.collective for word in words.values() if word.collective)
     collective, _ = waiting.most_common(1)[0] if waiting else ("", 0)
     there = [rank for rank, word in words.items() if word.collective == collective != ""]
@@ -127,7 +134,7 @@ def describe(words: Mapping[int, Word], size: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """rank 3, or ranks 0-2, 5."""
+    """``rank 3 is`` or ``ranks 0-2, 5 are``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

@@ -24,14 +24,15 @@ from smp.training.cost.predict import predicted_memory
 from smp.training.process import Process
 
 ENDED = "smp/ended"
-"""Key of the launcher's store that tells spare processes that there is nothing left to wait for."""
+"""Key in the launcher's store that tells spare processes that the run is over."""
 LEFT = 75
-"""Exit code of processes that have stopped because others leave: torchrun starts again those that stay."""
+"""Exit code of processes that stop because other nodes leave: torchrun restarts those that stay. (EX_TEMPFAIL of
+sysexits.h.)"""
 GIB = 2**30
 
 
 def device_memory() -> int | None:
-    """Bytes of this machine's first GPU; None: there is none, and host memory is not looked at."""
+    """Bytes of this machine's first GPU; None without one: host memory is not checked."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
@@ -60,7 +61,8 @@ def require_room(config: Config, process: Process) -> None:
 
 
 def members(config: Config, process: Process) -> Process:
-    """This process in the run of those that train; of a run that is not elastic itself."""
+    """This process as a member of the run of those that train, without the spares; in a run that is not elastic,
+    ``process`` itself."""
     _, active = as_members(config, process.world_size)
     return replace(process, world_size=active, spares=process.world_size - active)
 
@@ -81,6 +83,7 @@ def describe_layouts(config: Config, world_size: int) -> list[str]:
         line = "no layout: the next smaller number trains"
         text = line if found is None else _layout_line(config, found, nodes * each, limit)
         lines.append(f"  {nodes} nodes: {text}{' (now)' if nodes * each == world_size else ''}")
+    # The others count over what is computed at once, which changes with the layout.
     balancing = config.model.moe_router_load_balancing_type
     if config.model.num_experts is not None and config.model.moe_aux_loss_coeff and balancing != "seq_aux_loss":
         lines.append(
@@ -109,12 +112,14 @@ def wait_as_spare(config: Config, process: Process) -> int:
     print(f"rank {process.rank}: spare, behind {process.world_size} processes that train", flush=True)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     try:
+        # The store alone: a spare joins no process group.
         store, _, _ = next(
             dist.rendezvous("env://", process.rank, process.world_size + process.spares, timeout=timeout)
         )
         with _serving(config, process, store):
             while not store.check([ENDED]):
                 time.sleep(0.5)
+            # Rank 0 keeps the store until all spares have counted themselves.
             store.add(f"{ENDED}/heard", 1)
             return 0
     except RuntimeError as error:  # the process that kept it is gone: the launcher starts all again
@@ -123,7 +128,8 @@ def wait_as_spare(config: Config, process: Process) -> int:
 
 
 def _serving(config: Config, process: Process, store: dist.Store) -> contextlib.AbstractContextManager[None]:
-    """What this node has of a copy in memory from when it trained, others may need."""
+    """Serve what this node has of a copy in memory from when it trained: other nodes may need it."""
+    # One process of a node serves its copies.
     if config.checkpoint.peer_snapshot_interval is None or process.local_rank:
         return contextlib.nullcontext()
     root = own_folder(Path(config.checkpoint.peer_snapshot_dir))
@@ -145,23 +151,27 @@ def nodes_of_spares(process: Process, timeout: timedelta) -> list[SpareNode]:
 
 def _launchers_store() -> dist.Store:
     store = distributed_c10d._get_default_store()
+    # The default store is wrapped in prefixes; spares use the launcher's keys without them.
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def ended_for_spares(process: Process) -> None:
-    """Let spare processes end, too: the run is done. Rank 0, which may keep the store, waits until they have heard."""
+    """Tell spare processes that the run is done. Rank 0, which may host the store, waits until they have heard, at most
+    10 s."""
     if process.rank or not process.spares or not dist.is_initialized():
         return
     store = _launchers_store()
     with contextlib.suppress(RuntimeError):
         store.set(ENDED, "")
         deadline = time.monotonic() + 10
+        # ``add`` of 0 reads the counter.
         while store.add(f"{ENDED}/heard", 0) < process.spares and time.monotonic() < deadline:
             time.sleep(0.1)
 
 
 def exit_code_of(config: Config, signalled: bool, code: int) -> int:
-    """Where nodes leave, those that stay have to be started again: to torchrun an exit code of 0 is the end."""
+    """The exit code of this process: where nodes leave, those that stay have to be restarted, and to torchrun 0 is the
+    end."""
     return LEFT if config.parallel.max_nodes is not None and signalled else code

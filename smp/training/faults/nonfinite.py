@@ -43,6 +43,7 @@ class _Seen:
 
     def look(self, module: nn.Module, args: Any, output: Any, rows: int) -> None:
         """After a module's forward pass on ``rows`` sequences."""
+        # Only the first module whose inputs are finite is the origin; all after it inherit the NaN.
         if self.origin is not None or _all_finite(output) or not _all_finite(args):
             return
         wrong = next(x for x in tree_iter(output) if isinstance(x, torch.Tensor) and not _all_finite(x))
@@ -51,14 +52,18 @@ class _Seen:
 
 def _all_finite(values: Any) -> bool:
     tensors = (x for x in tree_iter(values) if isinstance(x, torch.Tensor) and x.is_floating_point())
+    # Of DTensors the local shard: the check must not communicate, as ranks are in different
+    # modules.
     return all(bool(local_part(x.detach()).isfinite().all()) for x in tensors)
 
 
 def _wrong_rows(output: torch.Tensor, rows: int) -> list[int] | None:
     """Sequences of a micro-batch whose tokens are not finite; dimension 0 is tokens, sequence after sequence."""
     found = ~local_part(output.detach()).isfinite()
+    # Not one row per token: a loss, or statistics of experts.
     if found.ndim < 1 or found.shape[0] % rows:
         return None
+    # (tokens, ...) -> (rows, tokens of a row x ...)
     return found.reshape(rows, -1).any(1).nonzero().flatten().tolist()
 
 
@@ -66,6 +71,7 @@ def _wrong_rows(output: torch.Tensor, rows: int) -> list[int] | None:
 def _watched(model: nn.Module, seen: _Seen, rows: int) -> Iterator[None]:
     handles = []
     for name, module in model.named_modules():
+        # The root has no name: the origin is one of its modules.
         if name:
             seen.names[module] = name
             handles.append(module.register_forward_hook(lambda m, args, out: seen.look(m, args, out, rows)))
@@ -77,6 +83,7 @@ def _watched(model: nn.Module, seen: _Seen, rows: int) -> Iterator[None]:
 
 
 def find_origin(trainer: Trainer, batch: RankBatch, num_valid: int) -> list[str]:
+    # Weights first: with a NaN in them every output has one.
     """Lines that say where a skipped step's NaN or infinity comes from, the same on all ranks. Every rank calls it."""
     wrong = [name for name, p in trainer.model.named_parameters() if not bool(local_part(p.detach()).isfinite().all())]
     told = _told([f"the weights of {wrong[0]} ({len(wrong)} tensors)"] if wrong else [])
@@ -85,6 +92,7 @@ def find_origin(trainer: Trainer, batch: RankBatch, num_valid: int) -> list[str]
     seen, rows = _Seen(), batch.input_ids.shape[1]
     given = trainer.objective.micro_batches(batch, num_valid)
 
+    # The hooks have to know which micro-batch runs.
     def make(i: int) -> Any:
         seen.micro_batch = i
         return given[i]
@@ -102,6 +110,7 @@ def _of_gradients(trainer: Trainer, micro_batches: MicroBatches) -> list[str]:
     wrong = [f"the gradient of {name}" for name, gradient in grads.items() if not bool(gradient.isfinite().all())]
     trainer.optimizer.zero_grad()
     nothing = torch.zeros((), dtype=torch.bool, device=trainer.device)
+    # ``end_step`` closes the step's counters (router biases) as if it had been skipped.
     trainer.model.end_step(nothing)
     if (history := trainer.history) is not None:
         # An infinite number that was rounded to 8 bits is the largest one, and gradients behind it are finite.
@@ -118,7 +127,8 @@ def _in_words(module: str, micro_batch: int, rows: list[int] | None, batch: Rank
 
 
 def _told(own: list[str]) -> list[str]:
-    """What ranks found, those that found something."""
+    """What each rank found, as lines, of those that found something. Every rank calls it."""
+    # The strings are gathered only if there are some.
     if not any_rank(bool(own)):
         return []
     found = [(rank, *one) for rank, one in enumerate(gather((socket.gethostname(), own))) if one[1]]
