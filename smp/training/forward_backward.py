@@ -51,12 +51,14 @@ class Accumulation:
     def train(self, micro_batches: MicroBatches) -> list[ModelOutput]:
         outputs = []
         for i, micro_batch in enumerate(micro_batches):
-            # Before each forward pass: FSDP reads in the hooks of this micro-batch what to do with it.
+            # Before each forward pass: FSDP's hooks of this micro-batch read whether it is the
+            # last.
             is_last = i == len(micro_batches) - 1
             last_micro_batch(self.model, is_last, self.strategy)
             if is_last and self.before_last is not None:
                 self.before_last()
             output: ModelOutput = self.model(micro_batch)
+            # The loss with the auxiliary ones.
             loss = output.total
             assert loss is not None, "a whole model has one"
             loss.backward()
@@ -76,7 +78,7 @@ def stream_gradients(forward_backward: ForwardBackward, optimizer: torch.optim.O
 
 
 def detached(output: ModelOutput) -> ModelOutput:
-    """The output without its graph: losses, values of tokens and metrics."""
+    """The output without its autograd graph: losses, values of tokens and metrics."""
     loss = None if output.loss is None else output.loss.detach()
     aux_losses = {name: value.detach() for name, value in output.aux_losses.items()}
     return ModelOutput(loss=loss, values=output.values, aux_losses=aux_losses, metrics=output.metrics)
@@ -90,7 +92,7 @@ def model_loss(outputs: Sequence[ModelOutput], device: torch.device) -> torch.Te
 
 
 def total_auxiliary(outputs: Sequence[ModelOutput], names: Sequence[str], device: torch.device) -> torch.Tensor:
-    """Sums of auxiliary losses, and of metrics that are parts of a mean already, fp64 (names,)."""
+    """Sums over micro-batches of auxiliary losses, and of metrics that are parts of a mean already, fp64 (names,)."""
     total = torch.zeros(len(names), dtype=torch.float64, device=device)
     for output in outputs:
         found = output.metrics | output.aux_losses
@@ -101,7 +103,7 @@ def total_auxiliary(outputs: Sequence[ModelOutput], names: Sequence[str], device
 
 
 def total_metrics(outputs: Sequence[ModelOutput], names: Sequence[str], device: torch.device) -> torch.Tensor:
-    """Sums of what was measured, fp64 (names,)."""
+    """Sums over micro-batches of the metrics, fp64 (names,)."""
     # fp64: metrics are sums over the whole batch, of which small ones would be lost next to large ones.
     total = torch.zeros(len(names), dtype=torch.float64, device=device)
     for output in outputs:

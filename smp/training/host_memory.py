@@ -23,6 +23,7 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it does; others than glibc are left as they are.
     """
+    # The user's own choice of allocator (jemalloc, tcmalloc) or of its settings wins.
     told = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if told or not sys.platform.startswith("linux"):
         return False

@@ -35,14 +35,14 @@ class BatchSource(Protocol):
     """Where the batches of a run come from: files, or the model itself."""
 
     def next_or_reason(self) -> RankBatch | Unreadable:
-        """The next step's, or why this rank has none."""
+        """The next step's batch, or why this rank has none."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint needs besides the number of consumed samples: the same on all ranks, which ask together.
-        Names begin with ``smp.training.checkpoints.persistence.CARRIED``."""
+        """Tensors that a checkpoint needs in addition to the number of consumed samples: the same on all ranks, which
+        call it together. Names begin with ``smp.training.checkpoints.persistence.CARRIED``."""
 
     def close(self) -> None:
-        """Stop what works in the background. Safe to call twice."""
+        """Stop background work. Safe to call twice."""
 
 
 class Trainable(NamedTuple):
@@ -54,7 +54,7 @@ class Trainable(NamedTuple):
 
 
 class Instead(NamedTuple):
-    """What came of work in place of training.
+    """The result of work in place of training.
 
     Attributes:
         said: what to report of it.
@@ -66,7 +66,7 @@ class Instead(NamedTuple):
 
 
 class RunKind(ABC):
-    """A run calls these methods in their order here.
+    """One kind of run, such as pretraining. A run calls these methods in the order in which they stand here.
 
     Args:
         config: resolved settings.
@@ -86,11 +86,11 @@ class RunKind(ABC):
 
     @abstractmethod
     def datasets(self) -> Datasets:
-        """Read what to train and evaluate on, once the folder of checkpoints is this run's."""
+        """Read what to train and evaluate on. Called once the folder of checkpoints is locked by this run."""
 
     @abstractmethod
     def kernels(self, context: ParallelContext, device: torch.device) -> tuple[Kernels, list[str]]:
-        """What computes, and what the user should hear of that choice."""
+        """(kernels of the run, notes for the user on that choice)."""
 
     @abstractmethod
     def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
@@ -98,7 +98,7 @@ class RunKind(ABC):
         come further."""
 
     def kept(self) -> Kept:
-        """What else a checkpoint of this run has, once it is built."""
+        """Tensors that a checkpoint of this run has in addition to model and optimizer, once those are built."""
         return Kept()
 
     def batches(

@@ -51,7 +51,7 @@ def launch(config: Config, process: Process, make_kind: Callable[[], RunKind], n
         notes: what --dry-run says besides the settings.
     """
     if process.link is not None:
-        process.link.wait()  # all is imported
+        process.link.wait()  # until the keeper needs it; imports are done by then
     process = members(config, process)
     if process.is_spare:
         return wait_as_spare(config, process)
@@ -62,11 +62,12 @@ def launch(config: Config, process: Process, make_kind: Callable[[], RunKind], n
     name = f"rank {process.rank} on {socket.gethostname()}"
     timeout = config.parallel.distributed_timeout_minutes
     watchdog = Watchdog(process, timeout, lambda why: _end(f"{name}: {why}", config, process))
-    # To the last: what a process is stuck in while it ends is wanted as well.
+    # Until the end: what a process is stuck in while it ends is reported as well.
     with contextlib.closing(watchdog):
         if process.link is None:
             return _train(config, make_kind, name, watchdog, StopSignal, Alone(process))
         stop = StopSignal()
+        # The signal handler is installed once, for all tries.
         train = partial(_train, config, make_kind, name, watchdog, lambda: stop)
         return run_again(config.parallel, process, lambda: stop.name is not None, train)
 
@@ -87,6 +88,7 @@ def _train(
             # Nodes that a file names may be on one machine, and what goes between them is to be gloo's.
             shares = config.parallel.cpu_collectives == "auto" and config.parallel.network_topology is None
             device = start_process_group(process, timeout, deterministic, watchdog, shares_memory=shares)
+            # Before the model is built: minutes of work would be lost to a setting.
             require_exportable(config)
             require_room(config, process)
             run = Run(make_kind(), process, device, stop(), watchdog)
@@ -98,6 +100,7 @@ def _train(
             generation.began(iteration)
             outcome = run.run()
     except LostRunError as error:
+        # Raised again to ``run_again`` after groups and connections are released.
         outcome = Outcome("failed", str(error), _iteration(run))
         generation.let_go()
         raise
@@ -118,6 +121,7 @@ def _train(
         asked = run is None and exit_code(error) == 2
         outcome = Outcome("bad_config" if asked else "failed", str(error), _iteration(run))
         if not answered:
+            # The grace period of the watchdog begins anew for what is left to do.
             watchdog.progress()
             _leave(config, process, outcome, run)
     except BaseException as error:
@@ -132,6 +136,7 @@ def _train(
             return 1  # without the others, who may wait in a collective
         raise
     finally:
+        # Closing may write files: it counts as progress when it begins.
         watchdog.progress()
         if run is not None:
             generation.close(partial(run.close, failed=outcome.status == "failed"))
@@ -139,12 +144,14 @@ def _train(
     exports = outcome.status == "done" and config.checkpoint.save_hf
     if not exports:
         _write_outcome(config, process, outcome, run)
+    # A signalled elastic run is started again: spares go on waiting.
     if outcome.status in ("done", "requeue") and not outcome.signalled:
         ended_for_spares(process)
     if outcome.status in ("done", "requeue") and (lost := _last_barrier(name)):
         report_own(lost, process.rank)  # its own exit code says it failed; the work is done
     if dist.is_initialized():
         dist.destroy_process_group()
+    # After the groups are gone: it takes minutes, in which other ranks would run into a timeout.
     if exports and process.rank == 0:  # the others have nothing to wait for
         outcome = _exported(config, outcome, watchdog)
         _write_outcome(config, process, outcome, run)
@@ -152,7 +159,7 @@ def _train(
 
 
 def _exported(config: Config, outcome: Outcome, watchdog: Watchdog) -> Outcome:
-    """How the run ended, its Hugging Face folder included."""
+    """The outcome of the run after the export of its Hugging Face folder."""
     try:
         folder = export_hugging_face(config, outcome.iteration, watchdog.progress)
     except ERRORS as error:
@@ -163,7 +170,8 @@ def _exported(config: Config, outcome: Outcome, watchdog: Watchdog) -> Outcome:
 
 
 def _leave(config: Config, process: Process, outcome: Outcome, run: Run | None) -> NoReturn:
-    """End while torch's store does not answer. The process group stays as it is: its threads ask that store, too."""
+    """End this process while torch's store does not answer. The process group is not destroyed: its threads wait for
+    that store, too."""
     code = _CODES[outcome.status]
     # Closing a run asks no store, and a background save is worth the wait; but file systems and trackers may be cut off
     # as well, so no longer than torch would have waited.
@@ -182,7 +190,8 @@ def _leave(config: Config, process: Process, outcome: Outcome, run: Run | None) 
 
 
 def _end(why: str, config: Config, process: Process) -> None:
-    """Say why and end, from another thread than the one that is stuck in torch: nothing else would end this process."""
+    """Report why and end the process, from the watchdog's thread: the main thread is stuck in torch, and nothing else
+    would end it."""
     code = 1 if process.link is None else REPLACE
     # Whatever becomes of the words: a full pipe that nobody reads blocks who writes to it, and so may a disk.
     limit = threading.Timer(LAST_WORDS, os._exit, (code,))
@@ -199,8 +208,8 @@ def _end(why: str, config: Config, process: Process) -> None:
 
 
 def _last_barrier(name: str) -> str:
-    """Wait for the other ranks: gloo may still be handing them the last result, and aborts a process that exits
-    meanwhile. Returns what is to be said if one is lost."""
+    """Wait for the other ranks: gloo may still be delivering the last result, and aborts a process that exits
+    meanwhile. Returns a line to report if one is lost, or ""."""
     try:
         with naming(f"{name}: the last barrier", function=False, wrap=CollectiveError):
             dist.barrier()
@@ -210,7 +219,7 @@ def _last_barrier(name: str) -> str:
 
 
 def _shown(recipe: str) -> str:
-    """What --dry-run prints, which is a recipe all the same."""
+    """What --dry-run prints: without credentials, and still a recipe."""
     shown = str(without_credentials(recipe))
     return (
         shown if shown == recipe else f"{shown}\n# *** stands for credentials in URLs: put them in to train with this"
@@ -218,7 +227,7 @@ def _shown(recipe: str) -> str:
 
 
 def _out_of_memory(error: BaseException, config: Config) -> str | None:
-    """What to try, if that is what an error is."""
+    """Advice for the user if ``error`` is a lack of memory, else None."""
     if not (lacks_memory(error) or isinstance(error, torch.OutOfMemoryError)):
         return None
     # torch has the number in its text only.
@@ -253,7 +262,7 @@ def _write_outcome(
     unasked = config.logging.status_file is None and run is None
     if unasked or (process.rank == 0) == instead or (instead and ended(path)):
         return
-    # Of another rank than 0 it is not the job's account.
+    # The account of the whole job is rank 0's.
     spent = {} if run is None or instead else summary(run.goodput.account)
     leave_status(path, outcome.status, outcome.reason, outcome.iteration, spent)
     if not instead:

@@ -64,6 +64,7 @@ def token_micro_batch(
     own = _Columns(length, None if cut is None or cp is None else cut.index(cp.rank), device)
 
     def weights_of(labels: torch.Tensor) -> torch.Tensor:
+        # Tokens without a label have weight 0; max(.., 1) for a batch without labels.
         return (labels != IGNORE_INDEX).float() / max(num_valid_tokens, 1)
 
     def ahead(k: int) -> MTPBatch:
@@ -72,7 +73,7 @@ def token_micro_batch(
         return MTPBatch(ids, labels, weights_of(labels))
 
     columns, labels, index = own.numbers(), own.of(batch.labels[i]), to_device(batch.sample_index[i], device)
-    counted = None if cut is None else columns  # positions that the model counts itself in whole sequences
+    counted = None if cut is None else columns  # of whole sequences the model counts them itself
     return MicroBatch(
         input_ids=own.of(batch.input_ids[i]),
         labels=labels,
@@ -91,12 +92,12 @@ def token_micro_batch(
 
 
 def _cut(batch: RankBatch, i: int, cp: int) -> tuple[int, SequenceCut | None]:
-    """(columns that are computed of the rows of micro-batch ``i``, how ``cp`` ranks share them; None: there is one)."""
+    """(columns of micro-batch ``i`` that are computed, how ``cp`` ranks share them; None with one rank)."""
     full_length, rows = batch.input_ids.shape[-1], batch.input_ids.shape[1]
     length = full_length if batch.lengths is None else batch.lengths[i]
     if cp == 1:
         return length, None
-    # A cut needs 2 x cp equal chunks: trimmed rows get back as many of their columns of padding.
+    # A split needs 2 x cp equal chunks: trimmed rows get back some of their columns of padding.
     length = min(-(-length // (2 * cp)) * 2 * cp, full_length)
     document_ids = None if batch.document_ids is None else batch.document_ids[i, :, :length]
     # Whole sequences are cut, after labels were shifted: a token's label may be on another rank.
@@ -104,7 +105,7 @@ def _cut(batch: RankBatch, i: int, cp: int) -> tuple[int, SequenceCut | None]:
 
 
 def held_tokens(batch: RankBatch, i: int, cp: int) -> list[torch.Tensor]:
-    """For each of ``cp`` ranks that share sequences the tokens of micro-batch ``i`` that it computes, in its order:
+    """For each of ``cp`` ranks that share sequences, the tokens of micro-batch ``i`` that it computes, in its order:
     int64, row x full_length + column."""
     full_length, rows = batch.input_ids.shape[-1], batch.input_ids.shape[1]
     length, cut = _cut(batch, i, cp)
@@ -130,6 +131,7 @@ class _Columns:
         """Those of a tensor (rows, full length), on the device."""
         if self.chosen is None:
             return to_device(x, self.device)[:, : self.length]
+        # (rows, full length) -> (rows, length / cp)
         return to_device(x.gather(1, self.chosen), self.device)
 
     def numbers(self) -> torch.Tensor:
@@ -142,10 +144,11 @@ class _Columns:
 
 
 def shifted(batch: RankBatch, i: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels k places behind each of micro-batch ``i``, (rows, full_length). Behind the end of a sequence
-    token 0 without a label; nor is there one where another document has begun by then."""
+    """Input ids and labels k positions after each token of micro-batch ``i``, both (rows, full_length). After the end
+    of a sequence the id is 0 and there is no label; nor is there one where another document has begun by then."""
     ids, labels = (x[i, :, k:] for x in (batch.input_ids, batch.labels))
     if batch.document_ids is not None:
         documents = batch.document_ids[i]
+        # No prediction across the end of a document.
         labels = labels.masked_fill(documents[:, k:] != documents[:, :-k], IGNORE_INDEX)
     return F.pad(ids, (0, k)), F.pad(labels, (0, k), value=IGNORE_INDEX)

@@ -29,6 +29,7 @@ from smp.training.forward_backward import detached
 from smp.training.micro_batches import MicroBatches
 
 _Key = tuple[int, int]  # stage, micro-batch
+# With a split backward pass BACKWARD_INPUT uses the activations; gradients of weights come later.
 _BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
@@ -69,6 +70,7 @@ class Pipelined:
         dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
         self._runner = Runner(links, shape, dtype, device)
         self._parts = plan.stages_of(links.rank)
+        # FSDP of each stage by hand: the schedule says when to gather and reduce.
         self._sharded = ShardedStages(model, self._parts, split_backward=plan.split_backward)
         self._tied = TiedMatrix(model, links, ends) if tied else None
         self.before_last: Callable[[], None] | None = None
@@ -87,7 +89,7 @@ class Pipelined:
         return self._runner.waited
 
     def add_plan(self, plan: Plan) -> None:
-        """For steps with other numbers of micro-batches, through the same channels."""
+        """Add a schedule for steps with another number of micro-batches, over the same channels."""
         self._plans[plan.training.micro_batches] = plan
 
     @property
@@ -99,6 +101,7 @@ class Pipelined:
         schedule = self._plans[len(micro_batches)].training
         if self.offload is not None:
             own = schedule.actions[self._runner.links.rank]
+            # The order of backward passes: the offloader loads activations ahead of them.
             self.offload.plan([(action.stage, action.micro_batch) for action in own if action.op in _BACKWARD])
         if self.before_last is not None:
             self.before_last()  # gradients are reduced once per step, and final then
@@ -118,22 +121,23 @@ class Pipelined:
         return [stages.outputs[key] for key in sorted(stages.outputs)]
 
     def watched_by(self, watcher: Watcher) -> None:
-        """Tell it of the actions of all training steps that :meth:`record` does not take the times of."""
+        """Report the actions of all training steps to ``watcher``, except those that :meth:`record` times."""
         self._watcher = watcher
 
     def record(self) -> None:
-        """Take the times of the next training step; every rank calls it."""
+        """Record the times of the next training step; every rank calls it."""
         self._recorder = Recorder(self._group, self.device)
 
     def recorded(self) -> Timeline | None:
-        """The step after :meth:`record`, on pipeline rank 0; every rank calls it."""
+        """The timeline of the step after :meth:`record`, on pipeline rank 0; every rank calls it."""
         assert self._recorder is not None, "record() comes first"
         recorder, self._recorder = self._recorder, None
         return recorder.timeline()
 
 
 def message_channels(plans: Iterable[Plan], tied_ends: Channel | None) -> set[Channel]:
-    """(source, destination) of all messages: those of schedules, and both ways between the ends of a tied matrix."""
+    """(source, destination) of all messages: those of the schedules, and in both directions between the ends of a tied
+    matrix."""
     schedules = [schedule for plan in plans for schedule in (plan.training, plan.evaluation)]
     sends = {
         (rank, schedule.peer(action))
@@ -148,14 +152,14 @@ def message_channels(plans: Iterable[Plan], tied_ends: Channel | None) -> set[Ch
 
 @dataclass(eq=False)
 class _Gradients:
-    """What comes to the ends of a stage's graph."""
+    """The gradients that arrive at the ends of a stage's graph."""
 
     of_input: torch.Tensor | None = None
     of_output: torch.Tensor | None = None
 
 
 class _Entry(torch.autograd.Function):
-    """The beginning of a stage's graph. A leaf would hold the hidden states as long as the graph."""
+    """The beginning of a stage's graph, in place of a leaf, which would hold the hidden states as long as the graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, ends: _Gradients) -> torch.Tensor:
@@ -184,7 +188,7 @@ class _Exit(torch.autograd.Function):
 
 
 class _Stages:
-    """This rank's stages in one step: what ``smp.pipeline.run`` calls."""
+    """This rank's stages in one step, as ``smp.pipeline.run`` calls them."""
 
     def __init__(
         self,
@@ -202,7 +206,8 @@ class _Stages:
         self._pending: dict[_Key, list[WeightGradients]] = {}
 
     def forward(self, stage: int, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """Graphs end at stages: the gradient that comes to the input is the message back."""
+        """Forward of one stage. The graph ends at the stage: the gradient that comes to its input is the message to the
+        stage before."""
         training, key = torch.is_grad_enabled(), (stage, micro_batch)
         # Gathering was begun by the schedule, some computations ago.
         self.sharded.gathered(stage)
@@ -216,10 +221,12 @@ class _Stages:
             root = None if output.hidden is None else _Exit.apply(output.hidden, ends)
             self._kept[key] = ends, [output.total, root]
         self.outputs[key] = detached(output)
+        # Only the stage's own losses stay; hidden states belong to the message now.
         return None if output.hidden is None else output.hidden.detach()
 
     def backward_input(self, stage: int, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """From the gradient of what was handed on, and from the losses of this stage."""
+        """Backward of one stage to its input, from the gradient of what was handed on and from the losses of this
+        stage."""
         # Free when the backward pass is over, whatever stays for the weights' gradients.
         ends, roots = self._kept.pop((stage, micro_batch))
         self.sharded.gathered(stage)

@@ -51,7 +51,7 @@ def _read(config: Config) -> Datasets:
 
 
 def _note_repeats(config: Config, datasets: Datasets) -> None:
-    """Say so when an evaluation asks for more samples than there are."""
+    """Note where an evaluation asks for more samples than there are, which are then read again."""
     batches, size = config.training.eval_iters, config.data.global_batch_size
     assert size is not None
     for part, blend in (("validation", datasets.valid), ("test", datasets.test)):

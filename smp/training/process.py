@@ -46,6 +46,7 @@ class Process:
             ConfigError: one of them is not a number.
         """
         numbers = []
+        # ``isdecimal`` refuses signs and spaces, which ``int`` takes.
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
             text = os.environ.get(name, default)
             if not text.isdecimal():
@@ -56,7 +57,7 @@ class Process:
 
     @property
     def is_spare(self) -> bool:
-        """Whether this process waits for others to be lost: ranks behind those that train."""
+        """Whether this process does not train but waits to replace others: ranks after those that train."""
         return self.rank >= self.world_size
 
     @property
@@ -74,12 +75,12 @@ class Process:
 
 
 def status_path(logging: LoggingConfig) -> Path:
-    """Where the status file is."""
+    """The path of the status file."""
     return Path(logging.status_file or Path(logging.log_dir) / "status.json")
 
 
 def forget_status(path: Path) -> None:
-    """Remove what a run before this one left: it would be taken for this one's if this one were killed.
+    """Remove the status file of an earlier run: if this run were killed, it would be taken for its own.
 
     Raises:
         ConfigError: it cannot be removed, or no file can be there.
@@ -87,6 +88,7 @@ def forget_status(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
         above = next(folder for folder in path.absolute().parents if folder.exists())
+        # Checked now, not when the run has ended: the file is written then.
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise PermissionError(f"{above} is no folder that one can write to")
     except OSError as error:
@@ -109,13 +111,14 @@ def write_status(
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two ranks may want to say that a third is lost
     word = {"status": status, "reason": without_credentials(reason), "iteration": iteration, **more}
     temporary.write_text(json.dumps(word) + "\n")
+    # rename(2) is atomic: launchers never read half a file.
     os.replace(temporary, path)
 
 
 def leave_status(
     path: Path, status: Status, reason: str, iteration: int, more: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """:func:`write_status`; where it cannot, the error output says so, unless that is the reason itself."""
+    """:func:`write_status`; a failure is printed to stderr, unless the reason says so already."""
     try:
         write_status(path, status, reason, iteration, more)
     except OSError as error:

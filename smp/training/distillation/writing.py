@@ -96,7 +96,8 @@ class OwnCompletions:
 
     def _written(self, share: npt.NDArray[np.int64]) -> RankBatch | Unreadable:
         started = time.perf_counter()
-        # Completions are also written for rows that only fill up (~number): generation is collective, and a rank may have no others.
+        # Completions are also written for rows that only fill up (~number): generation is
+        # collective, and a rank may have no others.
         own, real = np.where(share < 0, ~share, share), set(share[share >= 0].tolist())
         prompts = [self._prompt(int(number)) for number in own.flat]
         # A sequence holds seq_length + 1 tokens, of which the last is only a label.

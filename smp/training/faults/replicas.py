@@ -48,9 +48,11 @@ class Difference:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 0-dim, on the tensor's device; see this module. The tensor is plain."""
+    """Checksum of a plain tensor, int64 0-dim on the tensor's device; see this module."""
     words = _words(tensor.detach())
     total = torch.zeros((), dtype=torch.int64, device=words.device)
+    # Odd factors: an even one would lose the highest bit of a word. int64 arithmetic wraps modulo
+    # 2^64.
     odd = 2 * torch.arange(min(CHUNK, words.numel()), device=words.device) + 1
     for i, chunk in enumerate(words.split(CHUNK)):
         total += (chunk.long() * (odd[: len(chunk)] + 2 * i * CHUNK)).sum()
@@ -58,7 +60,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as int32 (n,), of whatever does not fill words as uint8 (n,)."""
+    """The bytes of a tensor as int32 (n,), or as uint8 (n,) where they are no whole, aligned words."""
+    # A view of the storage where the tensor is contiguous; ``view(dtype)`` needs an aligned offset.
     flat = tensor.contiguous().view(-1)
     if flat.nbytes % 4 or flat.storage_offset() * flat.itemsize % 4:
         return flat.view(torch.uint8)
@@ -75,6 +78,7 @@ def differences(tensors: Mapping[str, torch.Tensor]) -> list[Difference]:
     for names in _by_mesh(tensors).values():
         first = tensors[names[0]]
         assert isinstance(first, DTensor)
+        # One exchange for all tensors of a mesh.
         sums = torch.stack([checksum(local_part(tensors[name])) for name in names])
         ranks, copies = _of_all_copies(first, sums)
         found += [one for i, name in enumerate(names) if (one := _compared(name, ranks, copies[:, i].tolist()))]
@@ -86,17 +90,19 @@ def differences(tensors: Mapping[str, torch.Tensor]) -> list[Difference]:
 
 
 def _by_mesh(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[object, ...], list[str]]:
-    """Names of the tensors that have copies, by mesh and dimensions of the copies; in the same order on all ranks."""
+    """Names of the replicated tensors, by mesh and dimensions of the copies; in the same order on all ranks, as the
+    exchange needs."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and (dims := _replicated(tensor)):
             mesh = tensor.device_mesh
+            # By its text: meshes of equal ranks share a group, whatever object they are.
             groups.setdefault((str(mesh), mesh.mesh_dim_names, dims), []).append(name)
     return groups
 
 
 def _replicated(tensor: DTensor) -> tuple[int, ...]:
-    """Dimensions of its mesh over which it is replicated, of more than one rank."""
+    """Mesh dimensions with more than one rank over which the tensor is replicated."""
     mesh = tensor.device_mesh
     return tuple(i for i, how in enumerate(tensor.placements) if isinstance(how, Replicate) and mesh.size(i) > 1)
 
@@ -104,22 +110,26 @@ def _replicated(tensor: DTensor) -> tuple[int, ...]:
 def _of_all_copies(tensor: DTensor, sums: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
     """(ranks that have copies of this rank's shards, their checksums (copies, tensors))."""
     mesh, values = tensor.device_mesh, sums[None]
+    # The coordinate of this rank, with a slice in each replicated dimension: the ranks of its
+    # copies.
     kept: list[int | slice] = [*(mesh.get_coordinate() or ())]
     # From the last dimension on, so that copies come in the order in which the mesh has their ranks.
     for dim in reversed(_replicated(tensor)):
         kept[dim] = slice(None)
         parts = [torch.empty_like(values) for _ in range(mesh.size(dim))]
+        # (1, tensors) -> (copies, tensors)
         dist.all_gather(parts, values, group=mesh.get_group(dim))
         values = torch.cat(parts)
     return tuple(mesh.mesh[tuple(kept)].flatten().tolist()), values
 
 
 def _compared(name: str, ranks: Sequence[int], sums: Sequence[int]) -> Difference | None:
-    """What the copies' checksums say; None: they are equal."""
+    """The copies that differ from the majority; None: all are equal."""
     votes = Counter(sums)
     if len(votes) == 1:
         return None
     right, count = votes.most_common(1)[0]
+    # A tie is no majority.
     if 2 * count <= len(sums):
         return Difference(name, tuple(ranks), tuple(ranks), None)
     wrong = tuple(one for one, total in zip(ranks, sums, strict=True) if total != right)
@@ -134,6 +144,7 @@ def repair(found: Sequence[Difference], tensors: Mapping[str, torch.Tensor]) -> 
         assert one.source is not None
         for other in one.wrong:
             if own == one.source:
+                # Over gloo, so tensors go by way of the host.
                 dist.send(local_part(tensors[one.name]).detach().cpu().contiguous(), other)
             elif own == other:
                 part = local_part(tensors[one.name]).detach()
@@ -144,6 +155,7 @@ def repair(found: Sequence[Difference], tensors: Mapping[str, torch.Tensor]) -> 
 
 def describe(found: Sequence[Difference], iteration: int) -> list[str]:
     """A line for each set of ranks that are wrong. Every rank calls it."""
+    # All ranks need the host names of the others for their lines.
     hosts = gather(socket.gethostname())
     by_ranks: dict[tuple[tuple[int, ...], int | None], list[str]] = {}
     for one in found:

@@ -30,7 +30,7 @@ from smp.training.errors import TrainingError
 from smp.training.faults.replicas import checksum
 
 SUM = "sum of "
-"""What names of gradients that are summed over ranks begin with."""
+"""Prefix of names of gradients that are summed over ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Rerun:
         self.interval = interval
         self._own: dict[str, torch.Tensor] = {}  # checksums of gradients of the pass that is listened to
         self.said: list[str] = []
-        """Lines for the user, on all ranks alike; who reads them takes them away."""
+        """Lines for the user, the same on all ranks; their reader clears the list."""
         self.repeated = 0
         """Passes so far that were made only to compare."""
         self._seconds = 0.0
@@ -74,6 +74,7 @@ class Rerun:
         training = config.training
         if training.rerun_mode == "disabled":
             return None
+        # Atomic adds of CUDA kernels change the order of sums from pass to pass.
         if on_cuda and not training.deterministic_mode:
             raise ConfigError(
                 f"--rerun-mode {training.rerun_mode} compares bits, and on CUDA some kernels do not add up in one "
@@ -83,14 +84,17 @@ class Rerun:
 
     @contextmanager
     def listening(self, model: nn.Module) -> Iterator[None]:
-        """Inside is a pass, whose gradients are noted before they are summed over ranks: a sum tells nobody whose part
+        """Context of a pass whose gradients are noted before they are summed over ranks: a sum does not tell whose part
         of it is wrong. Under FSDP a module's parameters are the gathered ones while it runs."""
         self._own = {}
         handles: list[Any] = []
         heard: set[int] = set()
 
+        # Hooks go onto a parameter when its module runs: FSDP has put the gathered one in its place
+        # only then.
         def before(prefix: str, module: nn.Module) -> None:
             for name, parameter in module.named_parameters(prefix, recurse=False):
+                # A tied or reused parameter gets one hook.
                 if parameter.requires_grad and id(parameter) not in heard:
                     heard.add(id(parameter))
                     handles.append(parameter.register_hook(partial(self._note, name)))
@@ -112,10 +116,12 @@ class Rerun:
     def digest(self, loss: torch.Tensor, model: nn.Module) -> dict[str, int]:
         """Checksums of the pass that was listened to: of this rank's part of the loss and of its gradients, and of the
         sums of gradients (``SUM``). Waits for the device."""
+        # As fp32: a word for the checksum.
         found = {"loss": checksum(loss.detach().float().view(1)), **self._own}
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 found[f"{SUM}{name}"] = checksum(local_part(parameter.grad))
+        # One transfer to the host for all.
         return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
 
     def confirmed(self, iteration: int, first: Pass, again: Callable[[], Pass], doubted: Callable[[], bool]) -> Pass:
@@ -130,15 +136,19 @@ class Rerun:
         """
         due = self.interval is not None and iteration % self.interval == 0
         if not (due or doubted()):
+            # Not doubted on this rank is not doubted on any: ``doubted`` is the same everywhere.
             return first
         second = self._repeated(again)
         if not any_rank(first.digest != second.digest):
+            # Its gradients are in the parameters now; they are equal to the first ones.
             return second
         third = self._repeated(again)
         as_first, as_second = (not any_rank(one.digest != third.digest) for one in (first, second))
         self.said.append(_in_words(iteration, [first, second, third]))
         if not (as_first or as_second):
             raise TrainingError(f"{self.said.pop()}: no two of three passes agree")
+        # Of the three the third one's gradients are in the parameters, and it agrees with one of
+        # the others.
         return third
 
     def _repeated(self, again: Callable[[], Pass]) -> Pass:
@@ -160,7 +170,8 @@ def _in_words(iteration: int, passes: Sequence[Pass]) -> str:
     digests = [one.digest or {} for one in passes]
     names = [name for name in digests[0] if len({digest.get(name) for digest in digests}) > 1]
     told = gather((socket.gethostname(), names))
-    # A rank whose own results differ is at fault; of sums other ranks have parts as well.
+    # A rank whose own results differ is at fault: sums differ on all ranks that have a part in
+    # them.
     guilty = {rank: one for rank, one in enumerate(told) if one[1] and not one[1][0].startswith(SUM)}
     guilty = guilty or {rank: one for rank, one in enumerate(told) if one[1]}
     who = ", ".join(f"rank {rank} on {host} ({found[0]})" for rank, (host, found) in guilty.items())

@@ -15,7 +15,7 @@ from smp.training.faults.spikes import Kept
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """This rank's part of the state behind an iteration.
+    """This rank's part of the state after an iteration.
 
     Attributes:
         tensors: by the names of a checkpoint, on the host.
@@ -41,13 +41,14 @@ def live_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict
 def take(model: nn.Module, optimizer: torch.optim.Optimizer, iteration: int, spikes: Kept) -> Snapshot:
     """A copy of the state as it is; waits for the device."""
     tensors, steps = live_state(model, optimizer)
+    # ``copy``: on a CPU ``to`` would return the tensor itself, which training changes.
     copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return Snapshot(iteration, copies, steps, spikes)
 
 
 @torch.no_grad()
 def restore(snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that of the snapshot again, bit for bit."""
+    """Restore the state of the snapshot, bit for bit."""
     tensors, _ = live_state(model, optimizer)
     for name, tensor in tensors.items():
         tensor.copy_(snapshot.tensors[name])

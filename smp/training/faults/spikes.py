@@ -38,21 +38,24 @@ class Spikes:
     def scores(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """Standard deviations above the mean of the window, fp64 (2,); 0 as long as it is too short."""
         window = self._values.shape[1]
+        # The window fills from its end: the newest value is the last.
         there = torch.arange(window, device=self._values.device) >= window - self._count
         count = self._count.clamp(min=2)
+        # Two passes, and divided by n - 1: no cancellation, an unbiased variance.
         mean = (self._values * there).sum(1) / count
         deviation = (((self._values - mean[:, None]) * there).square().sum(1) / (count - 1)).sqrt()
-        # Of numbers that are all equal any larger one would be a spike.
+        # Where all values are equal the deviation is 0, and any larger value would be a spike.
         deviation = torch.maximum(deviation, 1e-6 * mean.abs()).clamp(min=1e-30)
         scores = (torch.stack((loss, norm)).double() - mean) / deviation
         return torch.where(self._count >= self._least, scores, torch.zeros_like(scores))
 
     def accepts(self, scores: torch.Tensor) -> torch.Tensor:
-        """Whether the step is no spike, 0-dim. A score that is not a number is another fault."""
+        """Whether the step is no spike, bool 0-dim. A score that is NaN is another fault, and accepted here."""
         return ~(scores > self._threshold).any()
 
     def note(self, loss: torch.Tensor, norm: torch.Tensor, enters: torch.Tensor) -> None:
-        """A step has been decided on; it enters the window if it is finite and not dropped."""
+        """Note a step that has been decided on; it enters the window if it is finite and not dropped."""
+        # Decided on the device: no branch on the host.
         pair = torch.stack((loss, norm)).double()
         moved = torch.cat((self._values[:, 1:], pair[:, None]), dim=1)
         self._values = torch.where(enters, moved, self._values)
@@ -64,7 +67,7 @@ class Spikes:
         return self._values[:, self._values.shape[1] - count :].tolist()
 
     def restore(self, kept: Sequence[Sequence[float]]) -> None:
-        """Go on from :meth:`state`; of a longer window the newest part."""
+        """Go on from :meth:`state`; if it is of a longer window, from its newest part."""
         window = self._values.shape[1]
         values = torch.tensor([list(one)[-window:] for one in kept], dtype=torch.float64).view(2, -1)
         self._values.zero_()

@@ -22,14 +22,14 @@ from smp.training.inprocess.meeting import GaveUpError, Meeting, RunEndedError
 from smp.training.process import Process
 
 _GRACE = 2.0
-"""Seconds in which others say that this generation is lost, of which an error here may be a consequence."""
+"""Seconds in which others may report that this generation is lost; an error here may be a consequence of that."""
 _LEAVING = 30.0
-"""Seconds for the last words of a process that is replaced."""
+"""Seconds for the last messages of a process that is replaced."""
 
 
 class LostRunError(BaseException):
-    """The run is lost because another process is, and goes on in the next generation: no error of this process, and
-    nothing that others may handle.
+    """The run is lost because another process is, and goes on in the next generation. It is a BaseException: not an
+    error of this process, and no ``except Exception`` may handle it.
 
     Attributes:
         noticed: when, in seconds since 1970.
@@ -41,7 +41,7 @@ class LostRunError(BaseException):
 
 
 class Alone:
-    """The only try of a process that nobody starts again. Methods as of :class:`Generation`."""
+    """The only try of a process that nobody restarts. Methods as in :class:`Generation`."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -76,14 +76,15 @@ class Generation:
 
     @contextlib.contextmanager
     def guarded(self, lost_contact: tuple[type[Exception], ...]) -> Iterator[None]:
-        """Inside is the run. An error that says that another process is lost, or that comes when it is known, becomes
-        :class:`LostRunError`; any other one passes.
+        """Context of the run. An error that says that another process is lost, or that comes when that is known,
+        becomes :class:`LostRunError`; any other one passes.
 
         Args:
             lost_contact: errors that say so by themselves.
         """
         try:
             yield
+        # A requested end is never a lost run.
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:
@@ -95,6 +96,7 @@ class Generation:
             raise lost from None
 
     def _is_lost(self, by_itself: bool) -> bool:
+        # This process may fail before the one at fault is noticed: others get a moment to say so.
         deadline = time.monotonic() + _GRACE
         try:
             if by_itself:
@@ -107,18 +109,18 @@ class Generation:
             return False
 
     def let_go(self) -> None:
-        """Of groups and connections: first of all, for others may wait for this process."""
+        """Release groups and connections: before anything else, as other ranks may wait for this process."""
         self._meeting.let_go()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def close(self, run: Callable[[], None]) -> None:
-        """Close the run; in one that is lost there may be more that fails, and is lost as well."""
+        """Close the run; when it is lost more errors may follow, which are ignored."""
         with contextlib.suppress(Exception) if self._lost else contextlib.nullcontext():
             run()
 
     def began(self, iteration: int) -> None:
-        """All is built, and the next step is the one behind ``iteration``."""
+        """Note that all is built, and that the next step is the one after ``iteration``."""
         if self.process.rank == 0:
             self._meeting.began(iteration)
         if self.number:
@@ -127,6 +129,7 @@ class Generation:
             told = ", ".join(f"{what} {when - first[1]:.2f} s" for what, when in later)
             print(f"rank {self.process.rank}: restart {self.number} in process: after {first[0]} {told}", flush=True)
         if self.process.link is not None:
+            # From now on the keeper holds another process ready.
             self.process.link.trains()
 
 
@@ -153,8 +156,10 @@ def run_again(
             except LostRunError as error:
                 times = {"the loss": error.noticed}
                 print(f"rank {process.rank}: another process is lost: {error}", flush=True)
+            # After the ``except`` block, whose error holds the frames of the lost run.
             _forget()
             times["let go"] = time.time()
+            # Goodput counts the time since the loss as recovery.
             process = replace(process, started=times["the loss"])
             number = meeting.meet()
         # Rank 0 may have work left, such as --save-hf: where it is lost in that, another one has to do it.
@@ -175,12 +180,13 @@ def run_again(
 
 
 def _forget() -> None:
-    """What torch remembers of groups that are gone, and what of the lost run is in cycles."""
+    """Clear what torch caches about groups that are gone, and collect the lost run's reference cycles."""
     _clear_sharding_prop_cache()
     gc.collect()
 
 
 def _leave(meeting: Meeting) -> NoReturn:
+    # Printing or the store may block: the timer ends the process then.
     limit = threading.Timer(_LEAVING, os._exit, (REPLACE,))
     limit.daemon = True
     limit.start()

@@ -16,7 +16,8 @@ _OPEN = Path("/proc/self/fd")
 
 
 def open_connections() -> dict[str, int]:
-    """Sockets of this process, by the system's name for them; on systems without /proc none, and timeouts end waits."""
+    """Open sockets of this process, descriptor by the system's name for them; none without /proc, where waits end by
+    timeouts."""
     found = {}
     with suppress(OSError):
         for descriptor in os.listdir(_OPEN):
@@ -28,8 +29,8 @@ def open_connections() -> dict[str, int]:
 
 
 def cut_connections(spared: set[str]) -> int:
-    """Shut down all of torch's connections to other processes but ``spared``; returns how many there were. Those that
-    Python made (a tracker's, a remote file system's) are somebody else's."""
+    """Shut down all of torch's TCP connections to other processes except ``spared``; returns how many there were.
+    Sockets that Python made (a tracker's, a remote file system's) are left alone."""
     found = open_connections()  # first: one that Python opens meanwhile is not among them
     # By its type: others' ``__class__`` may be a property, which warns.
     pythons = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket)}
@@ -41,8 +42,9 @@ def cut_connections(spared: set[str]) -> int:
 
 
 def _shut_down(name: str, descriptor: int) -> bool:
-    """Whether it was a connection over TCP."""
+    """Shut down a TCP connection; returns whether it was one."""
     try:
+        # dup: the number may be closed and reused by another thread at any time.
         one = socket.socket(fileno=os.dup(descriptor))
     except OSError:  # it was closed meanwhile
         return False
@@ -53,6 +55,7 @@ def _shut_down(name: str, descriptor: int) -> bool:
             return False
         if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # it listens
             return False
+        # shutdown, not close: it wakes the thread that waits on the connection.
         with suppress(OSError):  # the other end is gone
             one.shutdown(socket.SHUT_RDWR)
         return True

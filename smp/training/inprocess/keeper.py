@@ -33,11 +33,11 @@ from smp.training.inprocess.link import (
 from smp.training.process import Process
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torchrun's variable: somebody else than rank 0 keeps the store that workers meet at."""
+"""torchrun's variable: rank 0 does not keep the store that workers meet at."""
 _LEAVING = 5.0
-"""Seconds for its last words, where the launcher is gone."""
+"""Seconds that a worker has to tell the others when the launcher is gone."""
 _ENDING = 120.0
-"""Seconds that a worker has to end by itself at least."""
+"""Least seconds that a worker has to end by itself."""
 
 
 class Worker:
@@ -46,21 +46,23 @@ class Worker:
     def __init__(self, launcher: int) -> None:
         control, self._control = os.pipe()
         self.life, life = os.pipe()
+        # Reads never block the keeper.
         os.set_blocking(self.life, False)
         environment = os.environ | {PIPES: f"{control} {life}", LAUNCHER: str(launcher), AGENT_STORE: "True"}
         words = [sys.executable, *sys.orig_argv[1:]]  # this very command
         self.process = subprocess.Popen(words, env=environment, pass_fds=(control, life))
+        # The worker's ends: while they are open here, no end of file shows that it is gone.
         os.close(control)
         os.close(life)
         self.trains, self.ends, self._heard = False, False, 0.0
 
     def begin(self, word: bytes) -> None:
-        """Let it train."""
+        """Let it train; ``word`` says in which role."""
         self.count_anew()
         self._say(word)
 
     def count_anew(self) -> None:
-        """Its silence begins now, if it is known to live."""
+        """Count its silence from now, if it has given a sign of life."""
         self._heard = time.monotonic() if self._heard else 0.0
 
     def _say(self, word: bytes) -> None:
@@ -84,13 +86,13 @@ class Worker:
         return time.monotonic() - self._heard if self._heard else 0.0
 
     def leave(self) -> None:
-        """The launcher is gone: let it tell the others, and end."""
+        """The launcher is gone: let the worker tell the others, and end."""
         self._say(ORPHANED)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_LEAVING)
 
     def end(self) -> None:
-        """At once, wherever it is."""
+        """Kill it at once, whatever it does."""
         self.process.kill()
         self.process.wait()
         os.close(self._control)
@@ -98,7 +100,7 @@ class Worker:
 
 
 class Keeper:
-    """Of one rank."""
+    """Starts, watches and replaces the workers of one rank."""
 
     def __init__(self, settings: ParallelConfig, process: Process) -> None:
         self._patience, self._name = settings.inprocess_heartbeat_timeout, f"rank {process.rank}"
@@ -109,20 +111,23 @@ class Keeper:
         signal.signal(signal.SIGINT, self._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """The launcher wants an end: workers are in its group, and hear a SIGINT themselves."""
+        """Pass the launcher's SIGTERM on. SIGINT from a terminal goes to the whole process group, so workers get it
+        themselves."""
         self._stopped = True
         if number == signal.SIGTERM:
             self._active.process.send_signal(number)
 
     def run(self) -> int:
-        """Until a worker ends by itself, or the launcher has stopped it; returns its exit code."""
+        """Run workers until one ends by itself, or the launcher has stopped it; returns its exit code."""
         fruitless = 0  # workers in a row that did not come to train
         try:
             self._active.begin(FIRST)
             while True:
                 code = self._watch()
+                # Popen has -N for a signal N.
                 lost = code < 0 or code == REPLACE
                 if not lost or self._stopped or self._active.ends:
+                    # As shells report the signal N: 128 + N.
                     return 128 - code if code < 0 else min(code, 1) if lost else code
                 fruitless = 0 if self._active.trains else fruitless + 1
                 if fruitless > FRUITLESS:
@@ -137,11 +142,13 @@ class Keeper:
                     worker.end()
 
     def _watch(self) -> int:
-        """The exit code of the active worker, when it has one."""
+        """Wait for the active worker to end; returns its exit code."""
         active = self._active
         while (code := active.process.poll()) is None:
             asked = time.monotonic()
             select.select([active.life], [], [], BEAT / 10)
+            # This process was stopped itself (SIGSTOP, a suspended machine): the silence is not the
+            # worker's.
             if time.monotonic() - asked > BEAT / 10 + SUSPENDED:
                 active.count_anew()
             active.listen()
@@ -149,6 +156,7 @@ class Keeper:
                 self._ready.listen()
             if self._ready is None and active.trains and not self._stopped:
                 self._ready = Worker(self._launcher)
+            # Adopted by init: the launcher has died.
             if os.getppid() != self._launcher:
                 active.leave()
                 return 1
@@ -161,6 +169,7 @@ class Keeper:
 
     def _replace(self, why: str) -> None:
         print(f"{self._name}: its process {why}: another one takes its place", file=sys.stderr, flush=True)
+        # The spare worker may have died as well.
         if self._ready is not None and self._ready.process.poll() is not None:
             self._ready.end()
             self._ready = None
@@ -193,10 +202,10 @@ def keep(settings: ParallelConfig, process: Process) -> int:
 
 
 def _store(process: Process) -> Any:
-    """Rank 0 keeps the store of this start: it has to outlive the worker that else would."""
+    """The store of this start, on rank 0: it has to outlive the worker that would host it otherwise."""
     if process.rank:
         return None
-    from torch.distributed import TCPStore  # takes seconds, in this one process
+    from torch.distributed import TCPStore  # imported here: it takes seconds, and only rank 0 needs it
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(host, port, is_master=True, wait_for_workers=False)

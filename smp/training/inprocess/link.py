@@ -15,29 +15,29 @@ from contextlib import suppress
 from smp.config.rules.elastic import LAUNCHER
 
 PIPES = "SMP_KEEPER"
-"""Environment variable: descriptors of the pipes."""
+"""Environment variable with the descriptors of the pipes."""
 REPLACE = 76
-"""Exit code of a worker that the keeper replaces, as it replaces one that a signal has ended."""
+"""Exit code of a worker that asks to be replaced, as one is that was ended by a signal."""
 FIRST, REPLACES, ORPHANED = b"1", b"2", b"3"
-"""What the keeper says: begin, as the first one of this start, or in place of one that was lost; the launcher is
+"""Messages of the keeper: begin as the first worker of this start; begin in place of one that was lost; the launcher is
 gone."""
 ALIVE, TRAINS, ENDS = b".", b"t", b"e"
-"""What the worker says: it lives, it trains, it ends by itself."""
+"""Messages of the worker: it is alive; it trains; it ends by itself."""
 BEAT = 1.0
 """Seconds between two signs of life."""
 FRUITLESS = 5
-"""Tries in a row that came no further, after which a new start is tried: processes may be broken."""
+"""Tries in a row without progress after which a new start is tried: processes may be broken."""
 SUSPENDED = 2.0
-"""Seconds that a wait takes too long where this process was suspended itself: so long it has heard nobody."""
+"""A wait that takes so many seconds too long means that this process was suspended, and could hear nobody."""
 
 
 def has_keeper() -> bool:
-    """Whether this process is a worker: its keeper has checked all there is to check, and said what there is to say."""
+    """Whether this process is a worker, whose keeper has made all checks and printed all notes already."""
     return LAUNCHER in os.environ
 
 
 class Link:
-    """Of one worker. Its thread runs until the process ends."""
+    """A worker's link to its keeper. Its thread runs until the process ends."""
 
     def __init__(self, control: int, life: int) -> None:
         self._control, self._life, self._asked = control, life, threading.Event()
@@ -46,13 +46,14 @@ class Link:
         self.orphaned = False
         """Whether the launcher is gone, so that nobody would start anything again."""
         for descriptor in (control, life):
+            # Child processes must not hold the pipes open: the keeper would not see this one's end.
             os.set_inheritable(descriptor, False)
         os.set_blocking(life, False)  # a keeper that is stopped reads nothing
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     @staticmethod
     def of_environment() -> Link | None:
-        """None: this process has no keeper. What it starts itself has none either."""
+        """The link of this process; None: it has no keeper. Its own child processes have none either."""
         pipes = os.environ.pop(PIPES, None)
         if pipes is None:
             return None
@@ -60,7 +61,7 @@ class Link:
         return Link(*map(int, pipes.split()))
 
     def wait(self) -> None:
-        """Until the keeper wants this worker."""
+        """Block until the keeper wants this worker."""
         self._asked.wait()
 
     def trains(self) -> None:
@@ -68,7 +69,8 @@ class Link:
         self._say(TRAINS)
 
     def ends(self) -> None:
-        """Say that this worker ends by itself: a Python that ends gives no more signs of life, and may take a while."""
+        """Say that this worker ends by itself: the interpreter's shutdown gives no more signs of life, and may take a
+        while."""
         self._say(ENDS)
 
     def _say(self, word: bytes) -> None:
@@ -82,6 +84,7 @@ class Link:
             if waiting.poll(1000 * BEAT):
                 word = os.read(self._control, 1)
                 if not word:
+                    # End of file: the keeper is gone.
                     os._exit(1)
                 self.orphaned = word == ORPHANED
                 self.replaces = self.replaces or word == REPLACES

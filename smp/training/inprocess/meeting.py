@@ -26,13 +26,13 @@ from smp.training.process import Process
 LOOK = 0.25
 """Seconds between two looks at the number."""
 _GRACE = 30.0
-"""Seconds that a store has at least to answer."""
+"""Least seconds that a store has to answer."""
 _CUTS = 2.0
-"""Seconds between two cuts: a thread that does not know yet may make new connections."""
+"""Seconds between two cuts of connections: a thread that does not know of the loss yet may make new ones."""
 
 
 class GaveUpError(Exception):
-    """There will be no further generation: the process has to end."""
+    """There will be no next generation: the process has to end."""
 
 
 class RunEndedError(Exception):
@@ -44,7 +44,7 @@ class RunEndedError(Exception):
 
 
 class Meeting:
-    """Of one process. A thread looks at the number while it trains.
+    """One process's part in the meetings. A thread watches the number while the run trains.
 
     Args:
         store: outlives all workers. Its connection is this object's alone.
@@ -69,17 +69,18 @@ class Meeting:
         self._first = max(self._patience, 60 * settings.distributed_timeout_minutes)  # processes start, files are read
         self._hard = settings.inprocess_heartbeat_timeout
         self.number = -1
-        """Of the generation that this process is in."""
+        """Number of the generation that this process is in."""
         self._lock = threading.Lock()  # of the next one, and of cuts
         self._spared: set[str] | None = None  # None: in no generation, nothing to cut
         self._seen = self._next_cut = 0.0
         self._closed = threading.Event()
+        # Only the first process that comes sets it.
         store.compare_set("number", "", "0")
         threading.Thread(target=self._watch, name="meeting", daemon=True).start()
 
     @staticmethod
     def of(settings: ParallelConfig, process: Process, stopped: Callable[[], bool]) -> Meeting:
-        """At the store that torchrun's variables name.
+        """A meeting at the store that torchrun's variables name.
 
         Raises:
             RuntimeError: nobody answers there.
@@ -101,8 +102,9 @@ class Meeting:
         return self.current() != self.number
 
     def lose(self, number: int | None = None) -> None:
-        """A generation, by default that of this process, is lost."""
+        """Declare a generation lost, by default that of this process."""
         number = self.number if number is None else number
+        # Compare and set: whoever comes second changes nothing, so each loss counts once.
         self._store.compare_set("number", str(number), str(number + 1))
 
     def meet(self, replaces: bool = False) -> int:
@@ -121,6 +123,7 @@ class Meeting:
         limit.daemon = True
         limit.start()
         try:
+            # The generation that the lost worker had come to is written under its rank.
             if replaces and self._store.check([own := f"rank {self._rank}"]):
                 self.lose(int(self._store.get(own)))
             while not self._all_came(number := self.current()):
@@ -129,6 +132,7 @@ class Meeting:
             raise GaveUpError(f"the store of this start does not answer: {error}") from error
         finally:
             limit.cancel()
+        # Connections from before the run, such as the store's, are spared by cuts.
         with self._lock:
             self.number, self._spared = number, set(open_connections())
         return number
@@ -138,15 +142,17 @@ class Meeting:
         os._exit(1)
 
     def _all_came(self, number: int) -> bool:
-        """Whether all ranks come to this generation; else it is lost before it began."""
+        """Whether all ranks have come to this generation; if not, it is lost before it began."""
         if self._most is not None and number > self._most:
             raise GaveUpError(f"--inprocess-max-iterations {self._most} reached")
         if number >= FRUITLESS and len(reached := self._reached(number)) <= 1:
             raise GaveUpError(f"{FRUITLESS} times in a row no further than iteration {max(reached, default=0)}")
         self._store.set(f"rank {self._rank}", str(number))  # first: who dies in between has come
         patience = self._patience if number else self._first
+        # ``add`` counts each rank once; below 0 is added to read.
         came, deadline = self._store.add(f"{number} came", 1), time.monotonic() + patience
         while came < self._size:
+            # Large runs ask the store less often: it answers all ranks one by one.
             time.sleep(max(0.02, self._size / 10000))
             if self._store.check(["ended"]):
                 raise RunEndedError(int(self._store.get("ended")))
@@ -160,27 +166,27 @@ class Meeting:
         return True
 
     def _reached(self, number: int) -> set[int]:
-        """Iterations that the last generations began at, as far as they began."""
+        """Iterations at which the last generations began training, of those that did."""
         keys = [f"{one} began" for one in range(number - FRUITLESS, number)]
         return {int(self._store.get(key)) for key in keys if self._store.check([key])}
 
     def began(self, iteration: int) -> None:
-        """This generation has its state, and goes on from this iteration. Rank 0 says so."""
+        """Note that this generation has its state, and continues from ``iteration``. Rank 0 calls it."""
         self._store.set(f"{self.number} began", str(iteration))
 
     def end(self, code: int) -> None:
-        """The run has ended here by itself: who waits for this process need not wait any more."""
+        """Tell the others that the run has ended here by itself, so that nobody waits for this process."""
         self._store.set("ended", str(code))
 
     def let_go(self) -> None:
-        """Of this generation: cut its connections, so that all others that wait get an error, too."""
+        """Leave this generation: cut its connections, so that all others that wait get an error, too."""
         with self._lock:
             spared, self._spared = self._spared, None
             if spared is not None:
                 cut_connections(spared)
 
     def close(self) -> None:
-        """Look no more, and cut nothing from now on."""
+        """Stop watching, and cut nothing from now on."""
         self._closed.set()
         with self._lock:
             self._spared = None
@@ -189,6 +195,7 @@ class Meeting:
         asked = time.monotonic()
         while not self._closed.wait(LOOK):
             if self._seen and time.monotonic() - asked > LOOK + SUSPENDED:
+                # Suspended: the time since the loss was seen does not count against this process.
                 self._seen = time.monotonic()
             try:
                 self._look()
@@ -207,17 +214,19 @@ class Meeting:
             return
         self._seen = self._seen or time.monotonic()
         with self._lock:
+            # A new generation may have begun: its connections are not to be cut.
             if self._spared is not spared:  # it was left while the store answered
                 return
             if time.monotonic() >= self._next_cut:
                 self._next_cut = time.monotonic() + _CUTS
                 cut_connections(spared)
+            # The main thread is stuck where cut connections do not wake it.
             if time.monotonic() - self._seen > self._hard:
                 _say(f"this process has not left a run that was lost {self._hard:.0f} s ago, and is replaced")
                 os._exit(REPLACE)
 
 
 def _say(line: str) -> None:
-    """From any thread: a stream of Python's may be locked by one that is stuck."""
+    """Write a line from any thread, not through Python's stream, whose lock a stuck thread may hold."""
     with suppress(OSError):  # nobody reads it
         os.write(sys.stderr.fileno() if sys.stderr is not None else 2, f"{line}\n".encode())

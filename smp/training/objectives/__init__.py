@@ -37,7 +37,7 @@ def build_objective(config: Config, around: Surroundings) -> Objective:
 
 
 def add(name: str, facts: ObjectiveFacts, implementation: Implementation) -> None:
-    """Let ``--objective name`` be one: for objectives outside of this package, before a command line is read.
+    """Register an objective of another package under ``--objective name``, before a command line is read.
 
     Raises:
         ValueError: there is one of this name.

@@ -51,11 +51,11 @@ class Teacher(Protocol):
     """A source of distributions of tokens to follow."""
 
     def begin(self, batch: RankBatch) -> Said:
-        """For this rank's share of a step. All ranks call it together."""
+        """The teacher's answers for this rank's share of a step. All ranks call it together."""
 
 
 class Surroundings(Protocol):
-    """What a run has for its objective."""
+    """What a run offers its objective: ranks, device, and the models to compare with."""
 
     @property
     def context(self) -> ParallelContext:
@@ -66,7 +66,7 @@ class Surroundings(Protocol):
         """The model's device."""
 
     def policy(self) -> Reference:
-        """The model itself, as it is when it is asked, without dropout."""
+        """The model that is trained, with its weights at the time of the call, without dropout."""
 
     def reference(self) -> Reference:
         """What --dpo-reference names. To be called once: it may build a copy, or compute a table."""
@@ -96,7 +96,7 @@ def answer_micro_batches(
     share every sequence."""
 
     def make(i: int) -> MicroBatch:
-        # Weight 1 for each token of an answer: what it counts is decided by the loss of answers.
+        # Weight 1 for each token of an answer: the loss of answers weights it.
         return replace(token_micro_batch(batch, i, 1, device, cp), answers=answers(i))
 
     return MicroBatches(len(batch.input_ids), make)
@@ -108,7 +108,8 @@ tokens, 0 in a row that only fills up) -> (part of the mean loss, 0-dim; sums of
 
 
 def judge_answers(tokens: TokenValues, formula: Formula) -> Judged:
-    """Judge whole answers: each token's slope is that of its answer."""
+    """Judge whole answers. The derivative by each token's log-probability is that by the sum of its answer."""
+    # (rows,): under context parallelism a rank has some tokens of each row.
     totals = tokens.over_sequence(tokens.values.sum(1))
     # Lengths as well: a mean over an answer is over all its tokens, on whichever rank.
     lengths = tokens.over_sequence(tokens.counted.sum(1))
@@ -122,11 +123,13 @@ def judge_answers(tokens: TokenValues, formula: Formula) -> Judged:
     if not tokens.leads:
         # All ranks of a sequence have the same loss, and losses of ranks are added up: only one counts it.
         loss, metrics = torch.zeros_like(loss), {name: torch.zeros_like(value) for name, value in metrics.items()}
+    # (rows, 1) -> (rows, length): each token enters the sum with the factor 1.
     return Judged(loss, slopes.float()[:, None].expand_as(tokens.values), metrics)
 
 
 PAIR_METRICS = ("reward accuracy", "reward margin", "reward of chosen", "reward of rejected")
-"""What losses of pairs measure: 1 where the chosen answer is rewarded more, the margin between rewards, and both."""
+"""Metrics of losses over pairs: 1 where the chosen answer is rewarded more, the margin between rewards, and both
+rewards."""
 
 
 def pair_metrics(rewards: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:

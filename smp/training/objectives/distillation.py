@@ -37,11 +37,13 @@ class Distillation:
     metrics: tuple[str, ...] = ()
 
     def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
+        # The teacher's forward passes of the whole step come first: they are collective.
         said = self.teacher.begin(batch)
 
         def make(i: int) -> MicroBatch:
             micro_batch = token_micro_batch(batch, i, num_valid, self.device, self.cp)
             teacher = said(i, micro_batch)
+            # A pipeline rank without the head: another one computes the loss.
             if teacher is None:
                 return micro_batch
             return replace(micro_batch, distilled=Distilled(teacher, self.beta, self.temperature, self.alpha))

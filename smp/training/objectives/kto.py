@@ -58,6 +58,7 @@ class LabelledLoss:
         return judge_answers(tokens, self._formula)
 
     def _formula(self, given: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        # Rows that only fill up have no tokens.
         desirable, real = self.desirable, lengths > 0
         ratios = given - self.reference.double()
         # One formula for both kinds: what is liked goes up from z0, what is not goes down.
@@ -70,6 +71,8 @@ class LabelledLoss:
             torch.where(real & kind, rewards, 0.0).sum() / max(share, 1 / self.count)
             for kind, share in zip((desirable, ~desirable), self.shares, strict=True)
         ]
+        # ``metrics`` are divided by the number of answers later: z0, a constant, counts once for
+        # each.
         return loss, dict(zip(METRICS, (self.kl * real.sum(), *means), strict=True))
 
 
@@ -96,6 +99,7 @@ class LabelledAnswer:
 
     def micro_batches(self, batch: RankBatch, num_valid: int) -> MicroBatches:
         assert isinstance(batch, LabelledBatch) and batch.desirable is not None
+        # (micro-batches, rows): a row without labels fills up.
         real = (batch.labels != IGNORE_INDEX).any(-1)
         # Counted once for all ranks that read the same samples.
         own = int((batch.desirable & real).sum()) if self.context.counts_tokens else 0
@@ -104,6 +108,7 @@ class LabelledAnswer:
         count, kl = max(num_valid, 1), self._kl(batch, num_valid)
         desirable = to_device(batch.desirable, self.device)
         reference = to_device(self.reference.log_probs(batch), self.device)
+        # Fractions: metrics are means over all answers, these over one kind.
         shares = liked / count, 1 - liked / count
 
         def answers(i: int) -> AnswerLoss:
@@ -115,6 +120,7 @@ class LabelledAnswer:
     def _kl(self, batch: LabelledBatch, num_valid: int) -> torch.Tensor:
         """z0 of the formula, 0-dim fp64, equal on all ranks: over the mismatched answers of the whole global batch, so
         that it depends on neither micro-batches nor layout."""
+        # Each prompt with the answer of another one.
         others = batch.mismatched
         assert others is not None
         # Without a gradient: z0 is an estimate, which the loss takes as a constant.

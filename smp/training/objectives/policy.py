@@ -42,7 +42,7 @@ of tokens whose ratio is clipped below (with A < 0) and above (A > 0); abs(lp - 
 is by how much sampling and training differ; the weight of --importance-sampling-mode (1 without)."""
 
 _FARTHEST = 20.0
-"""Log-ratios beyond it count as this: exp of more would overflow in a sum."""
+"""Log-ratios are clamped to this magnitude, or exp would overflow in a sum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +94,7 @@ class PolicyLoss:
     def judge(self, known: Known, tokens: TokenValues) -> Judged:
         """Judge a micro-batch."""
         counted, of = tokens.counted, self.settings
+        # At least 1: rows that fill up would be 0 / 0.
         lengths = tokens.over_sequence(counted.sum(1, keepdim=True)).clamp(min=1)
         with torch.enable_grad():
             # fp64: ratios are exp of differences of sums.
@@ -106,7 +107,10 @@ class PolicyLoss:
             old = own(known.old)
             ratio = self._ratio(lp - old, tokens, lengths)
             weights = self._token_weights(known, lengths) * counted
+            # old / sampled: the engine that sampled may compute other probabilities than the
+            # trainer.
             correction = self._correction(own(known.old) - own(known.sampled), tokens)
+            # A constant: it decides which completions count, without a gradient.
             kept = self._kept(known.advantages, own(known.sampled) - lp.detach(), tokens, lengths)
             part, value = self._summed(self._losses(ratio, lp, known.advantages), weights * correction * kept, tokens)
             kl = self._kl(own(known.reference) - lp) if known.reference is not None else torch.zeros_like(lp)
@@ -114,6 +118,8 @@ class PolicyLoss:
                 kl_part, kl_value = self._weighted(kl, ratio, weights, tokens)
             else:
                 kl_part = kl_value = (weights * kl).sum()
+            # One backward pass to log-probabilities, not to the model: the model's follows with
+            # these slopes.
             (slopes,) = torch.autograd.grad(part + self.beta * kl_part, lp)
         loss = value.detach() + self.beta * kl_value.detach()
         metrics = self._metrics(ratio.detach(), lp.detach() - own(known.sampled), kl.detach(), known, tokens)
@@ -121,7 +127,7 @@ class PolicyLoss:
         return Judged(loss.float(), slopes.float(), metrics)
 
     def _ratio(self, log_ratio: torch.Tensor, tokens: TokenValues, lengths: torch.Tensor) -> torch.Tensor:
-        """w: (rows, length), or (rows, 1) of whole completions."""
+        """w, the importance ratio: (rows, length), or (rows, 1) of whole completions."""
         level = self.settings.importance_sampling_level
         if level == "token":
             return log_ratio.clamp(-_FARTHEST, _FARTHEST).exp()
@@ -131,7 +137,7 @@ class PolicyLoss:
         return (whole / lengths if level == "sequence" else whole).clamp(-_FARTHEST, _FARTHEST).exp()
 
     def _token_weights(self, known: Known, lengths: torch.Tensor) -> torch.Tensor:
-        """What each token of a completion counts, fp64 (rows, 1)."""
+        """The weight of each token of a completion, fp64 (rows, 1)."""
         ones = torch.ones_like(known.advantages)
         match self.settings.loss_type:
             case "grpo" | "sapo":
@@ -143,15 +149,19 @@ class PolicyLoss:
         return ones / max(known.tokens, 1)
 
     def _losses(self, ratio: torch.Tensor, lp: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """Losses of tokens (rows, length), or (rows, 1): the same for every token of a completion."""
+        """Losses of tokens (rows, length), or (rows, 1) where they are the same for every token of a completion."""
         of = self.settings
         assert of.epsilon is not None and of.epsilon_high is not None, "filled in before"
         if of.loss_type == "cispo":
+            # The clipped weight is a constant; the gradient goes through lp for every token, which
+            # PPO's clip would cut.
             return -ratio.detach().clamp(max=of.epsilon_high) * advantages * lp
         if of.loss_type == "sapo":
             steep = torch.where(advantages > 0, of.sapo_temperature_pos, of.sapo_temperature_neg)
+            # A soft gate in place of the clip, with a temperature for each sign of the advantage.
             return -4 / steep * torch.sigmoid(steep * (ratio - 1)) * advantages
         clipped = ratio.clamp(1 - of.epsilon, 1 + of.epsilon_high)
+        # delta bounds the ratio where A < 0, where PPO's minimum leaves it unbounded.
         capped = ratio if of.delta is None else ratio.clamp(max=of.delta)
         return -torch.minimum(capped * advantages, clipped * advantages)
 
@@ -162,8 +172,10 @@ class PolicyLoss:
 
         A loss of a whole completion depends on tokens of all ranks that share it, and each rank computes it: there the
         gradient is that of the whole, and the value counts once."""
+        # A ratio of tokens has as many entries as there are tokens.
         if losses.shape == weights.shape:
             return (total := (weights * losses).sum()), total
+        # Weights of all tokens of the completion, on whichever rank.
         whole = tokens.over_sequence(weights.sum(1, keepdim=True))
         total = (whole * losses).sum()
         return total, total if tokens.leads else torch.zeros_like(total)
@@ -171,25 +183,30 @@ class PolicyLoss:
     def _weighted(
         self, kl: torch.Tensor, ratio: torch.Tensor, weights: torch.Tensor, tokens: TokenValues
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`_summed`, of KL terms times the ratio."""
+        """:meth:`_summed` for KL terms times the ratio."""
         if ratio.shape == kl.shape:
             return (total := (weights * kl * ratio).sum()), total
+        # Two factors with a gradient: KL of the rank's tokens, and the ratio of the whole
+        # completion.
         value = (weights * kl * ratio.detach()).sum()
         whole = tokens.over_sequence((weights * kl).sum(1, keepdim=True).detach())
         return value + (whole * ratio).sum(), value
 
     def _kl(self, distance: torch.Tensor) -> torch.Tensor:
-        """An estimate for each token, of ref - lp."""
+        """An estimate of the KL divergence for each token from d = ref - lp, Schulman's k1, k2 or k3
+        (http://joschu.net/blog/kl-approx.html)."""
         d = distance.clamp(-_FARTHEST, _FARTHEST)
         match self.settings.kl_estimator:
             case "k1":
                 return -d
             case "k2":
                 return d.square() / 2
+        # k3: unbiased, and never negative.
         return d.exp() - d - 1
 
     def _correction(self, log_ratio: torch.Tensor, tokens: TokenValues) -> torch.Tensor:
-        """Weights for samples of another policy, a constant, (rows, length) or (rows, 1); of old - sampled."""
+        """Importance weights of samples that another policy drew, constants, (rows, length) or (rows, 1), from old -
+        sampled."""
         of = self.settings
         if of.importance_sampling_mode is None:
             return torch.ones_like(log_ratio)
@@ -199,24 +216,27 @@ class PolicyLoss:
         weight = log_ratio.detach().clamp(-_FARTHEST, _FARTHEST).exp()
         low, high = of.importance_sampling_clip_min, of.importance_sampling_clip_max
         inside = (weight >= low) & (weight <= high)
+        # truncate: weights at the bounds (TIS); mask: tokens beyond count nothing.
         return weight.clamp(low, high) if way == "truncate" else torch.where(inside, weight, 0.0)
 
     def _kept(
         self, advantages: torch.Tensor, log_ratio: torch.Tensor, tokens: TokenValues, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """(rows, 1): 0 for completions that --off-policy-mask-threshold leaves out; of sampled - lp."""
+        """1, or 0 for completions that --off-policy-mask-threshold leaves out, (rows, 1), from sampled - lp."""
         threshold = self.settings.off_policy_mask_threshold
         if threshold is None:
             return torch.ones_like(advantages)
         mean = tokens.over_sequence(log_ratio.sum(1, keepdim=True)) / lengths
+        # Only negative advantages: what is far off policy and is to become less likely.
         return 1.0 - ((advantages < 0) & (mean > threshold)).double()
 
     def _metrics(
         self, ratio: torch.Tensor, apart: torch.Tensor, kl: torch.Tensor, known: Known, tokens: TokenValues
     ) -> dict[str, torch.Tensor]:
-        """Sums over this rank's tokens."""
+        """Sums of the metrics over this rank's tokens."""
         of, counted, positive = self.settings, tokens.counted, known.advantages > 0
         assert of.epsilon is not None and of.epsilon_high is not None, "filled in before"
+        # CISPO's epsilon_high is the bound itself.
         highest = of.epsilon_high if of.loss_type == "cispo" else 1 + of.epsilon_high
         low = (ratio < 1 - of.epsilon) & (known.advantages < 0) & (of.loss_type not in ("cispo", "sapo"))
         high = (ratio > highest) & positive & (of.loss_type != "sapo")
@@ -257,8 +277,10 @@ class PolicyObjective:
         def make(i: int) -> MicroBatch:
             micro_batch = token_micro_batch(batch, i, 1, self.device, self.cp)
             assert micro_batch.token_index is not None
-            # Numbers of tokens say which columns of its rows this rank has.
+            # token_index is sample x length + column; a context-parallel rank has some of the
+            # columns.
             columns = micro_batch.token_index - to_device(batch.sample_index[i], self.device)[:, None] * length
+            # (rows, length) -> (rows, this rank's columns)
             found = {name: table[i].gather(1, columns).double() for name, table in tables.items()}
             known = Known(
                 advantages[i][:, None],
@@ -269,6 +291,7 @@ class PolicyObjective:
                 batch.completions,
             )
             judge = partial(self.loss.judge, known)
+            # Entropy is reported; the temperature is that at which completions were drawn.
             return replace(micro_batch, answers=AnswerLoss(judge, entropy=True, temperature=self.temperature))
 
         return MicroBatches(len(batch.input_ids), make)

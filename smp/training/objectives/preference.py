@@ -42,7 +42,7 @@ from smp.training.objectives.contract import (
 
 @dataclass(frozen=True)
 class PairLoss:
-    """Which of the formulas above."""
+    """One of the formulas above, with its settings."""
 
     kind: Literal["sigmoid", "hinge", "ipo", "orpo"]
     beta: float
@@ -50,7 +50,7 @@ class PairLoss:
 
     @staticmethod
     def of(config: Config) -> PairLoss:
-        """As the settings say."""
+        """The loss that the settings ask for."""
         objective = config.objective
         assert objective is not None, "settings of a fine-tuning run"
         if objective.objective == "orpo":
@@ -66,10 +66,12 @@ class PairLoss:
         """
 
         def formula(given: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            # (rows,) -> (pairs, 2)
             # A pair that only fills a batch up has no tokens, in neither of its answers.
             real = lengths.view(-1, 2).sum(1) > 0
             ratios = given if reference is None else given - reference.double()
             if self.kind in ("ipo", "orpo"):
+                # Means over tokens, as in TRL.
                 ratios = ratios / lengths.clamp(min=1)
             losses = self._of_pairs(ratios[::2], ratios[1::2])
             loss = torch.where(real, losses, 0.0).sum() / max(num_pairs, 1)
@@ -78,7 +80,7 @@ class PairLoss:
         return judge_answers(tokens, formula)
 
     def _of_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """fp64 (pairs,), of (mean) log-ratios."""
+        """Losses of pairs, fp64 (pairs,), from their (mean) log-ratios."""
         beta, smoothing = self.beta, self.label_smoothing
         margin = beta * (chosen - rejected)
         match self.kind:
@@ -95,6 +97,7 @@ class PairLoss:
 
 def _log_odds(log_prob: torch.Tensor) -> torch.Tensor:
     """Log odds of a probability given by its logarithm. A filler has 0, whose odds would make the gradient NaN."""
+    # ``where`` before the logarithm: a mask after it would leave a NaN in the gradient.
     log_prob = torch.where(log_prob < 0, log_prob, -1e-12)
     # log(1 - p) from log p, exact also where p is close to 1.
     return log_prob - torch.log(-torch.expm1(log_prob))
@@ -140,4 +143,5 @@ def _fake(config: Config, rows: int) -> AnswerLoss:
     return AnswerLoss(partial(PairLoss.of(config).judge, 1, reference))
 
 
+# ORPO differs by its formula, which ``PairLoss.of`` chooses.
 DPO = ORPO = Implementation(_build, _fake)

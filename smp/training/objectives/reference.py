@@ -44,6 +44,7 @@ class ModelReference:
     def of_tokens(self, batch: RankBatch) -> list[torch.Tensor]:
         """Log-probabilities per micro-batch, fp32 (rows, length) on this rank's columns, 0 outside answers; none on a
         pipeline rank without the head."""
+        # The policy itself may be the reference, with its adapters off: its mode is restored.
         training = self.model.training
         # Without dropout, as evaluations: the same log-probabilities at every time.
         self.model.eval()
@@ -58,8 +59,10 @@ class ModelReference:
     def log_probs(self, batch: RankBatch) -> torch.Tensor:
         found = [values.sum(1) for values in self.of_tokens(batch)]
         if not found:
+            # A pipeline rank without the head: its values are not read.
             return torch.zeros(batch.labels.shape[:2], device=self.device)
         total = torch.stack(found)
+        # A context-parallel rank has some tokens of each answer.
         return total if self.cp is None else reduce_from_group(total, self.cp)
 
 
@@ -77,6 +80,7 @@ class FollowingReference:
     def __init__(self, reference: ModelReference, policy: nn.Module, alpha: float, steps: int) -> None:
         self.reference, self.alpha, self.steps = reference, alpha, steps
         # The sharded parameters themselves: FSDP puts others in their place while it has gathered them.
+        # Both are of one architecture, so names are the same.
         self._own, self._policy = (training_state(model)[0] for model in (reference.model, policy))
 
     @property
@@ -96,6 +100,7 @@ class FollowingReference:
             return
         for name, own in self._own.items():
             mine, its = local_part(own), local_part(self._policy[name])
+            # Mixed in fp32, and rounded once to the reference's dtype.
             mixed = its if not mine.is_floating_point() else torch.lerp(mine.float(), its.float(), self.alpha)
             mine.copy_(mixed)
 
@@ -117,4 +122,5 @@ class TableReference:
     def log_probs(self, batch: RankBatch) -> torch.Tensor:
         assert isinstance(batch, PairBatch) and batch.texts is not None
         # Texts that only fill up have the number -1; their loss counts nothing.
+        # (micro-batches, rows) -> fp32 of the same shape
         return self.table[batch.texts.clamp(min=0).to(self.table.device)]

@@ -33,6 +33,7 @@ def bradley_terry(center: float, num_pairs: int, tokens: TokenValues) -> Judged:
     global batch."""
 
     def formula(scores: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        # lengths: 1 where a text has a score, 0 in rows that fill up.
         chosen, rejected, real = scores[::2], scores[1::2], lengths[::2] > 0
         losses = -F.logsigmoid(chosen - rejected) + center * (chosen + rejected).square()
         return torch.where(real, losses, 0.0).sum() / max(num_pairs, 1), pair_metrics(scores, real)

@@ -49,7 +49,7 @@ class Console:
         if not self._speaks:
             return
         assert config.model.vocab_size is not None
-        self._share = work / layout.world_size / 1e12  # of a FLOP, in TFLOP of each process
+        self._share = work / layout.world_size / 1e12  # TFLOP of each process, for one FLOP of the step
         self._pair_flops = pair_training_flops(config.model)
         alone = training_flops_per_token(config.model, 1, config.model.vocab_size)  # a token that sees itself
         # Attention grows with what a token sees, which is counted for each batch; the rest is the same for every token.
@@ -73,6 +73,7 @@ class Console:
     def say(self, line: str) -> None:
         """Print one line above the progress bar."""
         if self._speaks:
+            # Above the bar: a plain print would tear it.
             tqdm.write(without_credentials(line))
 
     def step(self, progress: Progress, result: StepResult) -> None:
@@ -98,7 +99,7 @@ class Console:
 
     def _report(self, progress: Progress) -> None:
         last_step = self._window[-1]
-        # A mean with a NaN would say nothing of the steps that were trained.
+        # Skipped steps are left out: a mean with a NaN would hide the others.
         finite = [r for r in self._window if not r.skipped]
         last = finite[-1] if finite else last_step
         # Means over the window: batches differ in their numbers of tokens.
@@ -133,7 +134,7 @@ class Console:
             self.say(short_line(self.config, last_step.iteration, record, epochs, last_step.metrics))
 
     def note(self, iteration: int, record: Mapping[str, float], line: str) -> None:
-        """What else is measured every so many steps."""
+        """Report what is measured apart from steps: a record for the sinks and a line."""
         if self._speaks:
             self._log(iteration, record)
             self.say(line)
@@ -143,7 +144,7 @@ class Console:
             sink.log(iteration, record)
 
     def _device_record(self, rate: float) -> dict[str, float]:
-        """Memory, and the fraction of the peak rate where that is known."""
+        """Peak memory of the device, and MFU where the peak rate of the device is known."""
         if self.device.type != "cuda":
             return {"peak memory (GB)": _peak_resident_bytes() / 1e9}
         record = {"peak memory (GB)": torch.cuda.max_memory_allocated() / 1e9}
@@ -161,7 +162,7 @@ class Console:
             return
         record, line = {f"{part} loss": loss}, f" {part} loss at iteration {iteration} | lm loss value: {loss:.6E} |"
         if self.config.objective_facts.entropy:
-            # Beyond its range this is infinite, where math.exp raises.
+            # torch gives infinity where math.exp raises OverflowError.
             perplexity = float(torch.tensor(loss).exp())
             record[f"{part} perplexity"] = perplexity
             line += f" lm loss PPL: {perplexity:.6E} |"
@@ -189,6 +190,7 @@ def log_line(config: Config, iteration: int, record: Mapping[str, float]) -> str
             is known.
     """
     speed = record["TFLOP/s per process"]
+    # Megatron's names and number formats: log parsers match them.
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{config.training.train_iters:8d}",
         f"consumed samples: {record['consumed samples']:12d}",
@@ -245,6 +247,7 @@ def short_line(
     ]
     line = parts[0]
     for part in parts[1:]:
+        # " |" ends the line, and has to fit as well.
         if len(line) + len(" | ") + len(part) + len(" |") > LONGEST:
             break
         line = f"{line} | {part}"

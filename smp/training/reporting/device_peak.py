@@ -30,6 +30,7 @@ def peak_flops(device_name: str, dtype: Literal["bf16", "fp32"]) -> float | None
         device_name: as ``torch.cuda.get_device_name()`` says it, such as ``"NVIDIA H100 80GB HBM3"``.
         dtype: compute precision; fp32 products run as TF32.
     """
+    # Whole words: "A10" must not match "A100".
     words = set(device_name.replace("-", " ").split())
     known = [name for name in _PEAK_TFLOPS if set(name.split()) <= words]
     if not known or "MIG" in words:  # a slice of a device has a slice of its peak

@@ -33,14 +33,14 @@ FILE = "goodput.json"
 """Name of the account in --log-dir."""
 CAUSES = ("productive", "start", "data", "rollout", "save", "recovery", "rerun", "evaluation", "idle")
 EVERY = 5.0
-"""Seconds between two writes of the file, but for what must not be lost."""
+"""Seconds between two writes of the file, except after events that must not be lost."""
 _MARKS = 1000
-"""Iterations that the file remembers; of the older half some are forgotten then."""
+"""Number of iterations that the file remembers; above it some of the older half are forgotten."""
 
 
 @dataclass
 class Account:
-    """What the file holds.
+    """The contents of the file.
 
     Attributes:
         first_start, updated: seconds since 1970.
@@ -61,7 +61,7 @@ class Account:
     marks: dict[int, float] = field(default_factory=dict)
 
     def productive_at(self, iteration: int) -> float:
-        """Productive seconds up to an iteration; those of the last mark before it, if it has none of its own, or the
+        """Productive seconds up to an iteration; if it has no mark of its own, those of the last mark before it, or the
         fewest that are known."""
         if iteration >= self.iteration:
             return self.seconds["productive"]
@@ -71,7 +71,8 @@ class Account:
         return min(self.marks.values(), default=0.0) if iteration > 0 else 0.0
 
     def back_to(self, iteration: int, kept: float | None = None) -> None:
-        """Steps behind ``iteration`` are lost. ``kept``: productive seconds up to it; None: what marks say."""
+        """Count the steps after ``iteration`` as lost. ``kept``: productive seconds up to it; None: what the marks
+        say."""
         kept = self.productive_at(iteration) if kept is None else kept
         self.seconds["rerun"] += self.seconds["productive"] - kept
         self.seconds["productive"] = kept
@@ -88,6 +89,7 @@ def read_account(path: Path) -> Account | None:
         account.seconds = {**dict.fromkeys(CAUSES, 0.0), **account.seconds}  # a cause may be newer than the file
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    # A file with causes that this program does not know cannot add up.
     return account if set(account.seconds) == set(CAUSES) else None
 
 
@@ -102,7 +104,7 @@ def summary(account: Account) -> dict[str, Any]:
 
 
 def describe(account: Account) -> str:
-    """One line: the share, since when, and what the rest went to, the largest first."""
+    """One line: the productive share, of which time, and where the rest went, largest first."""
     total = sum(account.seconds.values()) or 1.0
     shares = sorted(((s / total, name) for name, s in account.seconds.items() if name != "productive"), reverse=True)
     rest = ", ".join(f"{name} {100 * share:.1f} %" for share, name in shares if share >= 0.0005)
@@ -142,14 +144,15 @@ class Goodput:
             found.save, found.status = save, "running"
         else:
             self.account, self._cause = Account(started, started, save), "start"
-        # Later on a clock that nobody sets; before, there is only the system's.
+        # The time before this process measured itself is known by the system's clock alone; from
+        # here on a monotonic one counts.
         self.account.seconds[self._cause] += max(0.0, time.time() - started)
         self._since = self._written = time.monotonic()
         if self._cause == "recovery":
             self.write()
 
     def alive(self) -> None:
-        """This start has come so far, and has not loaded yet: if it dies, this much is known of it."""
+        """Note that this start has come so far, before a checkpoint is loaded: if it dies, this much of it is known."""
         if self.path is not None:
             with suppress(OSError):  # which is said when the folder is needed
                 self._made += [folder for folder in self.path.parents if not folder.exists()]
@@ -157,7 +160,7 @@ class Goodput:
                 self.write()
 
     def refused(self) -> None:
-        """This start is none: a first one leaves no trace."""
+        """Undo: this start was refused. A first one leaves no trace."""
         if self.path is None or self._cause == "recovery":
             return
         with suppress(OSError):
@@ -165,17 +168,18 @@ class Goodput:
                 self.path.unlink(missing_ok=True)
             else:
                 self.path.write_bytes(self._before)
+            # Innermost first; a folder in which something else was written is left.
             for folder in self._made:
                 folder.rmdir()
 
     def begin(self, iteration: int) -> None:
-        """All is loaded. Steps of earlier starts behind ``iteration`` are lost."""
+        """Note that all is loaded. Steps of earlier starts after ``iteration`` are lost."""
         self.account.back_to(iteration)
         self.mark(iteration)
         self.write()
 
     def seconds(self) -> dict[str, float]:
-        """By cause, up to now."""
+        """Seconds by cause, up to now."""
         now = time.monotonic()
         self.account.seconds[self._cause] += now - self._since
         self._since = now
@@ -188,14 +192,14 @@ class Goodput:
         return seconds["productive"] / (sum(seconds.values()) or 1.0)
 
     def turn_to(self, cause: str) -> str:
-        """From here on time is spent on ``cause``. Returns what it was spent on before."""
+        """Count time for ``cause`` from here on. Returns the cause before."""
         self.seconds()
         before, self._cause = self._cause, cause
         return before
 
     @contextmanager
     def during(self, cause: str) -> Iterator[None]:
-        """Inside, time is spent on ``cause``."""
+        """Context in which time counts for ``cause``."""
         before = self.turn_to(cause)
         try:
             yield
@@ -203,8 +207,8 @@ class Goodput:
             self.turn_to(before)
 
     def step(self, iteration: int, seconds: float, waited: float, lost: bool, repeated: float = 0.0) -> None:
-        """A step has ended: of the time that counted as productive, what it waited for its batch did not, nor the
-        seconds in which it was ``repeated`` to compare, nor all the rest if it was skipped."""
+        """Note the end of a step. From its productive time, move the time in which it waited for its batch, and the
+        seconds in which it was ``repeated`` to compare, or all of it if it was skipped."""
         known = self.seconds()
         for cause, spent in ((self.waits_for, waited), ("rerun", seconds if lost else repeated)):
             spent = min(spent, known["productive"])  # rounding
@@ -215,29 +219,31 @@ class Goodput:
             self.write()
 
     def saved(self, iteration: int) -> None:
-        """A checkpoint of this iteration is there, which a restart may go back to."""
+        """Note a checkpoint of this iteration, which a restart may go back to."""
         self.mark(iteration)
         if len(self.account.marks) > _MARKS:
+            # Every other one of the older half, but not the first: where the job began is needed.
             for old in list(self.account.marks)[1 : _MARKS // 2 : 2]:
                 del self.account.marks[old]
         self.write()
 
     def mark(self, iteration: int) -> None:
-        """What is productive up to here a restart may go back to."""
+        """Remember the productive seconds up to this iteration, for a restart that goes back to it."""
         self.account.marks[iteration] = self.seconds()["productive"]
 
     def snapshot(self) -> None:
-        """What is productive up to here a rewind may go back to. There is one snapshot at a time; no restart has it."""
+        """Remember the productive seconds up to here, for a rewind. There is one snapshot at a time; a restart does not
+        have it."""
         self._snapshot = self.seconds()["productive"]
 
     def rewound(self, back: int, iteration: int) -> None:
-        """Steps behind the snapshot, of iteration ``back``, are lost; iterations are counted on from ``iteration``."""
+        """Count the steps after the snapshot, of iteration ``back``, as lost; iterations go on from ``iteration``."""
         self.seconds()
         self.account.back_to(back, self._snapshot)
         self.account.iteration = iteration
 
     def end(self, status: str) -> None:
-        """This start is over."""
+        """Note how this start has ended."""
         self.account.status = status
         self.write()
 
@@ -254,6 +260,7 @@ class Goodput:
             os.replace(temporary, self.path)
         except OSError as error:
             self._say(f"WARNING: {self.path}: {error}; goodput is not kept over the next restart")
+            # Only once: from here on nothing is written.
             self.path = None
 
 

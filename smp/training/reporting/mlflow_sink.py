@@ -17,10 +17,11 @@ from smp.config.command_line.credentials import without_credentials
 from smp.config.command_line.fields import as_text
 
 _AT_ONCE = 100
-"""Parameters or tags of one request, of which a server of MLflow's takes no more."""
+"""Parameters or tags of one request: the most that an MLflow server takes."""
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-"""Instead of MLflow's own 7 and 120 seconds: all processes wait for the one that logs, within
+"""In place of MLflow's own 7 retries and 120 seconds: all processes wait for rank 0 within
 --distributed-timeout-minutes."""
+# Characters that MLflow refuses in names of metrics.
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /:]")
 
 
@@ -43,6 +44,7 @@ class MlflowSink:
 
     def __init__(self, folder: Path, experiment: str, name: str | None, uri: str | None, iteration: int) -> None:
         for variable, value in _PATIENCE.items():
+            # The user's own values stay.
             os.environ.setdefault(variable, value)
         try:
             import mlflow
@@ -53,6 +55,7 @@ class MlflowSink:
         self._mlflow, self._lost = mlflow, 0
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "mlflow_run_id"
+        # A run from the start is a new one, whatever lies in the folder.
         known = id_file.read_text().strip() if iteration > 0 and id_file.exists() else None
         try:
             self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
@@ -68,6 +71,7 @@ class MlflowSink:
         return str(self._client.create_run(number, run_name=name).info.run_id)
 
     def _continued(self, run: str, experiment: str, name: str | None) -> str:
+        # Set again: the earlier start has ended the run as failed or finished.
         self._client.update_run(run, status="RUNNING")
         info = self._client.get_run(run).info
         own = self._client.get_experiment(info.experiment_id).name
@@ -80,6 +84,7 @@ class MlflowSink:
         settings = {name: as_text(value) for name, value in record["settings"].items()}
         tags = {key: value if isinstance(value, str) else json.dumps(value) for key, value in record.items()}
         tags = {f"smp.{key}": value for key, value in tags.items() if key != "settings"}
+        # MLflow refuses a parameter with another value.
         known = self._client.get_run(self._run).data.params
         tags |= {f"changed.{name}": value for name, value in settings.items() if known.get(name, value) != value}
         entities = self._mlflow.entities
@@ -89,6 +94,7 @@ class MlflowSink:
             self._client.log_batch(self._run, tags=new)
 
     def log(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        # Counted, not sent: a server that does not answer would cost a timeout at every line.
         if self._lost:
             self._lost += 1
             return
@@ -102,7 +108,7 @@ class MlflowSink:
             self._lost = 1
 
     def table(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """As an artifact for each iteration."""
+        """Log rows as an artifact, one file for each iteration."""
         text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
         try:
             self._client.log_text(self._run, text, f"completions/{iteration}.jsonl")

@@ -28,6 +28,7 @@ class HostTime:
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], pipeline: Pipelined | None) -> None:
+        # One entry per group: several meshes share one.
         memories = {group: getattr(group, "memory", None) for group in groups if group.size() > 1}
         self._memories = [memory for memory in memories.values() if memory is not None]
         self._pipeline = pipeline
@@ -40,14 +41,15 @@ class HostTime:
 
     @contextmanager
     def measured(self, iteration: int) -> Iterator[None]:
-        """Inside is a step; ``seconds`` are its own then."""
+        """Context of a step; afterwards ``seconds`` is its own time."""
         waited, began = self._waited(), time.perf_counter()
         yield
         self.seconds = time.perf_counter() - began - (self._waited() - waited)
 
 
 class KernelTime:
-    """On CUDA: time of kernels that are not NCCL's, in the first of ``every`` steps; the others have the same."""
+    """On CUDA: time of kernels that are not NCCL's, in the first of every ``every`` steps; the other steps are taken to
+    have the same."""
 
     unseen: Sequence[str] = ()
 
@@ -57,13 +59,15 @@ class KernelTime:
 
     @contextmanager
     def measured(self, iteration: int) -> Iterator[None]:
-        """Inside is a step; ``seconds`` are its own then."""
+        """Context of a step; afterwards ``seconds`` is its own time."""
+        # 1 % every: iterations count from 1, and every = 1 profiles all.
         if iteration % self._every != 1 % self._every:
             yield
             return
         torch.cuda.synchronize()  # kernels of the step before are not this one's
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
             yield
+            # Kernels are recorded when they have ended.
             torch.cuda.synchronize()
         self.seconds = sum(_own_seconds(recorded))
 
@@ -71,5 +75,6 @@ class KernelTime:
 def _own_seconds(recorded: torch.profiler.profile) -> Iterator[float]:
     for event in recorded.events() or ():
         on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        # NCCL's kernels include the wait for the slowest rank.
         if on_device and "nccl" not in event.name.lower() and not event.is_user_annotation:
             yield event.time_range.elapsed_us() / 1e6

@@ -38,6 +38,7 @@ class Profiler:
         start, end = self._config.profile_step_start, self._config.profile_step_end
         if self._until is None and iteration >= start:
             # As many iterations as asked for, also in a run that resumed behind the first of them.
+            # ``end`` is exclusive, as Megatron's --profile-step-end.
             self._until = iteration + end - start
             self._start()
         elif iteration == self._until:
@@ -47,6 +48,7 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+            # From here on: what was allocated before has no stack in the snapshot.
             torch.cuda.memory._record_memory_history()
         self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
         self._profile.start()
@@ -60,6 +62,7 @@ class Profiler:
         self._profile.export_chrome_trace(f"{self._stem}.trace.json")
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(f"{self._stem}.memory.pickle")
+            # Off again: the history costs time at each allocation.
             torch.cuda.memory._record_memory_history(enabled=None)
         else:
             table = self._profile.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=50)
@@ -77,13 +80,14 @@ class PipelineTrace:
 
     @contextmanager
     def of(self, iteration: int) -> Iterator[None]:
-        """Around a step."""
+        """Context of a step, which is recorded if it is the one asked for."""
         if not self._waits or iteration < self.config.training.profile_step_start:
             yield
             return
         self._waits = False
         assert self.pipeline is not None, "checked with the settings"
         self.pipeline.record()
+        # Every rank records: ``recorded`` gathers the times.
         yield
         timeline = self.pipeline.recorded()
         if timeline is not None and rank() == 0:

@@ -49,11 +49,15 @@ def start_record(config: Config, layout: Layout, device: torch.device, iteration
 
 def _git(folder: Path) -> dict[str, Any] | None:
     """Commit of the program and whether files differ from it."""
-    if not (folder / ".git").exists():  # an installed package may lie inside of somebody else's repository
+    if not (
+        folder / ".git"
+    ).exists():  # an installed package may be inside of another repository, whose commit would say nothing
         return None
+    # No optional locks: a status must not compete with the user's own git commands.
     ask = ["git", "-C", str(folder), "--no-optional-locks"]
     try:
         commit = subprocess.run([*ask, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
+        # Untracked files are not the program.
         changes = subprocess.run(
             [*ask, "status", "--porcelain", "--untracked-files=no"],
             capture_output=True,

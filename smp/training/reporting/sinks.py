@@ -19,9 +19,9 @@ from smp.training.reporting.mlflow_sink import MlflowSink
 METRICS = "metrics.jsonl"
 """Name of the file of records in --log-dir."""
 COMPLETIONS = "completions.jsonl"
-"""Name of the file there of rows for people, such as completions with their rewards."""
+"""Name of the file in --log-dir of rows for people, such as completions with their rewards."""
 STARTS = "starts.jsonl"
-"""Name of the file there to which each start adds what :func:`smp.training.reporting.run_record.start_record` says."""
+"""Name of the file in --log-dir to which each start adds its :func:`smp.training.reporting.run_record.start_record`."""
 
 Scalars = Mapping[str, float]
 Rows = Sequence[Mapping[str, Any]]
@@ -74,9 +74,10 @@ def open_sinks(config: LoggingConfig, iteration: int) -> list[Sink]:
 
 
 def refuse_log_dir_in_use(config: LoggingConfig) -> None:
-    """Look, before anything that takes long, whether another run writes to --log-dir; raises ConfigError. Nothing is
-    made: the run takes the folder when it begins to write there."""
+    """Check, before anything that takes long, whether another run writes to --log-dir; raises ConfigError if so.
+    Nothing is created: the run takes the folder when it begins to write there."""
     path = Path(config.log_dir) / METRICS
+    # r+: nothing is made where there is no file.
     with suppress(FileNotFoundError, NotADirectoryError), path.open("r+", encoding="utf-8") as file:
         _lock(file, path)
 
@@ -89,13 +90,14 @@ def _lock(file: IO[str], path: Path) -> None:
 
 
 def earlier_records(config: Config, iteration: int) -> list[str]:
-    """What to tell of records in --log-dir that are not of the part of this run before ``iteration``: they move, or
-    this run's come behind them."""
+    """Notes on records in --log-dir that do not belong to the part of this run before ``iteration``: they are moved, or
+    this run's are added after them."""
     folder = Path(config.logging.log_dir)
     path, starts = folder / METRICS, folder / STARTS
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    # A line that is no record counts as infinite, and moves as well.
     moved = sum(_iteration(line) > iteration for line in lines)
     notes = []
     if moved:
@@ -159,6 +161,7 @@ class JsonlSink:
             file.write(json.dumps(record) + "\n")
 
     def log(self, iteration: int, scalars: Scalars) -> None:
+        # NaN is no JSON: other programs could not read the file.
         record = {"iteration": iteration} | {k: v if math.isfinite(v) else None for k, v in scalars.items()}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
@@ -182,7 +185,7 @@ def read_curve(path: Path, name: str) -> Curve:
 
 
 def read_curves(path: Path) -> dict[str, Curve]:
-    """All curves of a ``metrics.jsonl`` by name, read once; errors as of :func:`read_curve`."""
+    """All curves of a ``metrics.jsonl`` by name, read once; errors as in :func:`read_curve`."""
     curves: dict[str, Curve] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -203,17 +206,20 @@ def _set_aside(file: IO[str], beside: Path, iteration: int) -> None:
     """Move what follows the records up to ``iteration``, and a line that a crash cut short, to ``beside``."""
     file.seek(0)
     lines = file.readlines()
+    # All after the first record beyond: a file goes forward until a restart.
     kept = next((i for i, line in enumerate(lines) if _iteration(line) > iteration), len(lines))
     if kept == len(lines):
         return
-    # First written there, then cut off here: a crash in between leaves records twice and never not at all.
+    # First written there, then cut off here: after a crash in between records are there twice,
+    # never lost.
     with beside.open("a", encoding="utf-8") as moved:
         moved.writelines(line.removesuffix("\n") + "\n" for line in lines[kept:])
+    # In bytes: names may have other characters than ASCII.
     file.truncate(len("".join(lines[:kept]).encode()))
 
 
 def _iteration(line: str) -> float:
-    """The iteration of a record; infinity for a line that is none or has no end."""
+    """The iteration of a record; infinity for a line that is not a record, or that has no end."""
     try:
         return float(json.loads(line)["iteration"]) if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -236,11 +242,14 @@ class TensorBoardSink:
             raise ConfigError(
                 f"--tensorboard needs tensorboard: {pip_install('tensorboard')}, or give --no-tensorboard"
             ) from None
+        # TensorBoard hides events from purge_step on.
         self._writer: Any = SummaryWriter(str(folder), purge_step=iteration + 1, flush_secs=30)
         self._iteration = iteration
 
     def start(self, record: Mapping[str, Any]) -> None:
-        text = "\n".join(f"    {line}" for line in json.dumps(record, indent=2).splitlines())  # Markdown for "as it is"
+        text = "\n".join(
+            f"    {line}" for line in json.dumps(record, indent=2).splitlines()
+        )  # four spaces: a code block in Markdown
         self._writer.add_text("start", text, self._iteration)
 
     def log(self, iteration: int, scalars: Scalars) -> None:
@@ -249,6 +258,7 @@ class TensorBoardSink:
 
     def table(self, iteration: int, rows: Rows) -> None:
         columns = list(dict.fromkeys(name for row in rows for name in row))
+        # A row may lack columns that others have.
         lines = [columns, ["---"] * len(columns), *([_cell(row.get(name)) for name in columns] for row in rows)]
         self._writer.add_text("completions", "\n".join(f"| {' | '.join(line)} |" for line in lines), iteration)
 
@@ -271,6 +281,7 @@ class WandbSink:
         id_file = folder / "wandb_run_id"
         # A run from the start is a new one, whatever lies in the folder.
         known = id_file.read_text().strip() if iteration > 0 and id_file.exists() else None
+        # resume="allow": continues the run with this id, or begins it.
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), id=known, resume="allow")
         id_file.write_text(self._run.id + "\n")
         self._run.define_metric("*", step_metric="iteration")

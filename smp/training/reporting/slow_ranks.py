@@ -43,6 +43,7 @@ class SlowRanks:
             return
         self._clock: HostTime | KernelTime
         if device.type == "cuda":
+            # Profiling slows a step: one step of two windows.
             self._clock = KernelTime(2 * WINDOW)
         else:
             self._clock = HostTime(context.groups(), pipeline)
@@ -60,11 +61,11 @@ class SlowRanks:
         self._told, self._count = 0, config.logging.straggler_minmax_count
 
     def measured(self, iteration: int) -> AbstractContextManager[None]:
-        """Around a step."""
+        """Context of a step."""
         return self._clock.measured(iteration) if self._on else nullcontext()
 
     def step(self, iteration: int, waited: float) -> None:
-        """After a step that ``waited`` so many seconds for its data. Every so many of them all ranks meet here."""
+        """Note a step that ``waited`` so many seconds for its data. Every ``WINDOW`` steps all ranks meet here."""
         if not self._on:
             return
         self._rows.append((self._clock.seconds, waited))
@@ -74,15 +75,18 @@ class SlowRanks:
         self._rows = []
         times = gather_on_rank_zero(own)
         if times is not None:
+            # (ranks, steps, kinds) -> (kinds, steps, ranks)
             self._compare(iteration, times.numpy().transpose(2, 1, 0))
 
     def _compare(self, iteration: int, times: Numbers) -> None:
-        """Times are seconds (kinds, steps, ranks)."""
+        """Compare the times of a window, seconds (kinds, steps, ranks), and report who is slow."""
+        # Both kinds are compared with the usual time of a step's computation.
         usual = np.full(times.shape[-1], np.median(times[0]))
         slow: set[tuple[str, int]] = set()
         for kind, detector, numbers in zip(KINDS, self._detectors, times, strict=True):
             for finding in detector.slow(numbers, usual):
                 slow.add((kind, finding.rank))
+                # Named once, until it keeps up again.
                 if (kind, finding.rank) not in self._named:
                     self._name(iteration, kind, finding)
         for kind, rank in sorted(self._named - slow):
@@ -105,7 +109,7 @@ class SlowRanks:
         _append(Path(self._logging.log_dir) / FILE, record)
 
     def _tell(self, iteration: int, own: Numbers) -> None:
-        """The fastest and the slowest ranks of a window; own: (steps, ranks)."""
+        """Log the fastest and the slowest ranks of a window; own: seconds (steps, ranks)."""
         medians = np.median(own, axis=0)
         order, count = np.argsort(medians, kind="stable"), self._count
         fastest, slowest = (self._in_words(medians, ranks) for ranks in (order[:count], order[::-1][:count]))
@@ -119,7 +123,7 @@ class SlowRanks:
 
 
 def gather_on_rank_zero(own: torch.Tensor) -> torch.Tensor | None:
-    """(shape) of every rank -> (ranks, shape) on rank 0, None on the others. CPU tensors."""
+    """A tensor (...) of every rank -> (ranks, ...) on rank 0, None on the others. CPU tensors."""
     if not dist.is_initialized():
         return own[None]
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -21,12 +21,13 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
 WINDOW, IN_A_ROW = 5, 3
-"""Steps that are looked at together, and windows in which a rank has to be slow: it is named within 20 steps."""
+"""Steps that are looked at together, and number of windows in which a rank has to be slow: it is named within 20
+steps."""
 SIGMAS, DRIFTS, SHARE = 3.0, 6.0, 0.05
 _KEPT = 50
-"""Windows whose noise is remembered."""
+"""Number of windows whose noise is remembered."""
 _FEW = 5
-"""Windows that tell nothing of how much windows differ."""
+"""Below so many windows nothing is known of how windows differ."""
 _NORMAL = 1.4826
 """Standard deviation of normal noise, in median absolute deviations."""
 
@@ -41,8 +42,8 @@ class Finding:
 
 
 def roles_of(stages: Sequence[int], experts: Sequence[int]) -> list[int]:
-    """Ranks that do the same have one number. Of each rank: its pipeline stage, and which experts it has, which may get
-    more tokens than others. Experts count only where that leaves no rank without peers."""
+    """A number for each rank, equal for ranks that do the same: of one pipeline stage, and with the same experts, which
+    may get more tokens than others. Experts count only where that leaves no rank without peers."""
     both = list(zip(stages, experts, strict=True))
     if min(Counter(both).values()) == 1:
         return list(stages)
@@ -52,11 +53,12 @@ def roles_of(stages: Sequence[int], experts: Sequence[int]) -> list[int]:
 
 def _usual(times: Numbers) -> Numbers:
     """The lower median of each row, (rows, 1): of two ranks the faster one."""
+    # Index (n - 1) // 2 of n sorted values.
     return np.sort(times, axis=1)[:, [(times.shape[1] - 1) // 2]]
 
 
 def _drift(later: Numbers) -> float:
-    """How much what a rank takes longer varies from window to window; (windows, ranks)."""
+    """How much the lateness of ranks, (windows, ranks), varies from window to window."""
     return _NORMAL * float(np.median(np.abs(later - np.median(later, axis=0))))
 
 
@@ -77,8 +79,8 @@ class Detector:
         """Windows in a row in which a rank was slow."""
 
     def slow(self, times: Numbers, usual: Numbers | None = None) -> list[Finding]:
-        """Ranks that are slow in this window and in those before it. The first one is only learned from: it has what a
-        run does once.
+        """Ranks that are slow in this window and in those before it. The first window is only learned from: it contains
+        what a run does once.
 
         Args:
             times: seconds (steps, ranks).
@@ -89,8 +91,10 @@ class Detector:
             own = times[:, peers]
             known = len(past) > 0
             found += self._of_peers(peers, own, noise, past, usual) if known else []
+            # Deviations from the rank's own median: a rank that is always slow adds no noise.
             noise.append(np.abs(own - np.median(own, axis=0)).ravel())
             past.append(np.median(own, axis=0))
+        # Counted anew: a window in which a rank is not slow ends its row.
         self._row = Counter({one.rank: self._row[one.rank] + 1 for one in found})
         lasting = [one for one in found if self._row[one.rank] >= IN_A_ROW]
         return sorted(lasting, key=lambda finding: finding.rank)
@@ -104,12 +108,15 @@ class Detector:
         scale: Numbers | None,
     ) -> list[Finding]:
         before = np.stack(past)
+        # One rank alone: its own past is the reference.
         reference = _usual(own) if len(peers) > 1 else np.full((len(own), 1), np.median(before))
         later = np.median(own - reference, axis=0)
         usual = float(np.median(reference))
         spread = _NORMAL * float(np.median(np.concatenate(noise)))
         whole = np.full(len(peers), usual) if scale is None else scale[peers]
+        # The lateness of the windows before, by the same rule.
         later_before = before - (_usual(before) if len(peers) > 1 else np.median(before))
         drift = DRIFTS * _drift(later_before) if len(before) >= _FEW else 0.0
+        # All three at once: above the noise, above the drift, and large enough to matter.
         slow = later > np.maximum(max(SIGMAS * spread, drift), self._least * whole)
         return [Finding(int(peers[i]), usual + float(later[i]), usual) for i in np.flatnonzero(slow)]

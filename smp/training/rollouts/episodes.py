@@ -22,9 +22,9 @@ from smp.training.errors import TrainingError
 from smp.training.rollouts.engines.engine import RolloutEngine
 
 PAUSE = 0.02
-"""Seconds between two looks at what works in other processes."""
+"""Seconds between two looks at work in other processes."""
 Key = tuple[int, int]
-"""Number of a prompt's draw, and of the completion among those of the prompt."""
+"""(draw number of a prompt, number of the completion among those of the prompt)."""
 Question = tuple[str, dict[str, Any]]
 """A method of an environment and its arguments."""
 
@@ -52,7 +52,7 @@ class Episode:
     error: str = ""
 
     def speak(self, completion: Completion, text: str) -> None:
-        """A turn of the model, in ``completion`` behind all that is there."""
+        """Add a turn of the model: the part of ``completion`` after all that is there."""
         new = completion.ids[len(self.ids) :]
         self.ids += new
         self.log_probs += completion.log_probs
@@ -61,7 +61,7 @@ class Episode:
         self.truncated = completion.finish == "length"
 
     def hear(self, ids: list[int], messages: list[dict[str, Any]]) -> None:
-        """An answer."""
+        """Add an answer of the environment."""
         self.ids += ids
         self.log_probs += [0.0] * len(ids)
         self.spoken += [False] * len(ids)
@@ -107,7 +107,7 @@ class Episodes:
             if any_rank(bool(problem)) or not any_rank(bool(active)):
                 break
             problem = self._speak(made, prompts, active, sampling, stops, longest)
-            # What the length has cut is no turn.
+            # A turn that the length has cut is not shown to the environment.
             active = {key for key in active if not made[key].truncated}
             asked: dict[Key, Question] = {key: ("step", {"text": self._text(made[key])}) for key in active}
             answers = self._asked(made, asked, problem)
@@ -115,7 +115,8 @@ class Episodes:
                 break
             active = {key for key in active if self._heard(made[key], prompts[key[0]], answers[key], stops, longest)}
             problem = "" if self.skips else next((episode.error for episode in made.values() if episode.error), "")
-        # Of one whose answer was refused the environment does not know that it has ended.
+        # An environment whose answer was refused does not know that its episode has ended: it is
+        # told to drop it.
         closed: dict[Key, Question] = {key: ("drop" if made[key].error else "reward", {}) for key in made}
         for key, reward in self._asked(made, closed, problem).items():
             made[key].reward = reward
@@ -130,7 +131,8 @@ class Episodes:
         stops: Stops,
         longest: int,
     ) -> str:
-        """A turn of all that go on; why it could not be."""
+        """One turn of all active episodes; returns why it failed, or ""."""
+        # Sorted: ranks of one share have to ask for the same texts in one order.
         requests = [Request(prompts[d].ids, longest, d, s, tuple(made[d, s].ids)) for d, s in sorted(active)]
         try:
             for completion in self.engine.write(requests, sampling, stops):
@@ -149,7 +151,7 @@ class Episodes:
         return str(episode.messages[-1]["content"]) if episode.messages else ""
 
     def _heard(self, episode: Episode, prompt: Prompt, answer: Any, stops: Stops, longest: int) -> bool:
-        """Take an answer; whether the model speaks again."""
+        """Add an answer to an episode; returns whether the model has another turn."""
         if answer is None or episode.error:
             return False
         try:
@@ -159,7 +161,7 @@ class Episodes:
         except ValueError as error:
             episode.error = f"an answer of --environment cannot be shown to the model: {error}"
             return False
-        if len(episode.ids) + len(ids) >= longest:  # no room to speak in: what was not read is not kept
+        if len(episode.ids) + len(ids) >= longest:  # no room for another turn: an answer that nobody reads is not kept
             episode.truncated = True
             return False
         episode.hear(ids, answer)
@@ -168,7 +170,7 @@ class Episodes:
     def _asked(
         self, made: Mapping[Key, Episode], questions: Mapping[Key, Question], reason: str = ""
     ) -> dict[Key, Any]:
-        """Answers to this rank's questions, once all are there on all ranks; errors go into the episodes.
+        """Answers to this rank's questions, once all ranks have theirs; errors are noted in the episodes.
 
         Args:
             reason: why this rank has none to ask.
@@ -180,6 +182,7 @@ class Episodes:
         while any_rank(not all(future.done() for future in futures.values())):
             time.sleep(PAUSE)
             self.progress()
+        # Every rank gets all answers: those without a pool need them as well.
         told = gather((reason, {key: _result(future) for key, future in futures.items()}))
         for rank, (why, _) in enumerate(told):
             if why:

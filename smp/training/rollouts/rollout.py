@@ -18,7 +18,7 @@ from smp.training.micro_batches import MicroBatches
 from smp.training.objectives.policy import RolloutBatch
 
 Table = torch.Tensor
-"""fp32 (completions x length,), on the CPU: of the label of each column of each completion's row."""
+"""fp32 (completions x length,), on the CPU: a value for the label in each column of each completion's row."""
 
 
 @dataclass
@@ -111,22 +111,24 @@ class Cut:
     trim: bool
 
     def batch(self, rollout: Rollout, part: int, first: int) -> RolloutBatch:
-        """Step ``part`` of a generation. Micro-batches are divided over ranks as those of files are.
+        """The batch of step ``part`` of a generation. Micro-batches are divided over ranks as those of files are.
 
         Args:
             first: sample number of its first completion.
         """
         first_row, ranks = part * self.batch_size, (self.data_rank, self.data_size)
         share = rank_share(first_row, self.batch_size, self.micro_batch_size, *ranks)
+        # Negative numbers are rows that fill up (~row).
         own = np.where(share < 0, ~share, share)
         every = lay_out(rollout.samples, np.arange(len(rollout)), self.length, "off")
         dataset = TuningDataset(rollout.samples, every, seed=None, trim=self.trim)
         plain = dataset.batch(share)
-        # Of its own rows alone: what a step moves to the device does not grow with the generation.
+        # This rank's rows only: what a step moves to the device does not grow with the generation.
         tables = {"sampled": self._sampled(rollout, own)}
         whole = {name: table for name in ("old", "reference") if (table := getattr(rollout, name)) is not None}
         tables |= {name: table.view(len(rollout), -1)[torch.from_numpy(own)] for name, table in whole.items()}
         fields = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
+        # Sample numbers go on over generations: dropout is keyed by them.
         fields["sample_index"] = plain.sample_index + first
         return RolloutBatch(
             **fields,
@@ -136,7 +138,7 @@ class Cut:
         )
 
     def _sampled(self, rollout: Rollout, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Log-probabilities of sampling by columns, (*rows, length)."""
+        """Log-probabilities at sampling, by column, fp32 (*rows, length)."""
         table = _by_columns(rollout, rollout.sampled, rows.ravel(), self.length)
         return torch.from_numpy(table).view(*rows.shape, self.length)
 
@@ -144,7 +146,7 @@ class Cut:
 def _by_columns(
     rollout: Rollout, of_tokens: npt.NDArray[Any], rows: npt.NDArray[np.int64], length: int
 ) -> npt.NDArray[Any]:
-    """(rows, length) of what is known of each token: the label of column t is token t + 1; 0 behind."""
+    """(rows, length) of a value for each token: column t has that of token t + 1, its label; 0 after the end."""
     table = np.zeros((len(rows), length), of_tokens.dtype)
     offsets = rollout.samples.offsets
     for line, row in zip(table, rows, strict=True):
@@ -154,10 +156,11 @@ def _by_columns(
 
 
 def engine_mismatch(rollout: Rollout, length: int) -> dict[str, float]:
-    """By how much the log-probabilities with which another program's engine drew the tokens that are trained differ
-    from the trainer's, ``old``, at the same weights: the mean and the largest distance; the mean ratio of
-    probabilities; an estimate of KL(engine || trainer); and which share of the completions would count as much, were
-    they drawn by the trainer: (sum of w)^2 / (n x sum of w^2), w = the ratio of a whole completion."""
+    """How much the log-probabilities with which another program's engine drew the trained tokens differ from the
+    trainer's, ``old``, at the same weights.
+
+    Mean and largest distance; mean ratio of probabilities; an estimate of KL(engine || trainer); and the effective
+    sample size, as a share of the completions: (sum of w)^2 / (n x sum of w^2), w = the ratio of a whole completion."""
     assert rollout.old is not None
     rows = np.arange(len(rollout))
     counted = _by_columns(rollout, rollout.samples.trained, rows, length)
@@ -176,9 +179,10 @@ def engine_mismatch(rollout: Rollout, length: int) -> dict[str, float]:
 
 
 def fill_table(table: torch.Tensor, micro_batches: MicroBatches, values: Sequence[torch.Tensor]) -> None:
-    """Add to zeros what a model found for each token of some micro-batches, whose samples are numbered from 0 on; see
-    ``ModelReference.of_tokens``."""
+    """Add the values that a model found for each token of some micro-batches, whose samples are numbered from 0 on, to
+    a table of zeros; see ``ModelReference.of_tokens``."""
     for micro_batch, found in zip(micro_batches, values, strict=True):
         assert micro_batch.token_index is not None
-        # Added: what a row that fills up has is 0, and the sample that it repeats may be of another micro-batch.
+        # Added, not written: a row that fills up has zeros, and repeats a sample that may be in
+        # another micro-batch.
         table.put_(micro_batch.token_index, found, accumulate=True)

@@ -44,8 +44,8 @@ class RewardModel:
     trim: bool
 
     def scores(self, prompts: list[Any], completions: list[Any]) -> npt.NDArray[np.float64]:
-        """Score of each prompt's completion, texts or messages, (completions,); NaN where it cannot read them, or they
-        are too long for it. All ranks ask for the same ones together, and each computes some."""
+        """Score of each prompt's completion, texts or messages, fp64 (completions,); NaN where the reward model cannot
+        read them, or they are too long for it. All ranks ask for the same ones together, and each computes a share."""
         every_text = [self._encoded(prompt, said) for prompt, said in zip(prompts, completions, strict=True)]
         read = np.array([text is not None for text in every_text])
         texts = [text for text in every_text if text is not None]
@@ -64,11 +64,13 @@ class RewardModel:
         dataset = TuningDataset(samples, every, seed=None, scores=True, trim=self.trim)
         found = torch.zeros(passes * at_once, device=self.model.device)
         for step in range(passes):
+            # (micro-batches, data-parallel ranks, rows)
             numbers = (step * at_once + np.arange(at_once)).reshape(-1, self.context.data_size, self.rows)
             own = numbers[:, self.context.data_rank]
             scored = self.model.log_probs(dataset.batch(own))
             if self.context.cp_rank == 0:  # the others have the same ones, and the sum is over all ranks
                 found[torch.from_numpy(own).to(found.device)] = scored
+        # Each rank has filled its own rows, the others are 0: the sum has all.
         whole: npt.NDArray[np.float64] = self.context.sum_loss(found).double().cpu().numpy()[: len(texts)]
         return whole
 
@@ -86,13 +88,13 @@ def _samples(texts: list[Encoded]) -> Samples:
 
 
 def build_reward_model(config: Config, encoder: Encoder, setup: RunSetup, trim: bool) -> tuple[RewardModel, list[str]]:
-    """(the model, what the user should hear). ``config`` is that of ``reward_model_config``."""
+    """(the reward model, notes for the user). ``config`` is that of ``reward_model_config``."""
     context, data = setup.context, config.data
     assert data.global_batch_size is not None and data.seq_length is not None, "resolved before"
     setup = setup_beside(config, setup, documents=False, trim=trim)
     model, notes = build_finetune_model(config, setup, None, trainable=False)
     reference = ModelReference(model, build_forward_backward(config, setup, model), setup.device, cp=context.cp_group)
     micro_batches = count_micro_batches(data, context.data_size)
-    # As its own training lays them out: the shapes that a pipeline of it sends.
+    # Rows and micro-batches as in its own training: a pipeline sends messages of fixed shape.
     made = RewardModel(reference, encoder, context, config.rows_per_micro_batch, micro_batches, data.seq_length, trim)
     return made, [f"reward model: {config.checkpoint.load}", *notes]

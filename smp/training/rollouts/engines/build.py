@@ -41,6 +41,7 @@ def build_engine(
     if rollouts.rollout_engine == "smp":
         return OwnLayers(generator(), setup.context), []
     dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
+    # Pipeline ranks have adapters of their own layers.
     scales = {name: scale for part in gather(_scales(model)) for name, scale in part.items()}
     stream = WeightStream(
         LiveWeights(model, config.model, dtype, setup.device), scales, _reference(config), setup.progress
@@ -48,6 +49,7 @@ def build_engine(
     shared = rollouts.vllm_tensor_parallel_size if rollouts.rollout_engine == "vllm" else 1
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     assert world % shared == 0, "checked with the settings"
+    # Neighbouring ranks share an engine, and write the same texts.
     share = Share(rank // shared, world // shared, rank % shared == 0)
 
     def start() -> Sampler:
@@ -57,6 +59,7 @@ def build_engine(
             said = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(f"--rollout-engine {rollouts.rollout_engine} does not start: {said}") from error
 
+    # Together: a rank whose engine fails would leave the others in the first generation.
     sampler = on_all_or_none(start, ConfigError, "--rollout-engine")
     note = (
         f"rollout engine: {sampler.name}, {share.count} of them; its log-probabilities are compared with the trainer's "
@@ -77,6 +80,7 @@ def _sampler(config: Config, setup: RunSetup, stream: WeightStream, dtype: torch
         batch_size=rollouts.generation_batch_size,
         memory=rollouts.vllm_gpu_memory_utilization,
         tensor_parallel=rollouts.vllm_tensor_parallel_size,
+        # Ranks of one engine need one seed, others must differ.
         seed=config.training.seed + share.index,
         temperature=rollouts.temperature,
     )
@@ -87,7 +91,8 @@ def _scales(model: Model) -> dict[str, float]:
 
 
 def _reference(config: Config) -> Path | None:
-    """The folder with the config.json that the model came with."""
+    """The folder with the config.json of the model in --load, for what this project's settings do not say; None: there
+    is none."""
     load = config.checkpoint.load
     if load is None:
         return None

@@ -37,22 +37,23 @@ class RolloutEngine(Protocol):
         """Which prompts this rank writes completions of."""
 
     def update(self) -> None:
-        """Take the weights of the model that trains, as they are. All ranks call it together."""
+        """Take the present weights of the model that trains. All ranks call it together."""
 
     def write(self, requests: Iterable[Request], sampling: Sampling, stops: Stops) -> Iterator[Completion]:
-        """This rank's texts, as they end; ranks of one share ask for the same ones, all ranks together.
+        """This rank's texts, in the order in which they end; ranks of one share ask for the same ones, and all ranks
+        call it together.
 
         Raises:
             ValueError: they cannot be written.
         """
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Free its memory and close what is open."""
 
 
 @dataclass(frozen=True)
 class OwnLayers:
-    """The model that trains, where it is."""
+    """The model that trains, in its own layout."""
 
     generator: Generator
     context: ParallelContext
@@ -62,13 +63,13 @@ class OwnLayers:
         return Share(self.context.data_rank, self.context.data_size, self.context.counts_tokens)
 
     def update(self) -> None:
-        """Nothing: they are its weights."""
+        """Does nothing: the engine uses the trained weights themselves."""
 
     def write(self, requests: Iterable[Request], sampling: Sampling, stops: Stops) -> Iterator[Completion]:
         return self.generator.write(requests, sampling, stops)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class Sampler(Protocol):
@@ -81,14 +82,14 @@ class Sampler(Protocol):
     name: str
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take new weights: Hugging Face's names and whole tensors on the CPU. Each one's memory is used again for the
+        """Take new weights: Hugging Face's names, whole tensors on the CPU. The memory of each one is reused for the
         next one."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling, stops: Stops) -> list[Completion]:
-        """Write the texts, in any order. Log-probabilities are those of the whole soft-max of logits / temperature."""
+        """Write the texts, in any order. Log-probabilities are those of the whole softmax of logits / temperature."""
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Free its memory and close what is open."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class OutsideEngine:
             self.sampler.load(tensors)
         except Exception as error:  # of whatever kind: the other ranks go on to gather
             problem = f"{type(error).__name__}: {error}"
-        for _ in tensors:  # what it did not ask for: a tensor is gathered by all ranks
+        for _ in tensors:  # the rest: all ranks take part in gathering each tensor
             pass
         for rank, why in enumerate(gather(problem)):
             if why:
@@ -136,8 +137,8 @@ class OutsideEngine:
 
 
 def _require_log_probs(text: Completion) -> None:
-    """Raise ValueError unless each token was drawn with a log-probability: a 0 in the place of a missing one would be a
-    token that was certain."""
+    """Raise ValueError unless each token has a finite log-probability: a 0 in place of a missing one would mean a token
+    that was certain."""
     new = len(text.ids) - len(text.request.written)
     if len(text.log_probs) != new or not all(math.isfinite(x) for x in text.log_probs):
         raise ValueError(f"{new} tokens were drawn with {len(text.log_probs)} log-probabilities, or with infinite ones")

@@ -30,9 +30,9 @@ from smp.parallel.box import Box
 from smp.parallel.dtensor_box import local_box, local_part
 
 _HELD = 3
-"""Whole tensors that are kept: query, key and value that lie in one matrix."""
+"""Whole tensors that are kept: query, key and value may lie in one matrix."""
 _ROOM = 1 << 30
-"""Bytes of blocks on the CPU; a larger tensor gets a block of its own."""
+"""Bytes of buffers on the CPU; a larger tensor gets a buffer of its own."""
 _MODEL = "model."
 
 
@@ -53,6 +53,7 @@ class LiveWeights(Weights):
         rows = {name.removeprefix(_MODEL): count for name, count in collect_logical_rows(model).items()}
         here = {name: (tuple(t.shape), rows.get(name), local_box(t)) for name, t in self._own.items()}
         self._mine, self._shapes = set[str](), dict[str, tuple[tuple[int, ...], int | None]]()
+        # The first rank that has a shard contributes it; replicas add zeros.
         seen = set[tuple[str, Box]]()
         for other, said in enumerate(gather(here)):
             for name, (shape, real, box) in said.items():
@@ -79,19 +80,22 @@ class LiveWeights(Weights):
             box = local_box(self._own[name])
             place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             whole[place] = local_part(self._own[name]).detach().to(whole)
+        # 0 + x is x: the sum is exact.
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(whole)
+        # The vocabulary may be padded for tensor parallelism.
         return whole if real is None else whole[:real]
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
         if name not in self._held:
+            # The oldest goes: tensors of one matrix are asked for one after the other.
             while len(self._held) >= _HELD:
                 del self._held[next(iter(self._held))]
             self._held[name] = self.whole(name, self._kind(name))
         out.copy_(self._held[name][tuple(slice(o, o + n) for o, n in zip(offsets, out.shape, strict=True))])
 
     def changed(self) -> None:
-        """The model has other weights than before."""
+        """Forget gathered tensors: the weights have changed."""
         self._held.clear()
 
     def fingerprint(self) -> Any:

@@ -64,6 +64,7 @@ class VllmSampler:
             self._llm: Any = vllm.LLM(
                 model=folder,
                 skip_tokenizer_init=True,
+                # Random weights: the trainer's come before the first text.
                 load_format="dummy",
                 dtype=str(dtype).removeprefix("torch."),
                 tensor_parallel_size=tensor_parallel,
@@ -80,7 +81,7 @@ class VllmSampler:
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             self._llm.apply_model(lambda model, name=name, tensor=tensor: model.load_weights([(name, tensor)]))
-        # Keys and values of prompts are those of the weights before.
+        # Cached keys and values of prompts are of the old weights.
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM's reset_prefix_cache refused: texts would begin with keys of older weights")
 
