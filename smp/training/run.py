@@ -81,7 +81,8 @@ class Run:
         self.layout = Layout.from_config(self.config.parallel, process.world_size)
         self.validation: tuple[int, float] | None = None  # iteration and loss of the last evaluation
         self._steps: deque[Step] = deque()  # issued, not yet accounted for
-        # What is open is closed again, in reverse order, if a later part fails; else :meth:`close` does it.
+        # Parts that are open are closed in reverse order if a later one fails; otherwise
+        # :meth:`close` closes them.
         with contextlib.ExitStack() as opened:
             self.watchdog = watchdog or Watchdog(process, self.config.parallel.distributed_timeout_minutes)
             opened.callback(kind.close)
@@ -89,13 +90,14 @@ class Run:
                 opened.callback(self.watchdog.close)
             with self.watchdog.ending():
                 self.context = self._build_context()
+            # Rank 0 alone writes logs.
             on_rank_zero(lambda: refuse_log_dir_in_use(self.config.logging), ConfigError)
             collectives = self.context.collectives
             exchange = describe_exchange(self.context.meshes()) if device.type == "cpu" else []
             account = Path(self.config.logging.log_dir) / FILE if process.rank == 0 else None
             again = process.restarts > 0
             self.goodput = Goodput(account, process.started, self.config.checkpoint.save, self.say, again=again)
-            # What the user has to know comes before what takes long.
+            # Notes are printed before what takes long.
             sizes = BatchSizes.of(self.config.data)
             effects = notes_on_effects(self.config, self.layout)
             notes = [
@@ -120,6 +122,7 @@ class Run:
             self.trainer = self._build_trainer()
             self.goodput.alive()
             progress = self.trainer.progress
+            # A ramp-up makes the number of samples of a step a function of the samples so far.
             sizes = self._ending(sizes)
             ahead = sizes.ahead(progress.consumed_samples)
             for line in uneven_in_words(self.config.data, self.layout.data_parallel, ahead):
@@ -129,6 +132,7 @@ class Run:
             arguments = self.config, self.layout, process.rank, device, progress.iteration, kind.work
             epoch = self.datasets.train.samples_per_epoch
             log_dir = self.config.logging.log_dir
+            # All ranks fail if rank 0 cannot open its log files.
             self.console = on_all_or_none(lambda: Console(*arguments, epoch), ConfigError, f"--log-dir {log_dir}")
             opened.callback(self.console.close)
             self.console.goodput = self.goodput
@@ -142,18 +146,20 @@ class Run:
             self._opened = opened.pop_all()
 
     def _ending(self, sizes: BatchSizes) -> BatchSizes:
-        """With a last step that ends where --train-samples does, if it can."""
+        """Batch sizes with a last step that ends where --train-samples does, if that is possible."""
         samples, data = self.config.training.train_samples, self.config.data
         if samples is None:
             return sizes
         ending = sizes.ending(samples, self.trainer.progress.consumed_samples)
         if ending is not sizes and self.pipeline is not None:
+            # A step of another size has another number of micro-batches, and needs a schedule.
             last = dataclasses.replace(data, global_batch_size=ending.parts[-1][1])
             plan = plan_pipeline(dataclasses.replace(self.config, data=last), self.layout)
             self.pipeline.add_plan(plan)
         return ending
 
     def _died_loading(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A refused start leaves no trace; any other death counts as a start of the job.
         if kind is not None and issubclass(kind, (ConfigError, CheckpointError)):
             self.goodput.refused()
         elif kind is not None:
@@ -195,9 +201,10 @@ class Run:
         return dataclasses.replace(context, collectives=collectives)
 
     def _read_data(self) -> Datasets:
-        """What to train on, once the user has heard of all of it."""
+        """Read the data, and print their notes."""
         datasets = self.kind.datasets()
         evaluated = [datasets.valid] if self.config.training.eval_interval is not None else []
+        # The test data are read also where there is no --eval-interval.
         for dataset in (datasets.train, *evaluated, datasets.test):
             for line in [] if dataset is None else dataset.notes:
                 self.say(line)
@@ -231,6 +238,7 @@ class Run:
         )
         # After the optimizer, whose state comes with the weights.
         progress = self.checkpoints.load(model, optimizer, self.kind.kept())
+        # Epochs or samples that are left are known once the checkpoint says what was done.
         self.config = with_rest(self.config, progress.iteration, progress.consumed_samples)
         train = self.datasets.train
         # May refuse: other data than those of the checkpoint would be read from the wrong place.
@@ -254,11 +262,13 @@ class Run:
         named = contextlib.nullcontext() if self.pipeline is None else naming(self.pipeline.place)
         with named:
             self.kind.before()
+            # Such as --logits-save-dir: a pass over the data, without a step.
             if (done := self.kind.instead(self.watchdog.progress, self.stopping.reason)) is not None:
                 status: Status = "requeue" if done.interrupted else "done"
                 return Outcome(status, done.said, self.iteration, self.stopping.heard)
             if self.kind.evaluate_first and self.config.training.eval_interval and not self.iteration:
                 self.evaluate()
+            # Time inside of a step loop is productive unless a part says otherwise.
             with self.goodput.during("productive"):
                 outcome = self._train()
                 # Before the last save, whose counters are those of all steps.
@@ -276,6 +286,7 @@ class Run:
             self.goodput.saved(self.iteration)
             self.goodput.end(outcome.status)
             self.copies.done = self.iteration if outcome.status == "done" else None
+            # A launcher that requeues would start from nothing.
             if outcome.status == "requeue" and self.config.checkpoint.save is None and not self.copies.kept:
                 return Outcome("failed", f"{outcome.reason}; nothing was saved: --save is not given", self.iteration)
             for line in self.kind.after(self.iteration) if outcome.status == "done" else []:
@@ -333,10 +344,11 @@ class Run:
         return Outcome("done", f"{last} iterations trained", last)
 
     def _finish_steps(self, keep: int = 0) -> None:
-        """Account for steps: for all but the newest ``keep``, and for those that the device has finished.
+        """Account for steps: all but the newest ``keep``, and those that the device has already finished.
 
         With one step kept the host issues the next one while the device computes, and reads, logs and checks meanwhile.
         """
+        # Order matters: counters and the log go forward.
         while len(self._steps) > keep or (self._steps and self._steps[0].measured.arrived()):
             step = self._steps.popleft()
             result = self.trainer.finish(step)
@@ -349,7 +361,8 @@ class Run:
                 callback(result, self.trainer.model)
 
     def evaluate(self) -> None:
-        """Validation loss from the start of the validation data: the same samples every time. A signal ends it."""
+        """Measure the validation loss, from the start of the validation data: the same samples every time. A signal
+        ends it."""
         assert self.datasets.valid is not None, "checked with the data"
         self._evaluated_at = self.iteration
         loss = self._loss_on(self.datasets.valid)
@@ -365,7 +378,7 @@ class Run:
             self.console.evaluation(self.iteration, loss, "test")
 
     def _loss_on(self, dataset: SampleDataset) -> float | None:
-        """None when a signal ended it."""
+        """Mean loss on ``dataset``; None when a signal ended the evaluation."""
         self._finish_steps()
         with self.goodput.during("evaluation"):
             loss = self.kind.evaluate(self.trainer, dataset, self._loader, self.stopping.signalled)
@@ -382,7 +395,7 @@ class Run:
         return batch_loader(self.config, self.setup, dataset, self.kind.read(dataset), start=start, sizes=sizes)
 
     def _copy(self) -> None:
-        """Keep a copy in memory, if it is time."""
+        """Copy the state to the nodes' memory, if it is time."""
         self.copies.poll()
         if self.copies.due(self.iteration):
             self._finish_steps()  # on all ranks alike
@@ -407,7 +420,8 @@ class Run:
         self.watchdog.progress()
 
     def _to_save(self) -> tuple[nn.Module, torch.optim.Optimizer, Progress, float | None, dict[str, torch.Tensor]]:
-        """Model, optimizer, counters, the validation loss if it is that of these weights, and the state of batches."""
+        """Arguments of a save: model, optimizer, counters, the validation loss if it is that of these weights, and the
+        state of the source of batches."""
         # A loss of older weights would make a checkpoint look better or worse than it is.
         iteration, loss = self.validation or (-1, None)
         trainer = self.trainer
@@ -416,7 +430,8 @@ class Run:
         return trainer.model, trainer.optimizer, trainer.progress, loss if iteration == self.iteration else None, state
 
     def close(self, failed: bool = False) -> None:
-        """Close the logs, which hear whether it failed, stop background threads and wait for a background save."""
+        """Close the logs, which are told whether the run failed, stop background threads and wait for a background
+        save."""
         self.console.failed = failed
         if failed:
             self.goodput.end("failed")

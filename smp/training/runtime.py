@@ -28,7 +28,7 @@ from smp.training.process import Process
 from smp.training.settings import report, report_own
 
 GRACE = 5.0
-"""Seconds that a timeout has at least to show as an error, on a busy machine too."""
+"""Seconds that a timeout is given at least to show as an error, on a busy machine too."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -56,10 +56,12 @@ def start_process_group(
         # cuBLAS and NCCL read these when they start; with them sums have one order.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
+        # Operators without a deterministic kernel raise from here on.
         torch.use_deterministic_algorithms(True)
     if cuda:
         # Before the process group: NCCL binds this process to the current device.
         torch.cuda.set_device(device)
+        # "high": TF32 for fp32 products on tensor cores.
         torch.set_float32_matmul_precision("high")
     timeout = datetime.timedelta(minutes=timeout_minutes)
     store: dist.Store = dist.HashStore()  # one process alone needs no port and nobody to meet
@@ -79,14 +81,15 @@ def start_process_group(
 
 
 def library_settings() -> str:
-    """What the environment tells CUDA's libraries, in one line: where a run is slow or stuck, they are asked first."""
+    """The environment's settings for CUDA and its libraries, in one line: where a run is slow or stuck, they are looked
+    at first."""
     begin = (*ALLOCATOR, "CUBLAS_", "CUDA_", "NCCL_", "TORCH_NCCL_")
     told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(begin)]
     return f"environment: {', '.join(told) or 'nothing about CUDA'}"
 
 
 def report_once(message: str, rank: int) -> bool:
-    """Say on stderr why this process ends. What rank 0 says in the same words is left to it.
+    """Print on stderr why this process ends, unless rank 0 says the same words.
 
     Rank 0 leaves its words in the store of the process group, because it may take seconds to end. A store that does not
     answer (see :class:`Watchdog`) is asked no longer than 15 seconds.
@@ -111,12 +114,13 @@ def report_once(message: str, rank: int) -> bool:
     asking.start()
     asking.join(10 + GRACE)
     if message not in said:
+        # The words differ, or rank 0 could not be heard.
         (report if rank == 0 else report_own)(message, rank)
     return not asking.is_alive()
 
 
 class StopSignal:
-    """Remembers SIGTERM and SIGINT instead of dying of them.
+    """Records SIGTERM and SIGINT, and lets the process go on.
 
     A second SIGINT ends the process at once: somebody is at the keyboard. More SIGTERMs change nothing, because
     launchers and schedulers both send one, and the checkpoint is being written.
@@ -124,6 +128,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.name: str | None = None
+        # Only the main thread may set handlers (a rule of Python).
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
@@ -153,6 +158,7 @@ class Watchdog:
     def __init__(self, process: Process, timeout_minutes: float, end: Callable[[str], object] | None = None) -> None:
         self._title = f"rank {process.rank} of {process.world_size} has made no progress for"
         limit = 60 * timeout_minutes
+        # 0.9: stacks are dumped before the collective itself fails.
         self._limit, self._timeout = 0.9 * limit, limit
         self._end = end
         # Inside of :meth:`ending`, the thread that called it and how many seconds it has.
@@ -166,7 +172,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def progress(self) -> None:
-        """Something was finished: start counting anew."""
+        """Something was finished: count from now."""
         self._last = time.monotonic()
 
     @contextlib.contextmanager
@@ -182,7 +188,8 @@ class Watchdog:
             self.progress()
 
     def meet_in(self, store: dist.Store) -> None:
-        """Where ranks leave word for each other when they make no progress, see :mod:`smp.training.faults.hang`."""
+        """Tell the watchdog the store through which ranks that make no progress hear of each other, see
+        :mod:`smp.training.faults.hang`."""
         self._store = store
 
     def close(self) -> None:
@@ -213,7 +220,8 @@ class Watchdog:
                 self._end(f"{where} failed: no answer and no error for {passed:.0f} s, so this process ends; {LOST}")
 
     def _dump(self, last: float) -> None:
-        """All stacks to stderr, by way of a file: faulthandler holds the interpreter while it writes."""
+        """Write all stacks to stderr, by way of a file: faulthandler holds the GIL while it writes, and a pipe may be
+        full."""
         try:
             with _scratch_file() as file:
                 faulthandler.dump_traceback(file)
@@ -228,27 +236,29 @@ class Watchdog:
             self._ask_others(self._store, time.time() - (time.monotonic() - last))
 
     def _ask_others(self, store: dist.Store, since: float) -> None:
-        """Who has not come, on stderr, by the lowest rank that is there: well before the collective times out."""
+        """Report on stderr which ranks have not come, by the lowest rank that answers: well before the collective times
+        out."""
         hang = Hang(store, self._process.rank, self._process.world_size, since)
         with contextlib.suppress(RuntimeError, OSError):  # the store went down with another process
+            # Half of what is left of the timeout.
             said = hang.report(word_of_thread(self._main), (self._timeout - self._limit) / 2)
             os.write(_stderr(), f"{said}\n".encode() if said else b"")
 
 
 def _scratch_file() -> IO[bytes]:
-    """In memory, where the system can: a container may have no folder to write to."""
+    """A file in memory where the system has them: a container may have no writable folder."""
     with contextlib.suppress(AttributeError, OSError):  # another system, or one that refuses it
         return os.fdopen(os.memfd_create("stacks"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def _stderr() -> int:
-    """Its descriptor, the system's own where Python's has none, as in a notebook; -1: it is closed."""
+    """The descriptor of stderr, the system's own where Python's stream has none, as in a notebook; -1: it is closed."""
     if sys.stderr is None:
         return -1
     try:
         return sys.stderr.fileno()
-    except (AttributeError, io.UnsupportedOperation):  # before its base, which is of closed ones
+    except (AttributeError, io.UnsupportedOperation):  # io.UnsupportedOperation is a ValueError too, so it comes first
         return 2
     except ValueError:
         return -1

@@ -44,8 +44,8 @@ def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], wor
 
 
 def in_own_flags(argv: list[str], world_size: int, rank: int) -> list[str]:
-    """``argv``, or with --from-megatron what it is in this project's flags; rank 0 tells on stderr what became of it,
-    so that what --dry-run prints stays a recipe.
+    """``argv``, or with --from-megatron its translation to this project's flags; rank 0 prints notes on it to stderr,
+    so that stdout of --dry-run stays a recipe.
 
     Raises:
         ConfigError: it asks for what does not exist.
@@ -59,8 +59,8 @@ def in_own_flags(argv: list[str], world_size: int, rank: int) -> list[str]:
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The model of --model-config, else that in --load; where that is gone, of what a run that began from it has
-    saved."""
+    """The settings of the model of --model-config, else of the one in --load; where that is gone, those that a run
+    which began from it has saved."""
     implementation = values.get("model_implementation", "auto")
     if (path := values.get("model_config")) is not None:
         return of_model_config(path, implementation)
@@ -71,7 +71,7 @@ def _described(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _is_past(config: Config) -> bool:
-    """Whether --load is gone and not needed: the run, which began from it, goes on from what it has saved."""
+    """Whether --load is gone and not needed: a run that began from it goes on from its own checkpoints."""
     load, save = config.checkpoint.load, config.checkpoint.save
     origin = Origin.asked(config)
     if origin is None or load is None or save is None or "://" in load or Path(load).exists():
@@ -83,7 +83,7 @@ def _is_past(config: Config) -> bool:
 
 
 def _check_architecture(config: Config) -> None:
-    """Refuse flags under which the weights of a Hugging Face folder do not fit."""
+    """Raise ConfigError for flags under which the weights of a Hugging Face folder do not fit."""
     load = config.checkpoint.load
     if load is None or not is_hf_folder(load):
         return
@@ -116,7 +116,7 @@ def _with_vocabulary(config: Config) -> Config:
 
 
 def status_file_in(argv: list[str], log_dir: str = LoggingConfig.log_dir) -> str | None:
-    """Where a run that cannot start says so, found without parsing: the other flags may be wrong.
+    """Where a run that cannot start reports it, found without parsing: the other flags may be wrong.
 
     That is the value of --status-file, or the default place (in ``log_dir`` unless --log-dir is given) if an earlier
     run left word there, which would be taken for this one's.
@@ -133,7 +133,8 @@ def status_file_in(argv: list[str], log_dir: str = LoggingConfig.log_dir) -> str
 
 
 def report(message: str, rank: int) -> None:
-    """Say on stderr why this process ends before it met the others: rank 0 at once, another only if it is still there.
+    """Print on stderr why this process ends, before it has met the others: on rank 0 at once, on another only if it is
+    still running 10 s later.
 
     What all ranks found out alike is said once: rank 0 speaks and ends, and torchrun stops the rest, which takes
     seconds on a busy machine. What another rank alone saw it says itself.
@@ -147,5 +148,5 @@ def report(message: str, rank: int) -> None:
 
 
 def report_own(message: str, rank: int) -> None:
-    """Say at once what this rank found out for itself. Others found out something else, and rank 0 may be gone."""
+    """Print at once what this rank alone found: others found something else, and rank 0 may be gone."""
     print(f"error: rank {rank}: {without_credentials(message)}", file=sys.stderr, flush=True)

@@ -26,6 +26,7 @@ class StopRules:
         limit = self.training.exit_duration_in_mins
         timed_out = limit is not None and (time.monotonic() - self._started) / 60 >= limit
         # One small collective for each step; why is asked only when there is a reason.
+        # Clocks differ between hosts: one rank's limit counts for all.
         if any_rank(self.signalled() or timed_out):
             if any(gather(self.signalled())):
                 self.heard = True
@@ -48,6 +49,7 @@ class SaveClock:
         """Whether to save after ``iteration``; ``busy``: the last save is still under way."""
         if self.mtbf_hours is None:
             return due(iteration, self.interval)
+        # Rank 0's clock decides.
         return not busy and any_rank(rank() == 0 and self._time_is_up(self.mtbf_hours))
 
     def _time_is_up(self, mtbf_hours: float) -> bool:
@@ -57,7 +59,7 @@ class SaveClock:
         return time.monotonic() - self._last >= best_interval(self._cost, 3600 * mtbf_hours)
 
     def saved(self, seconds: float) -> None:
-        """A save stopped the training for so long."""
+        """Note that a save stopped the training for so many seconds."""
         self._cost, self._last = seconds, time.monotonic()
 
 

@@ -43,8 +43,8 @@ for the scale of the steps before, and became the largest that fits."""
 
 @dataclass
 class Progress:
-    """What a resumed run continues from. ``data`` is the manifest of the blend, see ``smp.data.blend``; ``spikes`` is
-    the window of losses and norms of --spike-policy."""
+    """Counters that a resumed run continues from. ``data`` is the manifest of the blend, see ``smp.data.blend``;
+    ``spikes`` is the window of losses and norms of --spike-policy."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -163,6 +163,7 @@ class Trainer:
         self.forward_backward, self.objective = forward_backward, objective
         self.context, self.device, self.progress = context, device, progress
         names = auxiliary_names(config.model, adapters=config.has_adapters)
+        # Losses of answers have no auxiliary losses.
         self.auxiliary = () if config.objective_facts.of_answers else names
         self.history = fp8_history(model)
         self.quantization = context.collectives.quantization if context.collectives else None
@@ -206,8 +207,10 @@ class Trainer:
         # Loss and norm are the same on all ranks, so all skip the step or none does. The decision stays on the device.
         applied, decided = self._decided(passed)
         step_if(applied, self.optimizer)
+        # Before the next forward pass; tensors are freed, not set to zero.
         self.optimizer.zero_grad()
         self.model.end_step(applied)
+        # After the update: what is measured does not delay it.
         measured = self._measured(passed, num_valid, decided)
         if self.spikes is not None:
             self.spikes.note(passed.loss, passed.norm, applied)
@@ -233,12 +236,13 @@ class Trainer:
         )
 
     def _forward_backward(self, batch: RankBatch, num_valid: int, again: bool = False) -> Pass:
-        """Leave the clipped gradients of a batch in the parameters; ``again``: instead of those that are there."""
+        """Leave the clipped gradients of a batch in the parameters; ``again``: in place of those that are there."""
         if again:
             self.optimizer.zero_grad()
             self.model.end_step(torch.zeros((), dtype=torch.bool, device=self.device))  # it counts what it sees
         with nullcontext() if self.rerun is None else self.rerun.listening(self.model):
             outputs = self.forward_backward.train(self.objective.micro_batches(batch, num_valid))
+        # This rank's part of the loss, 0 on pipeline ranks without the head.
         own = model_loss(outputs, self.device)
         digest = None if self.rerun is None else self.rerun.digest(own, self.model)
         loss = self.context.sum_loss(own)
@@ -249,11 +253,12 @@ class Trainer:
             device=self.device,
             scale=scaling_of(self.optimizer),
         )
+        # With FP8 the norm is NaN if a maximum is not finite, and the step is skipped.
         return Pass(outputs, loss, norm if self.history is None else self.history.checked(norm), digest)
 
     def _decided(self, passed: Pass) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether the update is applied, 0-dim; and scores of loss and norm, whether both are finite, and whether they
-        are no spike, fp64 (4,)."""
+        """(whether the update is applied, bool 0-dim; scores of loss and norm, whether both are finite, whether they
+        are no spike, fp64 (4,))."""
         finite = torch.stack((passed.loss, passed.norm)).isfinite().all()
         scores, accepted = torch.zeros(2, dtype=torch.float64, device=self.device), torch.ones_like(finite)
         if self.spikes is not None:
@@ -261,20 +266,21 @@ class Trainer:
             accepted = self.spikes.accepts(scores)
         verdict = torch.stack((finite, accepted)).int()
         if self._may_disagree:
-            # A flipped bit may be in the numbers of one replica alone.
+            # A flipped bit may be in the numbers of one replica only: the strictest decision counts
+            # everywhere.
             dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
         finite, accepted = verdict.bool()
         dropped = ~accepted if self.spikes is not None and self.spikes.drops else torch.zeros_like(accepted)
         return finite & ~dropped, torch.cat((scores, verdict.double()))
 
     def _measured(self, passed: Pass, num_valid: int, decided: torch.Tensor) -> torch.Tensor:
-        """Loss, gradient norm and then what ``_metrics`` names, on the device: one copy brings all of it to the host.
-        At the end comes what was decided. Every rank comes here with the same names, so that their sums over the
-        ranks meet."""
+        """Loss, gradient norm and the values that ``_metrics`` names, on the device, so that one copy brings all to the
+        host. Every rank has the same names, as their sums over the ranks are collective. The decision comes last."""
         outputs = passed.outputs
         parts = [torch.stack((passed.loss, passed.norm))]
         if names := self.objective.metrics:
             sums = self.context.sum_loss(total_metrics(outputs, names, self.device))
+            # Means over the same number as the loss.
             parts.append(sums / max(num_valid, 1))
         if self.auxiliary:
             # Rounded once, after the sum over all stages and ranks.
@@ -286,12 +292,15 @@ class Trainer:
         return torch.cat([*parts, decided])
 
     def finish(self, step: Step) -> StepResult:
-        """Wait for what a step measures, and count it if it was skipped. Steps are finished in their order."""
+        """Wait for a step's measurements, and count it if it was skipped. Steps are finished in order."""
         loss, norm, *metrics, of_loss, of_norm, finite, accepted = step.measured.wait()
         finished = time.perf_counter()
-        waited = min(step.waited, max(0.0, step.started - self._last_finished))  # the device may have been busy then
+        waited = min(
+            step.waited, max(0.0, step.started - self._last_finished)
+        )  # only the part in which the device was idle
         # Steps overlap: this one began when it was issued or when the one before ended, whichever is later.
         seconds, self._last_finished = finished - max(step.started, self._last_finished), finished
+        # A step that is not finite is no spike: it has another cause and another message.
         spike = max(of_loss, of_norm) if finite and not accepted else 0.0
         skipped = not finite or (not accepted and self.spikes is not None and self.spikes.drops)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -318,18 +327,19 @@ class Trainer:
 
     @property
     def _metrics(self) -> tuple[str, ...]:
-        """Names of what a step measures besides loss and norm, in order."""
+        """Names of a step's measurements after loss and norm, in order."""
         rounded = () if self.quantization is None else self.quantization.names
         saturated = () if self.history is None else (SATURATED,)
         return (*self.objective.metrics, *self.auxiliary, *rounded, *saturated)
 
     def _counts(self, batch: RankBatch | Unreadable) -> tuple[int, int, int, int]:
-        """What the loss is averaged over (tokens that count, or pairs of answers), all tokens but padding, pairs of
-        tokens that attention computes, and samples, of the global batch. The message also says whether a rank has
-        nothing to train on: all of them end then, and none waits for it."""
+        """(what the loss is averaged over: tokens with a label, or pairs of answers; all tokens but padding; pairs of
+        tokens that attention computes; samples), of the global batch. If a rank could not read its data, all ranks
+        raise TrainingError."""
         reason, own = "", (0, 0, 0, 0)
         if isinstance(batch, Unreadable):
             reason = batch.reason
+        # Ranks that read the same samples count them once.
         elif self.context.counts_tokens:
             own = batch.num_valid(), batch.num_tokens, self._visible_pairs_of(batch), batch.num_samples
         # The counts and the bad news in one message: a rank that raised alone would leave the others waiting.
@@ -344,6 +354,7 @@ class Trainer:
         """Visible pairs of this rank's tokens, over all layers."""
         lengths = batch.attended_lengths
         if lengths is None:
+            # One document per row: each row is as long as the sequence.
             lengths = np.full(batch.labels[..., 0].numel(), batch.labels.shape[-1])
         return visible_pairs_of_layers(lengths, self.config.model)
 
@@ -379,4 +390,5 @@ class Trainer:
             total += self.context.sum_loss(model_loss(outputs, self.device)).double() * num_valid
             counted += num_valid
         self.model.train()
+        # One wait for the device.
         return total.item() / max(counted, 1)

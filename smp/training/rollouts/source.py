@@ -84,17 +84,18 @@ class RolloutSource:
 
     @property
     def _completions(self) -> int:
-        """Number of completions of one generation."""
+        """Completions of one generation."""
         return self.cut.batch_size * self.settings.steps_per_generation
 
     @property
     def _steps(self) -> int:
-        """On one generation."""
+        """Optimizer steps on one generation."""
         return self.settings.steps_per_generation * self.settings.num_iterations
 
     def next_or_reason(self) -> RankBatch | Unreadable:
         """The next step's batch; where a generation is used up, the model writes the next one first."""
         if self.following is not None:
+            # Number of steps that are done: a resumed run mixes at the same ones.
             self.following.after(self.at.consumed // self.cut.batch_size)
         if self._current is None:
             self._current = self._prepared(self._take())
@@ -102,9 +103,11 @@ class RolloutSource:
             if self.settings.one_step_off_policy:
                 # Written by the weights that these steps change, rewarded while they do.
                 self._next = self._begin()
+        # --num-iterations goes over the same parts again.
         part = self.at.step % self.settings.steps_per_generation
         batch = self.cut.batch(self._current, part, self.at.consumed - part * self.cut.batch_size)
         first = self.at.step == 0
+        # Measured once for a generation, shown with its first step.
         batch = replace(batch, metrics=self._current.measured, table=self._current.table if first else [])
         self.at.step += 1
         self.at.consumed += self.cut.batch_size
@@ -117,6 +120,8 @@ class RolloutSource:
 
     def state(self) -> dict[str, torch.Tensor]:
         """For a checkpoint: the same on all ranks, which call it together."""
+        # At most one step of a generation is half-way: its number, and the completions, are the
+        # whole state.
         state = {
             "position": torch.tensor([self.at.draws, self.at.step], dtype=torch.int64),
             "settings": self._settings(),
@@ -124,6 +129,7 @@ class RolloutSource:
         if self._current is not None:
             state |= {f"current.{name}": x for name, x in self._current.state().items()}
         if isinstance(self._next, Pending):
+            # Rewards of a pending generation are waited for: a future cannot be saved.
             self._next = self._rewarded(self._next)
         if self._next is not None:
             state |= {f"next.{name}": x for name, x in self._next.state().items()}
@@ -139,6 +145,7 @@ class RolloutSource:
             own = {name.removeprefix(f"{part}."): x for name, x in state.items() if name.startswith(f"{part}.")}
             if own:
                 found[part] = Rollout.of_state(own)
+        # A changed temperature, say, would make the stored log-probabilities wrong.
         same = torch.equal(state.get("settings", torch.empty(0)), self._settings())
         if found and not (same and all(len(rollout) == self._completions for rollout in found.values())):
             say(
@@ -152,25 +159,27 @@ class RolloutSource:
             self._current = None
 
     def _settings(self) -> torch.Tensor:
-        """What completions in a checkpoint mean, as bytes."""
+        """What the meaning of stored completions depends on, as JSON in uint8: a checkpoint holds tensors."""
+        # ``names``: columns of rewards are by reward function.
         said = [self.group, self.cut.length, self.settings.temperature, self.names]
         said += [self.settings.rollout_engine] * self._compares
         return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
 
     @property
     def _compares(self) -> bool:
-        """Whether another program drew the tokens, whose log-probabilities are its own."""
+        """Whether another program drew the tokens, whose log-probabilities may differ from the trainer's."""
         return self.settings.rollout_engine != "smp"
 
     def _take(self) -> Rollout:
-        """The next generation, rewarded."""
+        """The next generation, with rewards."""
         ahead, self._next = self._next, None
         if ahead is None:
             return self._made()
         return self._rewarded(ahead) if isinstance(ahead, Pending) else ahead
 
     def _begin(self) -> Rollout | Pending:
-        """Write the next generation; with dynamic sampling rewards decide what else is written, and are waited for."""
+        """Write the next generation. With dynamic sampling its rewards decide what else has to be written, so they are
+        waited for."""
         if self._rounds > 1:
             return self._made()
         return self._drawn(self._completions // self.group)
@@ -186,12 +195,14 @@ class RolloutSource:
         return self.writing.begin(self.dataset, draws, self.group, again=again)
 
     def _made(self) -> Rollout:
-        """A generation: prompts whose completions all have one reward are replaced while there are rounds left."""
+        """A generation, where prompts whose completions all have one reward are replaced while rounds are left (dynamic
+        sampling, DAPO, arXiv 2503.14476)."""
         wanted = self._completions // self.group
         kept, others, rounds = list[Group](), list[Group](), 0
         sampling = scoring = 0.0
         errors = drawn = without = 0
         while len(kept) < wanted and rounds < self._rounds:
+            # Weights have not changed since the first round: the engine keeps them.
             written = self._drawn(wanted, again=rounds > 0).finish()
             rounds, drawn = rounds + 1, drawn + wanted
             sampling, scoring = sampling + written.sampling, scoring + written.scoring
@@ -200,7 +211,8 @@ class RolloutSource:
                 spread = bool(spreads(total_rewards(group.rewards, self.weights), self.group)[0])
                 without += not spread
                 (kept if spread or self._rounds == 1 else others).append(group)
-        # Where the rounds did not suffice, groups without spread fill up: they give no gradient.
+        # After the last round groups of equal rewards fill up: their advantages, so their
+        # gradients, are 0.
         groups = [*kept, *others][:wanted]
         seconds = {"sampling seconds": sampling, "scoring seconds": scoring}
         more = {"sampling rounds": float(rounds)} if self._rounds > 1 else {}
@@ -223,12 +235,15 @@ class RolloutSource:
         prompts = [np.array(group.prompt.ids, np.int32) for group, _ in rows]
         texts = [np.concatenate([prompt, group.ids[i]]) for prompt, (group, i) in zip(prompts, rows, strict=True)]
         spoken = [group.spoken[i] for group, i in rows]
+        # Prompts are read and not trained; environments' answers inside a completion neither
+        # (``spoken``).
         unsaid = [np.zeros(len(prompt), np.bool_) for prompt in prompts]
         asked = [np.concatenate(both) for both in zip(unsaid, spoken, strict=True)]
         drawn = [
             np.concatenate([np.zeros(len(prompt), np.float32), group.log_probs[i]])
             for prompt, (group, i) in zip(prompts, rows, strict=True)
         ]
+        # Their tokens do not train; their rewards still count in the mean of the prompt.
         if of.mask_truncated_completions:
             asked = [trained & ~cut for trained, cut in zip(asked, truncated, strict=True)]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(text) for text in texts])])
@@ -243,10 +258,12 @@ class RolloutSource:
         return rollout
 
     def _prepared(self, rollout: Rollout) -> Rollout:
-        """With what the weights say that are about to be changed: log-probabilities, and the advantages."""
+        """Complete a generation with what needs the weights before its first step: log-probabilities, and the
+        advantages."""
         of, rollout.table = self.settings, self._table(rollout)
         in_reward = of.kl_placement == "reward" and self.reference is not None
-        # In the first of several steps the policy is still the old one, in a single step it is so throughout.
+        # With one step per generation the policy is still the old one: the loss takes its own
+        # log-probabilities.
         if self._steps > 1 or in_reward or self._compares:
             rollout.old = self._log_probs(self.policy, rollout)
         if self._compares:
@@ -254,6 +271,7 @@ class RolloutSource:
         if self.reference is not None:
             rollout.reference = self._log_probs(self.reference, rollout)
         rewards = total_rewards(rollout.rewards, self.weights) + rollout.penalty
+        # KL in the reward: advantages contain it, not the loss (--kl-placement).
         if in_reward:
             rewards = rewards - (of.beta or 0.0) * self._divergences(rollout)
             rollout.measured["KL in reward"] = float(self._divergences(rollout).mean())
@@ -269,7 +287,8 @@ class RolloutSource:
         return found.view(len(rollout), self.cut.length).sum(1).numpy()
 
     def _log_probs(self, model: ModelReference, rollout: Rollout) -> torch.Tensor:
-        """Log-probabilities of all completions, on all ranks: each rank computes those that it trains."""
+        """Log-probabilities of all completions, fp32 (completions x length,), on all ranks: each rank computes those
+        that it trains."""
         table = torch.zeros(len(rollout) * self.cut.length, device=self.device)
         for part in range(self.settings.steps_per_generation):
             batch = self.cut.batch(rollout, part, 0)
@@ -278,12 +297,13 @@ class RolloutSource:
             if values := model.of_tokens(batch):
                 fill_table(table, asked, values)
             self.writing.progress()
-        # Ranks have different completions, columns or none: a sum puts them together.
+        # Ranks have different completions and columns, the others' are 0: the sum has all.
         return self.context.sum_loss(table).cpu()
 
     def _measured(self, rollout: Rollout, lengths: Any) -> dict[str, float]:
         rewards = total_rewards(rollout.rewards, self.weights)
         known, of = ~np.isnan(rewards), rewards.reshape(-1, self.group)
+        # NaN: no reward function applies.
         deviations = [float(np.std(g[~np.isnan(g)], ddof=1)) for g in of if (~np.isnan(g)).sum() > 1]
         each = rollout.rewards
         by_function = {
@@ -302,6 +322,7 @@ class RolloutSource:
 
     def _table(self, rollout: Rollout) -> list[dict[str, Any]]:
         """Some completions for people, the first of each prompt before the second of any."""
+        # ``row % group`` first: every prompt is shown once before any is twice.
         order = sorted(range(len(rollout)), key=lambda row: (row % self.group, row // self.group))
         rewards = total_rewards(rollout.rewards, self.weights)
         out = []

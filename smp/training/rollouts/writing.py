@@ -68,7 +68,7 @@ class Written(NamedTuple):
 
 @dataclass
 class Pending:
-    """What this rank wrote, while its reward functions still work.
+    """What this rank wrote, while its reward functions are still at work.
 
     Attributes:
         finish: waits for them, and for the other ranks, which call it at the same time.
@@ -78,8 +78,8 @@ class Pending:
 
 
 class _Text(NamedTuple):
-    """A completion as ranks tell each other of it: see :class:`Group`; the environment's reward, NaN without one, and
-    what the environment did not do."""
+    """A completion as ranks send it to each other: see :class:`Group`; the environment's reward, NaN without one, and
+    its error."""
 
     ids: npt.NDArray[np.int32]
     log_probs: npt.NDArray[np.float32]
@@ -95,7 +95,7 @@ _Sent = tuple[int, list[_Text], "list[Scored] | None"]
 
 @dataclass(frozen=True)
 class Writing:
-    """Writes and rewards.
+    """Writes completions and has them rewarded.
 
     Attributes:
         engine: with the weights of the model that is trained.
@@ -124,12 +124,13 @@ class Writing:
     progress: Callable[[], None]
 
     def begin(self, dataset: PromptDataset, draws: Sequence[int], count: int, *, again: bool = False) -> Pending:
-        """Write ``count`` completions for each of the prompts with these numbers. Rewards are asked for as the last
-        completion of a prompt ends. ``again``: by the weights of the call before."""
+        """Write ``count`` completions for each of the prompts with these numbers. Rewards are requested when the last
+        completion of a prompt ends. ``again``: with the weights of the call before."""
         started, share = time.perf_counter(), self.engine.share
         if not again:
             self.engine.update()
         # A prompt's completions are written by one rank: the prompt is computed once.
+        # Prompts are dealt out round robin.
         own = list(draws)[share.index :: share.count]
         prompts = {draw: dataset.drawn(draw) for draw in own}
         ended: dict[int, dict[int, _Text]] = {draw: {} for draw in own}
@@ -138,8 +139,9 @@ class Writing:
         try:
             for draw, sample, text in self._texts(prompts, count):
                 ended[draw][sample] = text
+                # Reward functions get all completions of a prompt in one call.
                 if len(ended[draw]) == count and self.pool is not None:
-                    # An episode that failed is half a conversation, which nobody is to reward.
+                    # A failed episode is half a conversation: it gets no reward.
                     texts = [text for i in range(count) if not (text := ended[draw][i]).error]
                     if texts:
                         scores[draw] = self.pool.submit(_call(prompts[draw], texts))
@@ -154,6 +156,7 @@ class Writing:
                 time.sleep(PAUSE)
                 self.progress()
             try:
+                # One rank of those that wrote the same texts sends them.
                 for draw in own if share.leads and not reason else ():
                     texts = [ended[draw][sample] for sample in range(count)]
                     scored = scores[draw].result() if draw in scores else None
@@ -165,7 +168,7 @@ class Writing:
         return Pending(finish)
 
     def _texts(self, prompts: Mapping[int, Prompt], count: int) -> Iterator[tuple[int, int, _Text]]:
-        """(draw, sample, completion), as they end."""
+        """(draw, sample, completion) of this rank's prompts, as they end."""
         if self.episodes is None:
             requests = [Request(prompts[draw].ids, self.longest, draw, i) for draw in prompts for i in range(count)]
             for completion in self.engine.write(requests, self.sampling, self.stops):
@@ -201,18 +204,22 @@ class Writing:
         Raises:
             TrainingError: a rank could not write or reward, or a reward function failed and the run is to end.
         """
+        # Completions are small next to weights: every rank gets all of them.
         told = gather((sent, written, scoring, problem))
         for rank, (_, _, _, why) in enumerate(told):
             if why:
                 raise TrainingError(f"rank {rank} has no completions: {why}")
         parts = [(texts, seconds, more) for texts, seconds, more, _ in told]
         groups, errors = list[Group](), 0
+        # In the order of the draws, whichever rank wrote them.
         for draw, texts, scored in sorted(itertools.chain.from_iterable(s for s, _, _ in parts), key=lambda s: s[0]):
             failed = [s.error for s in scored or [] if s.error]
             if failed and not self.skips:
                 raise TrainingError(f"{failed[0]} (prompt {draw} of this run; --reward-errors skip goes on)")
             errors += len(failed) + sum(bool(text.error) for text in texts)
+            # The environment's reward is the last column of functions.
             rewards = np.full((len(texts), self.functions + (self.episodes is not None)), math.nan)
+            # Functions saw only the completions whose episode did not fail.
             whole = [i for i, text in enumerate(texts) if not text.error]
             for i, found in enumerate(scored or ()):
                 rewards[whole, i] = [math.nan if reward is None else reward for reward in found.rewards]
@@ -228,7 +235,7 @@ class Writing:
         return Written(groups, max(w for _, w, _ in parts), max(s for _, _, s in parts), errors)
 
     def _scored(self, groups: list[Group], scorer: RewardModel) -> list[Group]:
-        """With the scores of the reward model."""
+        """The groups with the reward model's scores as one more column."""
         rows = [(group.prompt.said, said) for group in groups for said in group.said]
         scores = scorer.scores([prompt for prompt, _ in rows], [said for _, said in rows]).reshape(len(groups), -1)
         return [
@@ -239,17 +246,17 @@ class Writing:
         ]
 
     def _said(self, prompt: Prompt, ids: Sequence[int]) -> Any:
-        """A completion without special tokens; of a conversation as a message."""
+        """The text of a completion without special tokens; as a message where the prompt is a conversation."""
         text = self.tokenizer.decode([i for i in ids if i not in self.tokenizer.special])
         return [{"role": "assistant", "content": text}] if prompt.is_chat else text
 
     def evaluating(self, temperature: float, seed: int) -> Writing:
-        """The same for evaluations, whose texts do not depend on when they are made."""
+        """This writer for evaluations, whose texts depend on ``seed`` and not on when they are written."""
         return replace(self, sampling=replace(self.sampling, temperature=temperature, seed=seed))
 
 
 def _call(prompt: Prompt, texts: Sequence[_Text]) -> Call:
-    """As reward functions see it."""
+    """The arguments of a call of reward functions for one prompt."""
     columns = {name: [value] * len(texts) for name, value in prompt.columns.items()}
     said, ids = [text.said for text in texts], [text.ids.tolist() for text in texts]
     return Call([prompt.said] * len(texts), said, ids, columns)

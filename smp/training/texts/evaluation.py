@@ -41,7 +41,7 @@ class TextScorer:
 
     @property
     def prefix(self) -> list[int]:
-        """What the first token of a text follows."""
+        """Token ids that come before the first token of a text."""
         tokenizer = self.tokenizer
         return list(tokenizer.before) or [tokenizer.eos if tokenizer.bos is None else tokenizer.bos]
 
@@ -82,8 +82,9 @@ class TextScorer:
         return float(log_probs.sum()), bool(likeliest.all())
 
     def write(self, contexts: Sequence[str], until: Sequence[str], count: int, sampling: Sampling) -> list[str]:
-        """What the model writes after each of ``contexts``: ``count`` tokens at most, and what comes before any of
+        """The model's continuation of each of ``contexts``: at most ``count`` tokens, cut before the first of
         ``until``."""
+        # The context is cut at its beginning, so that ``count`` tokens fit.
         longest = max(1, self.model.config.max_position_embeddings - count)
         requests = []
         for index, context in enumerate(contexts):
@@ -94,6 +95,7 @@ class TextScorer:
         written = Generator(self.model, batch_size=self.batch_size).write(requests, sampling, stops)
         texts = {c.request.index: self._decode([i for i in c.ids if i not in self.ends]) for c in written}
         cuts = {index: [at for mark in marks if (at := text.find(mark)) >= 0] for index, text in texts.items()}
+        # A mark may be found in the middle of the last tokens: the text is cut, not the ids.
         return [texts[index][: min(cuts[index], default=None)] for index in range(len(contexts))]
 
     def _decode(self, ids: list[int]) -> str:
@@ -123,7 +125,7 @@ class Perplexity:
         self.log_prob += log_prob
 
     def results(self) -> dict[str, float]:
-        """By name. Bits per byte compare models with other tokenizers, perplexity per token does not.
+        """Results by name. Bits per byte compare models with different tokenizers, perplexity per token does not.
 
         Raises:
             ValueError: nothing was scored.
@@ -188,7 +190,7 @@ def harness_model(scorer: TextScorer, name: str, seed: int = 0) -> Any:
 
 
 def _written(scorer: TextScorer, asked: Sequence[tuple[str, dict[str, Any]]], seed: int) -> list[str]:
-    """Texts for requests to write, (context, settings). Those with the same settings are written together."""
+    """Texts for requests, (context, settings). Those with the same settings are written together."""
     groups: dict[str, list[int]] = {}
     for number, (_, settings) in enumerate(asked):
         groups.setdefault(repr(sorted(settings.items())), []).append(number)
@@ -200,8 +202,9 @@ def _written(scorer: TextScorer, asked: Sequence[tuple[str, dict[str, Any]]], se
 
 
 def _how(settings: dict[str, Any], seed: int) -> tuple[list[str], int, Sampling]:
-    """What ends a text, most tokens, and how they are chosen: greedily unless the task samples."""
+    """(strings that end a text, most tokens, sampling): greedy unless the task asks for sampling."""
     known = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
+    # Ignoring one would change a published score in silence.
     if unknown := [name for name in settings if name not in known]:
         raise ValueError(
             f"the task asks for {', '.join(unknown)}, which is not supported; known are {', '.join(known)}"

@@ -33,8 +33,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TokenizerFile:
-    """A tokenizer.json, used as fine-tuning does: with the special tokens that it puts in front of a text, once, and
-    without those that it puts behind it, where the model goes on."""
+    """A tokenizer.json, used as in fine-tuning: with the special tokens that it adds before a text, once, and without
+    those after it, where the model goes on."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = open_tokenizer_json(path)
@@ -72,7 +72,7 @@ def find_tokenizer(
 
 
 def folder_tokenizer(opened: Opened, given: Path | None) -> TuningTokenizer:
-    """That of --tokenizer-model, or what lies with the model: with its special tokens and chat template.
+    """The tokenizer of --tokenizer-model, or the one that came with the model, with special tokens and chat template.
 
     Raises:
         ValueError: there is none.
@@ -84,12 +84,12 @@ def folder_tokenizer(opened: Opened, given: Path | None) -> TuningTokenizer:
 
 
 def folder_of(config: Config) -> Path | None:
-    """Where the files of the model in --load say what ends a text."""
+    """The folder whose files say which ids end a text."""
     return None if config.checkpoint.load is None else Path(config.checkpoint.load)
 
 
 def end_ids(folder: Path | None) -> list[int]:
-    """What generation_config.json or config.json say.
+    """Ids that end a text, from generation_config.json or else config.json; none where they say nothing.
 
     Raises:
         ConfigError, DamageError: as ``read_json``.
@@ -137,7 +137,8 @@ def open_model(load: Path, adapter: Path | None = None, reference: Path | None =
 
 
 class TheirFolder(Weights):
-    """A Hugging Face folder of a model that transformers computes, and reads (``fill_foreign``)."""
+    """A Hugging Face folder of a model that transformers computes. transformers reads it (``fill_foreign``), so it has
+    no tensors here."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config, self.tensors, self.notes = path, config, {}, []

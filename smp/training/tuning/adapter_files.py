@@ -31,9 +31,9 @@ from smp.models.foreign import matrices_of
 from smp.training.checkpoints.saved_run import SavedRun
 
 OF_HEADS = ("scalar_head", "untie_embeddings_and_output_weights")
-"""Settings that a reward model has otherwise than the language model that it was made of."""
+"""Settings in which a reward model differs from the language model that it was made of."""
 ADAPTER = "adapter"
-"""Folder next to the checkpoints of a run with the adapters of its end."""
+"""Folder next to a run's checkpoints with its last adapters, in peft's format."""
 
 
 def reference_config(config: Config) -> dict[str, Any] | None:
@@ -52,7 +52,7 @@ def require_adapter(path: Path) -> None:
 
 
 def read_start(config: Config) -> tuple[Adapters, float]:
-    """What --load-adapter names, by the name of its layer, and its dropout.
+    """(adapters of --load-adapter by the name of their layer, their dropout).
 
     Raises:
         CheckpointError, ConfigError: it cannot be read, or is of another model.
@@ -65,7 +65,8 @@ def read_start(config: Config) -> tuple[Adapters, float]:
 
 
 def open_adapters(path: Path, model: Opened) -> Adapters:
-    """What lies in ``path``, by the name of its layer in ``model``: peft's format, or checkpoints of a LoRA run.
+    """The adapters in ``path`` by the name of their layer in ``model``: in peft's format, or in checkpoints of a LoRA
+    run.
 
     Raises:
         CheckpointError, ConfigError: there is nothing, or it cannot be read or is of another model.
@@ -82,7 +83,7 @@ def open_adapters(path: Path, model: Opened) -> Adapters:
 
 
 def _require_same_model(folder: Folder, base: ModelConfig) -> ModelConfig | None:
-    """The settings that a run trained its adapters with, if they say so, in a model with the tensors of ``base``.
+    """The settings of the model that a run trained its adapters with, if the checkpoint has them, on top of ``base``.
 
     Raises:
         CheckpointError: it was of another architecture: fewer layers of the same shapes would fit as well.
@@ -92,6 +93,7 @@ def _require_same_model(folder: Folder, base: ModelConfig) -> ModelConfig | None
         return None
     # A head of scores, which takes the place of any other, comes with the adapters; and fine-tuning leaves layers of
     # multi-token prediction out.
+    # Not compared: these two may differ.
     own = {name: getattr(base, name) for name in (*OF_HEADS, "mtp_num_layers")}
     trained = replace(base, **said | own)
     if (name := misfit(trained, base)) is not None:
@@ -103,7 +105,7 @@ def _require_same_model(folder: Folder, base: ModelConfig) -> ModelConfig | None
 
 
 def read_saved_adapters(folder: Folder, manifest: Manifest) -> Adapters:
-    """Adapters in a checkpoint of this project, whole, by the name of their layer. In one process.
+    """Adapters in a checkpoint of this project, whole matrices by the name of their layer. In one process.
 
     Raises:
         CheckpointError: there are none, or they are damaged.
@@ -124,14 +126,15 @@ def read_saved_adapters(folder: Folder, manifest: Manifest) -> Adapters:
 def _read(folder: Folder, manifest: Manifest, name: str) -> torch.Tensor:
     if name not in manifest.tensors:
         raise CheckpointError(f"{folder}: tensor {name} is missing")
+    # fp32, as adapters are trained.
     out = torch.empty(manifest.tensors[name].shape)
     read_box_into(folder, manifest, name, (0,) * out.ndim, out)
     return out
 
 
 def publish_adapter(config: Config, iteration: int) -> list[str]:
-    """Write the adapters of the checkpoint of ``iteration`` to ``<save>/adapter``; returns what the user should hear.
-    On one rank.
+    """Write the adapters of the checkpoint of ``iteration`` to ``<save>/adapter``, in peft's format; returns notes for
+    the user. On one rank.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the folder not be written.
@@ -154,7 +157,8 @@ def publish_adapter(config: Config, iteration: int) -> list[str]:
 
 
 def _unsaid(config: Config, load: str) -> list[str]:
-    """A line where the base model has other settings: peft's format says nothing of the model."""
+    """A warning where the base model has other settings than the run: peft's format does not record settings of the
+    model."""
     said = read_architecture(load, config.checkpoint.ckpt_step)
     leave = (*OF_HEADS, "mtp_num_layers")
     changed = "" if said is None else changes_of_files(ModelConfig(**said), config.model, leave)
@@ -167,12 +171,13 @@ def _unsaid(config: Config, load: str) -> list[str]:
 
 
 def leave_companions(config: Config) -> None:
-    """Put the model's files (tokenizer, chat template, config.json) next to the checkpoints, as this run uses them:
-    the export of the model, or another run, finds it there. A tiktoken file is no tokenizer that goes with a model. On
-    one rank; needs a --save on a file system. Raises CheckpointError where it cannot be written."""
+    """Copy the model's files (tokenizer, chat template, config.json) next to the checkpoints, as this run uses them: an
+    export or another run finds them there. A tiktoken file is left out. On one rank; does nothing unless --save is on a
+    file system. Raises CheckpointError where it cannot write."""
     load, save, given = config.checkpoint.load or "auto", config.checkpoint.save, config.data.tokenizer_model
     if save is None or (root := open_folder(save).local) is None:
         return
+    # There are files of a model in a local --load only.
     elsewhere = load == "auto" or "://" in load
     source = None if elsewhere else Path(load) if is_hf_folder(load) else carried(Path(load))
     if source is None and (given is None or config.data.tiktoken_pattern is not None):
@@ -193,7 +198,7 @@ def leave_companions(config: Config) -> None:
 
 
 def _leave_tokenizer(file: Path, folder: Path) -> None:
-    """The tokenizer of a file, under the name that programs look for, with its settings or such as say what it is."""
+    """Copy a tokenizer file under the name that other programs expect, with its settings or minimal ones."""
     with file.open("rb") as head:
         # By its content: people rename such files.
         is_json = head.read(64).lstrip()[:1] == b"{"
@@ -203,12 +208,14 @@ def _leave_tokenizer(file: Path, folder: Path) -> None:
     copy_companions(file.parent, folder)
     shutil.copyfile(file, folder / "tokenizer.json")
     settings = folder / "tokenizer_config.json"
+    # transformers needs the class and the end token to open it.
     if not settings.is_file():
         end = HuggingFaceTokenizer(file).end_of_document
         settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}, indent=2))
 
 
 def companions_of(path: Path) -> Path | None:
-    """What :func:`leave_companions` left beside the adapter, the checkpoint or the run at ``path``, if it did."""
+    """The folder that :func:`leave_companions` wrote next to the adapter, checkpoint or run at ``path``; None: there is
+    none."""
     run = path.parent if path.name == ADAPTER else path
     return carried(run)

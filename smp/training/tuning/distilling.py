@@ -29,6 +29,7 @@ class Distilling(Finetuning):
     def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
         made = super().trainable(setup, say, progress)
         assert self.config.rollouts is not None and self.config.distillation is not None
+        # lmbda 0: never on its own completions, and no generator is built.
         if self.config.distillation.lmbda:
             size = self.config.rollouts.generation_batch_size
             self._generator = build_generator(self.config, setup, made.model, batch_size=size)
@@ -56,8 +57,9 @@ class Distilling(Finetuning):
 
 
 def _require_prompts(data: TuningData) -> None:
-    """Raise ConfigError where a sample is all answer: --lmbda lets the model answer what comes before."""
+    """Raise ConfigError where a sample has no prompt: --lmbda lets the model answer prompts."""
     samples, begins = data.samples, len(data.tokenizer.before)
+    # argmax: index of the first trained token.
     firsts = [int(samples[n][1].argmax()) for n in range(len(samples))]
     without = sum(first <= begins for first in firsts)
     if without:

@@ -55,6 +55,7 @@ class Finetuning(RunKind):
     evaluate_first = True
 
     def __init__(self, config: Config, data: TuningData | PromptData) -> None:
+        # Before anything is built: the adapter's dropout becomes a setting.
         config, self._start = _read_adapters(config)
         super().__init__(config)
         self._data, self.work = data, _work(config)
@@ -84,7 +85,7 @@ class Finetuning(RunKind):
 
 
 def _read_adapters(config: Config) -> tuple[Config, Adapters | None]:
-    """Adapters to begin with; their dropout is taken over unless --lora-dropout is given."""
+    """(the settings, with the dropout of --load-adapter unless --lora-dropout is given; the adapters to begin with)."""
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
     if lora.load_adapter is None:
@@ -101,8 +102,8 @@ def _read_adapters(config: Config) -> tuple[Config, Adapters | None]:
 
 
 def trims(config: Config) -> bool:
-    """Whether padding at the end of micro-batches is cut off: not where messages of a pipeline or compiled code want
-    one shape for all of them, or scales in FP8 would depend on which samples share a micro-batch."""
+    """Whether padding at the end of micro-batches is cut off. Not in pipelines and compiled code, which need one shape
+    for all, and not in FP8, where scales would depend on which samples share a micro-batch."""
     parallel = config.parallel
     return parallel.pipeline_model_parallel_size == 1 and not parallel.compile and parallel.fp8_format is None
 
@@ -111,7 +112,8 @@ def _dataset(
     config: Config, data: TuningData, sequences: Sequences, seed: int | None = None, notes: tuple[str, ...] = ()
 ) -> TuningDataset:
     return TuningDataset(
-        # The order of training is none of the validation files': a resume compares what it is a function of.
+        # Without the texts of validation files: the order of training must not depend on them, as a
+        # resume compares it.
         data.samples if sequences is not data.train else data.samples.first(data.texts),
         sequences,
         seed=seed,
@@ -146,7 +148,7 @@ def _datasets(config: Config, data: TuningData) -> Datasets:
 
 
 def data_flags(config: Config) -> str:
-    """Which flags name the files of samples."""
+    """The flags that name the files of samples, for messages."""
     return "--data-path" if config.data.valid_data_path is None else "--data-path and --valid-data-path"
 
 
@@ -154,21 +156,22 @@ def _choose_backends(
     config: Config, data: TuningData, context: ParallelContext, device: torch.device
 ) -> tuple[Kernels, list[str]]:
     """Packed sequences hold documents; trimmed ones have any length."""
-    # The shortest and the longest but the full one: a kernel that takes both takes all between them.
+    # The shortest and the longest trimmed length: a kernel that takes both takes all between them.
     shorter = (1, max(data.train.length - 1, 1)) if trims(config) else ()
     documents = data.train.packed or data.valid.packed
     return choose_backends(config, context, device, documents=documents, other_lengths=shorter)
 
 
 def _work(config: Config) -> float:
-    """FLOPs of a step relative to pretraining on as many tokens: a third for the forward pass, one for gradients of
-    activations, one for those of weights; the reference adds a forward pass, the loss of pairs the head's. KTO's
-    mismatched answers go through both models once."""
+    """FLOPs of a step relative to pretraining on as many tokens: a third for the forward pass, a third for gradients of
+    activations, a third for those of weights. A reference adds a forward pass. KTO's mismatched answers go through both
+    models once."""
     assert config.objective is not None
     with_reference = config.objective.dpo_reference in ("adapters-off", "copy")
-    # A teacher counts as much as the model: how large it is, nothing here knows.
+    # A teacher counts as a model of the same size: its size is not known here.
     with_reference |= config.distillation is not None and config.distillation.teacher is not None
     return (
+        # Frozen weights have no gradients of weights.
         (2 / 3 if config.has_adapters else 1.0)
         + (1 / 3 if with_reference else 0.0)
         + 2 / 3 * config.objective_facts.mismatched
@@ -176,7 +179,7 @@ def _work(config: Config) -> float:
 
 
 def _publish(config: Config, iteration: int) -> list[str]:
-    """Leave the last state of adapters in peft's format as well."""
+    """Write the last adapters in peft's format as well; returns notes for the user."""
     if not config.has_adapters or config.checkpoint.save is None:
         return []
     return on_rank_zero(lambda: publish_adapter(config, iteration), CheckpointError)
@@ -184,7 +187,7 @@ def _publish(config: Config, iteration: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Build:
-    """Makes what is trained.
+    """Builds the trained model and its objective.
 
     Attributes:
         start: adapters to begin with, if any.
@@ -210,7 +213,7 @@ class _Build:
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """What an objective may ask for: the trained model, and what it is compared with."""
+    """The models of a run for its objective: the trained one, and those it is compared with."""
 
     run: _Build
     model: Model
@@ -232,12 +235,14 @@ class Models:
         assert config.objective is not None, "settings of a fine-tuning run"
         match config.objective.dpo_reference:
             case "adapters-off":
+                # The base model is the reference; it needs no memory of its own.
                 return self._asked(model, self.forward_backward, around=partial(adapters_off, model))
             case "precomputed":
                 # All at once, before training: the model is still the reference.
                 table = self._table(self.policy())
                 free_gathered(model)
                 return TableReference(table)
+        # A copy with the adapters of --load-adapter: what the policy starts as.
         copy, _ = build_finetune_model(config, setup, self.run.start, trainable=False)
         read_scales_of(copy, model)
         return self._asked(copy, build_forward_backward(config, setup, copy))
@@ -245,6 +250,7 @@ class Models:
     def teacher(self) -> Teacher:
         config, setup, data = self.run.config, self.run.setup, self.run.data
         assert config.distillation is not None and isinstance(data, TuningData), "settings of a distillation run"
+        # None where another pipeline rank has the output matrix.
         student = self.model.output_shard()
         if config.distillation.logits_load_dir is not None:
             stored = read_stored(config.distillation.logits_load_dir, data.samples)
@@ -266,8 +272,8 @@ class Models:
         return TeacherElsewhere(made, student, there, here, trims(of))
 
     def _in_layout_of(self, other: Config) -> RunSetup:
-        """For a model that is cut otherwise than that of the run, or whose experts are; all ranks make its groups
-        together."""
+        """The set-up for a model with another layout than the run's, or with other expert parallelism; all ranks make
+        its groups together."""
         setup, parallel, config = self.run.setup, other.parallel, self.run.config
         layout = Layout.from_config(parallel, self.context.world_size)
         own = Layout.from_config(config.parallel, self.context.world_size)
@@ -293,7 +299,8 @@ class Models:
         return ModelReference(model, forward_backward, self.device, cp=self.context.cp_group, **around)
 
     def _table(self, reference: ModelReference) -> torch.Tensor:
-        """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks."""
+        """Log-probabilities of all answers by the model as it is now, fp32 (texts,), the same on all ranks.
+        Collective."""
         run, data = self.run, self.run.data
         assert isinstance(data, TuningData), "prompts have no answers yet"
         samples = data.samples
@@ -303,6 +310,7 @@ class Models:
         table = torch.zeros(len(samples), device=self.device)
         try:
             # Pairs, in batches of the run's size: as many collectives on every rank.
+            # Rounded up, two texts to a pair.
             for _ in range(-(-(len(samples) // 2) // (run.config.data.global_batch_size or 1))):
                 batch = next(batches)
                 assert isinstance(batch, PairBatch) and batch.texts is not None
@@ -317,18 +325,19 @@ class Models:
 
 
 def _mesh(config: Config, context: ParallelContext) -> tuple[int, ...]:
-    """Of all but experts."""
+    """Degrees of the mesh without those of experts."""
     layout = Layout.from_config(config.parallel, context.world_size)
     return layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp
 
 
 def _sizes(config: Config, context: ParallelContext, model: Model) -> list[str]:
-    """How much is trained of how much, and where it lies."""
+    """Lines on how many parameters are trained, and on their bytes."""
     assert config.model.vocab_size is not None
     parameters, base = list(model.parameters()), count_parameters(config.model, config.model.vocab_size).total
     trained = base
     if config.has_adapters:
         # On the CPU: a group with gloo sums it without the GPU.
+        # Global sizes: DTensors count whole.
         adapters = torch.tensor(sum(p.numel() for p in parameters if p.requires_grad))
         if context.pp is not None and context.pp_size > 1:  # its ranks have different layers
             dist.all_reduce(adapters, group=context.pp.get_group())

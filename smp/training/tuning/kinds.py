@@ -12,7 +12,7 @@ from smp.training.tuning.saving_logits import SavingLogits
 
 
 def tuning_kind(config: Config, data: TuningData | PromptData) -> RunKind:
-    """By the data and the objective."""
+    """The kind of run for this data and objective."""
     if isinstance(data, PromptData):
         return Reinforcement(config, data)
     distillation, objective = config.distillation, config.objective

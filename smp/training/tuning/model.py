@@ -47,12 +47,12 @@ from smp.training.checkpoints.foreign_weights import (
 from smp.training.tuning.adapter_files import OF_HEADS, reference_config
 
 _OWN_TO_TUNING = ("mtp_num_layers", "mtp_loss_scaling_factor", *OF_HEADS)
-"""Settings that fine-tuning changes by itself, and says so elsewhere."""
+"""Settings that fine-tuning changes itself, with a note of its own."""
 
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """Which layers get an adapter.
+    """Which layers get an adapter, and of what rank.
 
     Attributes:
         sizes: (rank, alpha) of the adapter of each named layer.
@@ -64,13 +64,13 @@ class AdapterPlan:
 
     @staticmethod
     def asked(names: Iterable[str], lora: LoraConfig) -> AdapterPlan:
-        """The plan of adapters on these layers, as --lora-rank, --lora-alpha and --use-dora say."""
+        """The plan of adapters on these layers, from --lora-rank, --lora-alpha and --use-dora."""
         assert lora.lora_rank is not None and lora.lora_alpha is not None, "filled in before"
         return AdapterPlan(dict.fromkeys(names, (lora.lora_rank, lora.lora_alpha)), lora.use_dora)
 
     @staticmethod
     def of_files(found: Mapping[str, Adapter], lora: LoraConfig) -> AdapterPlan:
-        """As those that --load-adapter names.
+        """The plan of the adapters in --load-adapter.
 
         Raises:
             ConfigError: they have norms of rows, which go with no dropout.
@@ -99,6 +99,7 @@ def open_base(config: Config) -> Weights:
     else:
         weights = SmpWeights(find(load) if step is None else Path(load) / iteration_name(step))
         changed = changes(weights.config, config.model, _OWN_TO_TUNING)
+    # Fine-tuning trains next-token prediction only.
     if weights.config.mtp_num_layers is not None:
         weights.notes.append("layers of multi-token prediction (--mtp-num-layers) are left out")
     if changed:
@@ -109,7 +110,7 @@ def open_base(config: Config) -> Weights:
 def build_finetune_model(
     config: Config, setup: RunSetup, start: Mapping[str, Adapter] | None, *, trainable: bool = True
 ) -> tuple[Model, list[str]]:
-    """(the model, what the user should hear). Built without memory, sharded, and only then filled.
+    """(the model, notes for the user). It is built on the meta device and sharded, and only then filled.
 
     Args:
         start: adapters to begin with, which say which layers have one; None: those that ``config`` asks for, if any.
@@ -130,13 +131,14 @@ def build_finetune_model(
         assert config.checkpoint.load is not None, "checked with the settings"
         return model, _fill_foreign(model, config, start)
     if config.has_adapters:
+        # A is random, B is 0: an adapter begins as no change (LoRA, arXiv 2106.09685).
         init_weights(model, config.training.seed, only="lora")
     adapters = adapters_of(model)
     of_adapters = {f"{layer}.lora.{name}" for layer, m in adapters.items() for name, _ in m.named_parameters()}
     if begins_scores(config):
         init_weights(model, config.training.seed, only="head")  # the files are of a language model
         of_adapters.add("head.weight")
-    # What the files do not have, or have in another form.
+    # Tensors that the files do not have, and those that are quantized while they are read.
     elsewhere = of_adapters | {f"{layer}.weight" for layer in quantized_layers(model)}
     notes = load_weights(model, lambda: open_base(config), leave=elsewhere)
     if "head.weight" in of_adapters:
@@ -163,7 +165,7 @@ _BEGUN = "note: the head of scores begins at random, by --seed {}"
 
 
 def begins_scores(config: Config) -> bool:
-    """Whether this run makes a reward model of a language model."""
+    """Whether this run makes a reward model from a language model."""
     said = read_architecture(
         config.checkpoint.load or "", config.checkpoint.ckpt_step, config.model.model_implementation
     )
@@ -171,7 +173,7 @@ def begins_scores(config: Config) -> bool:
 
 
 def _fill_foreign(model: Model, config: Config, start: Mapping[str, Adapter] | None) -> list[str]:
-    """Fill a model that transformers computes; returns what the user should hear."""
+    """Fill a model that transformers computes; returns notes for the user."""
     load = config.checkpoint.load
     assert load is not None, "checked with the settings"
     if config.has_adapters:
@@ -197,8 +199,8 @@ def _fill_foreign(model: Model, config: Config, start: Mapping[str, Adapter] | N
 
 
 def _load_in_4_bits(model: Model, config: Config) -> None:
-    """Fill the weights that rest in 4 bits. Each rank reads and rounds its own part, some rows at a time; only then,
-    when no rank can fail alone any more, ranks exchange scales."""
+    """Fill the weights that are kept in 4 bits. Each rank reads and quantizes its own shard, some rows at a time; ranks
+    exchange scales only afterwards, when no rank can fail alone any more."""
     layers = quantized_layers(model)
     found: dict[str, Blocks] = {}
 
@@ -218,8 +220,8 @@ def _load_in_4_bits(model: Model, config: Config) -> None:
 
 
 def tune(model: Model, config: Config, plan: AdapterPlan | None, *, trainable: bool = True) -> None:
-    """Make a model without memory what this run trains, before it is sharded: with adapters it is frozen but for them,
-    and what is frozen rests in bf16 or in 4 bits.
+    """Turn a model on the meta device into what this run trains, before it is sharded: with adapters all else is
+    frozen, and frozen weights are kept in bf16 or in 4 bits.
 
     Args:
         plan: of the adapters; None: there are none.
@@ -247,7 +249,7 @@ def tune(model: Model, config: Config, plan: AdapterPlan | None, *, trainable: b
 
 
 def _adapter_plan(model: Model, config: Config, start: Mapping[str, Adapter] | None) -> AdapterPlan:
-    """The plan of adapters, at least on this rank's layers."""
+    """The plan of adapters, at least for this rank's layers."""
     lora = config.lora
     assert lora is not None, "settings of a fine-tuning run"
     if start is not None:
@@ -264,11 +266,13 @@ def _chosen_layers(model: Model, config: Config, lora: LoraConfig) -> list[str]:
     """Names of this rank's layers that --lora-target-modules chooses."""
     targets = targets_of(config)
     chosen = choose(model, targets)
+    # A pattern may match layers of another pipeline rank only.
     everywhere = gather({target: len(names) for target, names in chosen.items()})  # pipeline ranks have parts
     nothing = [target for target in targets if not any(counts[target] for counts in everywhere)]
     if set(all_linear := ALL_LINEAR.split(",")) <= set(targets):  # a plain MLP has no gate
         nothing = [target for target in nothing if target not in all_linear]
     if nothing:
+        # For the message: names of linear layers, of all ranks.
         last = sorted({name.rpartition(".")[2] for part in gather(list(adaptable(model))) for name in part})
         raise ConfigError(
             f"--lora-target-modules {nothing[0]} chooses no linear layer of this model: they are {', '.join(last)}"
@@ -287,7 +291,7 @@ def _chosen_layers(model: Model, config: Config, lora: LoraConfig) -> list[str]:
 
 
 def _explained(target: str, config: Config) -> str:
-    """What Hugging Face's name of a module is here, as a hint."""
+    """A hint for the message: which layers here are the module that Hugging Face names ``target``."""
     family = family_for(config.model, reference_config(config))
     if target in {"head", "embedding", *(end.rpartition(".")[2] for end in family.table.ends.values())}:
         return f"; {target} is in no block, and adapters on the output matrix or embeddings are not supported"
@@ -298,7 +302,8 @@ def _explained(target: str, config: Config) -> str:
 
 
 def _check_whole_modules(names: list[str], config: Config) -> None:
-    """In peft's format, which the end of a run writes, DoRA has the norms of all rows of a module."""
+    """Raise ConfigError where only some layers of one Hugging Face module are chosen under --use-dora: peft's format
+    has the norms of all rows of a module."""
     if partly := partly_adapted(names, config.model, family_for(config.model, reference_config(config))):
         raise ConfigError(
             f"--use-dora: {partly[0]} is one matrix of several layers in Hugging Face's model, and "
@@ -307,7 +312,7 @@ def _check_whole_modules(names: list[str], config: Config) -> None:
 
 
 def _keep_in_bf16(model: nn.Module) -> None:
-    """Frozen weights need no fp32 master copy: nothing is ever added to them, and they are computed with in bf16."""
+    """Cast frozen weights to bf16: they need no fp32 master copy, as they are never updated, and compute is in bf16."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # shared ones stay shared
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -320,12 +325,13 @@ def _keep_in_bf16(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _fill_adapters(model: Model, start: Mapping[str, Adapter]) -> None:
-    """Every rank takes its boxes of A and B."""
+    """Copy this rank's shards of A and B from the whole matrices."""
     for name, adapter in adapters_of(model).items():
         for part_name, parameter in adapter.named_parameters():
             whole = getattr(start[name], part_name)
             if whole is None:
                 raise CheckpointError(f"--load-adapter: {name} has no magnitude, which other layers have")
+            # Offsets and sizes of the shard in the global tensor.
             box = local_box(parameter)
             part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             cast(DTensor, parameter).to_local().copy_(whole[part])

@@ -66,11 +66,13 @@ class Reinforcement(Finetuning):
 
     def datasets(self) -> Datasets:
         config, data = self.config, self.prompts
-        # The order of training is none of the validation files': a resume compares what it is a function of.
+        # Without the prompts of validation files: the order of training must not depend on them, as
+        # a resume compares it.
         own = data.prompts[: data.own]
         train = PromptDataset(own, data.train, seed=config.training.seed, each=data.each, notes=data.lines)
         valid = PromptDataset(data.prompts, data.valid, seed=None) if len(data.valid) else None
         here = prompts_fingerprint(data.prompts)
+        # Every rank reads the files itself: other prompts on one would train unnoticed.
         if any(there != here for there in gather(here)):
             raise ConfigError(
                 f"{data_flags(config)}: the processes do not read the same prompts: the files differ between nodes"
@@ -102,6 +104,7 @@ class Reinforcement(Finetuning):
             except (RewardError, OSError) as error:
                 raise ConfigError(str(error)) from None
 
+        # Together: reward functions may fail to import on one rank only.
         self._pool = on_all_or_none(start, ConfigError, "--reward-funcs")
         tokenizer, seed = self.prompts.tokenizer, self.config.training.seed
         self._writing = Writing(
@@ -131,7 +134,7 @@ class Reinforcement(Finetuning):
         return Kept() if following is None else Kept(following.state, following.logical_rows)
 
     def _episodes(self, engine: RolloutEngine, progress: Callable[[], None]) -> Episodes | None:
-        """What --environment names."""
+        """The environments of --environment; None: it is not given."""
         rollouts, calls, vocab_size = self.config.rollouts, engine.share.leads, self.config.model.vocab_size
         assert rollouts is not None
         if (spec := rollouts.environment) is None:
@@ -156,7 +159,7 @@ class Reinforcement(Finetuning):
         return Episodes(engine, vocab_size, self._environments, encoder, rollouts.max_turns, skips, progress)
 
     def _reward_model(self, setup: RunSetup, say: Say) -> RewardModel | None:
-        """What --reward-model names."""
+        """The reward model of --reward-model; None: it is not given."""
         context, rollouts = setup.context, self.config.rollouts
         if rollouts is None or rollouts.reward_model is None:
             return None
@@ -194,6 +197,7 @@ class Reinforcement(Finetuning):
                 data.seq_length,
                 trims(config),
             ),
+            # Completions are drawn at this temperature, so log-probabilities are compared at it.
             dataclasses.replace(self._models.policy(), temperature=temperature),
             None if reference is None else dataclasses.replace(reference, temperature=temperature),
             consumed,
@@ -205,7 +209,8 @@ class Reinforcement(Finetuning):
     def evaluate(
         self, trainer: Trainer, dataset: PromptDataset, read: Callable[[Any], BatchLoader], stopped: Callable[[], bool]
     ) -> float | None:
-        """Minus the mean reward of completions of validation prompts: --eval-iters global batches of them, or all."""
+        """Minus the mean reward of completions of validation prompts: of --eval-iters global batches of them, or of
+        all."""
         rollouts, training = self.config.rollouts, self.config.training
         assert rollouts is not None and self._writing is not None and rollouts.num_generations_eval is not None
         assert rollouts.eval_temperature is not None and self.config.data.global_batch_size is not None
@@ -213,5 +218,7 @@ class Reinforcement(Finetuning):
             return None
         each = rollouts.num_generations_eval
         prompts = min(len(dataset), max(1, training.eval_iters * self.config.data.global_batch_size // each))
+        # A seed of its own: evaluations draw the same texts at every iteration. ``>> 1``: a
+        # positive int64.
         writing = self._writing.evaluating(rollouts.eval_temperature, stable_hash(training.seed, "evaluation") >> 1)
         return -mean_reward(writing, dataset, prompts, each, reward_weights(rollouts))

@@ -31,11 +31,11 @@ from smp.training.objectives.distillation import Distillation
 from smp.training.tuning.finetuning import Finetuning, trims
 
 SECONDS = 300.0
-"""The longest work that is lost when a process is killed."""
+"""Seconds of work that are lost at most when a process is killed."""
 
 
 class SavingLogits(Finetuning):
-    """Writes what the model in --load says of all samples, and trains nothing.
+    """Writes the log-probabilities of the model in --load for all samples, and trains nothing.
 
     Raises:
         ConfigError: see :class:`Finetuning`; or --logits-save-dir holds something else.
@@ -84,7 +84,7 @@ class SavingLogits(Finetuning):
         )
 
     def _sequences(self) -> Sequences:
-        """All samples, in the order in which they are written."""
+        """All samples as sequences, in the order in which they are written."""
         packing: Literal["best-fit", "off"] = "best-fit" if self.data.train.packed else "off"
         samples = self.data.samples
         return lay_out(samples, np.arange(len(samples)), self.data.train.length, packing)
@@ -100,10 +100,13 @@ class SavingLogits(Finetuning):
         batches = batch_loader(config, setup, dataset, dataset.batch, start=begun)
         noted = time.monotonic()
         try:
+            # Steps begin at multiples of the batch, after the sequences of an interrupted run.
             for step, first in enumerate(range(begun, len(every), size), 1):
                 self._write(next(batches), writer, work.meaning)
                 progress()
                 done, why = min(first + size, len(every)), reason(step)
+                # A rank's memory or the time is up: all write, so that the note counts the same
+                # sequences for all.
                 if done < len(every) and (why or any_rank(writer.full or time.monotonic() - noted > SECONDS)):
                     on_rank_zero(partial(note, path, work, Come(done, self._parts(writer))), ConfigError)
                     noted = time.monotonic()
@@ -112,6 +115,8 @@ class SavingLogits(Finetuning):
                     return Instead(said, interrupted=True)
         finally:
             batches.close()
+        # The rest; then the manifest makes the folder complete, and only after it the note of
+        # unfinished work goes.
         parts = self._parts(writer)
         on_rank_zero(lambda: write_manifest(path, work.meaning, parts), ConfigError)
         on_rank_zero(lambda: forget(path), ConfigError)
@@ -119,12 +124,13 @@ class SavingLogits(Finetuning):
         return Instead(f"log-probabilities of {work.meaning.top_k} tokens for each of {labels:,} labels are in {path}")
 
     def _parts(self, writer: LogitsWriter) -> list[dict[str, Any]]:
-        """All files that are whole, of all ranks and of what was interrupted."""
+        """All files that are complete, of all ranks and of the interrupted run."""
         writer.flush()
         return [*self._come.parts, *(part for rank in gather(writer.parts) for part in rank)]
 
     def _write(self, batch: RankBatch, writer: LogitsWriter, meaning: Meaning) -> None:
-        """What the teacher says of a rank's share of a step, by one rank of those that have the same tokens."""
+        """Write the teacher's log-probabilities for a rank's share of a step, by one rank of those that have the same
+        tokens."""
         assert self._teacher is not None and self._setup is not None
         assert isinstance(batch, NumberedBatch) and batch.numbers is not None
         asked = self._teacher.micro_batches(batch)
@@ -132,9 +138,12 @@ class SavingLogits(Finetuning):
             micro_batch, head = asked[i], self._teacher.head
             assert micro_batch.token_index is not None and micro_batch.labels is not None
             chunk = chunk_tokens(head.matrix, share=DISTILLED)
+            # Some tokens at a time: logits of all of them would not fit.
             top = top_log_probs(states, head, meaning.top_k, meaning.temperature, chunk_tokens=chunk)
             columns = micro_batch.token_index.cpu() - batch.sample_index[i][:, None] * batch.input_ids.shape[-1]
             labels = (micro_batch.labels != IGNORE_INDEX).flatten().cpu()
+            # After the sums over the vocabulary's shards all tensor-parallel ranks have the same
+            # numbers.
             if self._setup.context.tp.get_local_rank() == 0:
                 numbers = batch.numbers[i].gather(1, columns).flatten()[labels]
                 # What follows the rows is padding.
@@ -150,7 +159,8 @@ def _dtype(config: Config) -> str:
 
 
 def _iteration(settings: CheckpointConfig) -> int | None:
-    """Of the checkpoint that --load and --ckpt-step mean; None: a Hugging Face folder, or a checkpoint of no run."""
+    """The iteration of the checkpoint that --load and --ckpt-step name; None: a Hugging Face folder, or a checkpoint of
+    no run."""
     if settings.ckpt_step is not None or settings.load is None or is_hf_folder(settings.load):
         return settings.ckpt_step
     name = find(settings.load).name

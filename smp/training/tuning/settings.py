@@ -36,7 +36,8 @@ from smp.pipeline.stage_plan import plan_pipeline
 from smp.training.distillation.meaning import check_stored
 
 CARRIED, BESIDE = "hf", "model_files"
-"""Folder inside of our converted checkpoints, and next to those of a fine-tuning run, with the model's tokenizer."""
+"""Names of the folder with the model's files: inside of a converted checkpoint, and next to the checkpoints of a
+fine-tuning run."""
 
 
 def read_finetune_settings(
@@ -48,7 +49,9 @@ def read_finetune_settings(
     if "model" in values:
         raise ConfigError(f"--model {values['model']}: the architecture is that of the model in --load; leave it out")
     config = fill_in(build_tree(FINETUNE, values), {word.partition("=")[0] for word in argv})
+    # The folder's architecture, under flags that were given explicitly.
     config, found = _with_architecture(config, set(values))
+    # Elastic runs: degrees may change with the number of nodes.
     config, world_size = as_members(config, world_size)
     config = _sized(config, world_size)
     _check_fit(config.model, found, values["load"])
@@ -57,6 +60,7 @@ def read_finetune_settings(
         reward_model_config(config, world_size)
     if config.distillation is not None and config.distillation.teacher is not None:
         teacher_config(config, world_size)
+    # Before the data: a missing tokenizer is found in a moment.
     tokenizer = tokenizer_of(config)
     # Neither of them writes anything.
     if not config.training.dry_run and not config.data.preview:
@@ -70,7 +74,7 @@ def read_finetune_settings(
         return config, data
     # Only now: the number of steps may follow from the number of samples.
     saves = config.distillation is not None and config.distillation.logits_save_dir is not None
-    config = _sized(config, world_size) if saves else resolve(config, world_size)  # without steps
+    config = _sized(config, world_size) if saves else resolve(config, world_size)  # it has no optimizer steps to count
     layout = Layout.from_config(config.parallel, world_size)
     if layout.pp > 1:
         plan_pipeline(config, layout)
@@ -81,7 +85,8 @@ def read_finetune_settings(
 
 
 def _distilled(config: Config, data: TuningData | PromptData | None, given: bool) -> Config:
-    """With what a folder of a teacher's log-probabilities says; ``given``: --temperature is."""
+    """The settings with the temperature of a stored teacher; ``given``: whether --temperature is on the command
+    line."""
     distillation, rollouts = config.distillation, config.rollouts
     if distillation is None or rollouts is None:
         return config
@@ -98,7 +103,7 @@ def _distilled(config: Config, data: TuningData | PromptData | None, given: bool
 
 
 def uncounted(config: Config) -> list[str]:
-    """What the memory that --dry-run prints leaves out."""
+    """Lines on what the memory that --dry-run prints leaves out."""
     reward = None if config.rollouts is None else config.rollouts.reward_model
     teacher = None if config.distillation is None else config.distillation.teacher
     beside = {"--reward-model": reward, "--teacher": teacher}
@@ -106,7 +111,7 @@ def uncounted(config: Config) -> list[str]:
 
 
 def _repeats(config: Config, data: TuningData | PromptData) -> list[str]:
-    """Whether the last step of --train-epochs reaches into another epoch: steps are whole."""
+    """A note where the last step of --train-epochs reads into another epoch, as steps are whole."""
     epochs, steps, batch = config.training.train_epochs, config.training.train_iters, config.data.global_batch_size
     if epochs is None or config.checkpoint.resume:  # what is left is known with the checkpoint
         return []
@@ -123,11 +128,12 @@ def _repeats(config: Config, data: TuningData | PromptData) -> list[str]:
 
 
 def _with_intervals(config: Config, data: TuningData | PromptData) -> Config:
-    """With the iterations that --eval-epochs and --save-epochs are, and the batches of --full-validation."""
+    """The settings with --eval-epochs and --save-epochs as iterations, and --full-validation as batches."""
     training, checkpoint, batch = config.training, config.checkpoint, config.data.global_batch_size
     assert batch is not None, "resolved before"
 
     def iterations(epochs: float) -> int:
+        # At least 1: a small share of a small epoch rounds to 0.
         return max(1, round(epochs * data.samples_per_epoch / batch))
 
     if training.eval_epochs is not None:
@@ -140,7 +146,7 @@ def _with_intervals(config: Config, data: TuningData | PromptData) -> Config:
 
 
 def _validation_samples(config: Config, data: TuningData | PromptData) -> int:
-    """As a batch counts them: sequences, pairs or completions."""
+    """Samples of the validation data as a batch counts them: sequences, pairs or completions."""
     if isinstance(data, TuningData):
         return len(data.valid) // (2 if data.pairs else 1)
     assert config.rollouts is not None and config.rollouts.num_generations_eval is not None, "filled in before"
@@ -148,7 +154,7 @@ def _validation_samples(config: Config, data: TuningData | PromptData) -> int:
 
 
 def _evaluated(config: Config, data: TuningData | PromptData) -> list[str]:
-    """When a run of epochs evaluates and saves, and how much of the validation data --eval-iters leaves out."""
+    """Notes on when a run of epochs evaluates and saves, and on validation data that --eval-iters leaves out."""
     training, checkpoint, batch = config.training, config.checkpoint, config.data.global_batch_size
     lines = [
         f"{flag} {epochs:g}: every {interval} iterations"
@@ -170,15 +176,16 @@ def _evaluated(config: Config, data: TuningData | PromptData) -> list[str]:
 
 
 def _sized(config: Config, world_size: int) -> Config:
-    """With the defaults that do not depend on how long the run is: that may follow from the data."""
+    """The settings with all defaults that do not depend on the length of the run, which may follow from the data."""
     # A dry run needs no number of steps.
     any_length = replace(config.training, dry_run=True)
     sized = resolve(replace(config, training=any_length), world_size)
+    # Schedules stay unresolved: they are functions of the length.
     return replace(sized, optim=config.optim, training=config.training)
 
 
 def _with_architecture(config: Config, given: set[str]) -> tuple[Config, ModelConfig]:
-    """(the model as the folder describes it but for what was ``given``, the model of the folder)."""
+    """(the settings with the model of the folder and the flags that were ``given``, the model of the folder alone)."""
     load = config.checkpoint.load
     assert load is not None, "checked before"
     if "://" not in load and not Path(load).is_dir():
@@ -209,6 +216,7 @@ def _with_architecture(config: Config, given: set[str]) -> tuple[Config, ModelCo
         found |= _WITH_SCORES
     elif found["scalar_head"]:
         raise _no_output_matrix(load)
+    # Flags of the architecture that were typed win over the folder; ``_check_fit`` compares shapes.
     asked = {name: getattr(config.model, name) for name in found if name in given}
     # What a given setting leaves without an effect goes, unless it was given as well.
     model = effective(replace(config.model, **{**found, **asked}), keep=given)
@@ -237,13 +245,14 @@ def reward_model_config(config: Config, world_size: int) -> Config:
         raise ConfigError(
             f"--reward-model {folder} is no reward model, which gives one score: --objective reward trains one"
         )
+    # Longer if the model can: its tokens may be more than the policy's.
     longest = (config.data.seq_length or 1) + _more_columns(config)
     return _frozen(config, folder, "--reward-model", found, world_size, "reward", longest)
 
 
 def _more_columns(config: Config) -> int:
-    """Columns of a reward model's texts above --seq-length: its text has an end token that a truncated completion has
-    not; as many as every layout can cut."""
+    """Extra columns of a reward model's texts above --seq-length, which a truncated completion needs for an end token;
+    a number that every layout can divide."""
     return 2 * config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
 
 
@@ -270,6 +279,7 @@ def teacher_config(config: Config, world_size: int) -> Config:
     except ConfigError as error:
         raise ConfigError(of_teacher(distillation, str(error))) from None
     own, other = tokenizer_of(config).vocabulary(), tokenizer_of(made, "--teacher").vocabulary()
+    # By text and id: equal sizes are not enough.
     apart = next((text for text in own.keys() | other.keys() if own.get(text) != other.get(text)), None)
     if apart is not None:
         raise ConfigError(
@@ -280,7 +290,7 @@ def teacher_config(config: Config, world_size: int) -> Config:
 
 
 def _of_teacher(config: Config, experts: int | None) -> ParallelConfig:
-    """The layout of a teacher with so many experts, which are cut on their own; all else is cut as the run's model,
+    """The layout of a teacher with ``experts`` experts, whose expert parallelism is its own; all else is as in the run,
     unless a setting says otherwise."""
     assert config.distillation is not None
     ranks = config.distillation.teacher_expert_model_parallel_size
@@ -292,7 +302,8 @@ def _of_teacher(config: Config, experts: int | None) -> ParallelConfig:
         )
     if ranks is None and experts is not None and config.model.num_experts is not None:
         return parallel
-    # Of a teacher without experts nothing is cut so; a student without experts has no such setting.
+    # A teacher without experts has no expert parallelism; a student without experts has no setting
+    # for it.
     etp = None if experts is None else parallel.expert_tensor_parallel_size
     return replace(parallel, expert_model_parallel_size=ranks or 1, expert_tensor_parallel_size=etp)
 
@@ -300,7 +311,8 @@ def _of_teacher(config: Config, experts: int | None) -> ParallelConfig:
 def _frozen(
     config: Config, folder: str, flag: str, found: dict[str, Any], world_size: int, objective: str, longest: int
 ) -> Config:
-    """Settings of a second model, which is not trained."""
+    """Settings of a second model, which is frozen."""
+    # The model of the run's flags is another one: defaults, and the folder's values.
     model = resolve_model(replace(ModelConfig(), **found | {"mtp_num_layers": None}))
     length, most = config.data.seq_length or 1, model.max_position_embeddings
     if most < length:
@@ -326,7 +338,7 @@ def _frozen(
 
 
 def _check_fit(model: ModelConfig, found: ModelConfig, load: str) -> None:
-    """Refuse flags under which the weights in --load, those of ``found``, do not fit."""
+    """Raise ConfigError for flags under which the weights in --load, those of ``found``, do not fit."""
     if (name := misfit(found, model)) is not None:
         flag, now = flag_of(name), getattr(model, name)
         raise ConfigError(f"--load {load} is a model with {flag} {getattr(found, name)}, not {now}; leave {flag} out")
@@ -348,6 +360,6 @@ def tokenizer_of(config: Config, flag: str = "--load") -> TuningTokenizer:
 
 
 def _newest(load: Path) -> list[Path]:
-    """What came with the newest checkpoint of a run's folder."""
+    """Folders of the model's files in the newest checkpoint of a run's folder."""
     latest = load / "latest"
     return [load / latest.read_text(encoding="utf-8").strip() / CARRIED] if latest.is_file() else []
