@@ -77,6 +77,7 @@ __all__ = [
 ]
 
 
+# PEP 562: a module's own ``__getattr__`` is asked for names that it does not have.
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'smp.checkpoint' has no attribute {name!r}")

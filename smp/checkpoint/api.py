@@ -81,8 +81,9 @@ def run_save(
     finish: Callable[[Manifest], None],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Agree which rank writes which shard, let ``write`` write them, and give rank 0's ``finish`` the manifest. What a
-    failure leaves behind is deleted."""
+    """Agree on which rank writes which shard, let ``write`` write them, and give rank 0's ``finish`` the manifest.
+    After a failure the files of this save are deleted."""
+    # Filled by ``offer``, which runs on every rank inside of ``together``.
     prefix, shards = f"cannot save {folder}: ", dict[str, LocalShard]()
 
     def offer() -> list[Item]:
@@ -90,7 +91,8 @@ def run_save(
         shards.update(local_shards(state, logical_rows))
         return items_of(shards)
 
-    # The suffix makes names that are in use nowhere, so files of a checkpoint that is there already stay as they are.
+    # The suffix makes file names that are not in use, so files of a checkpoint that is there
+    # already stay as they are.
     def plan(offered: list[list[Item]]) -> tuple[str, list[list[int]]]:
         chosen = assign(offered)
         folder.make()
@@ -163,6 +165,7 @@ def load_from(
 
     # All ranks agree that everything fits before a tensor of one of them is written to.
     together(prefix, fit, lambda found: require_fit(found, manifest.tensors, allow_unread))
+    # Contiguous or not: ``read_boxes`` fills views.
     boxes = {name: (shard.box.offsets, shard.data) for name, shard in shards.items()}
     if isinstance(folder, PeerFolder):
         files = files_of(manifest, boxes)

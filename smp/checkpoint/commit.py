@@ -1,4 +1,5 @@
-"""The end of a save: the manifest makes the folder a checkpoint, and what nothing names is removed. Knows no torch."""
+"""The end of a save: the manifest makes the folder a checkpoint, and files that it does not name are removed. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from smp.checkpoint.format.manifest import MANIFEST, read_manifest, write_manife
 
 SHARD_FILE = re.compile(r"shard_\d{5,}(?:\.(\d+))?\.safetensors")
 OUR_FILES = re.compile(rf"({SHARD_FILE.pattern}(\.json)?|{re.escape(MANIFEST)})((\.[0-9a-f]+)?\.tmp)?")
-"""All names that a save gives to files: data, reports of background writers, the manifest, and what replaces them."""
+"""Names that a save gives to files: data, reports of background writers, the manifest, and their temporary files."""
 
 
 def commit(folder: Folder, manifest: Manifest) -> list[str]:
@@ -41,7 +42,8 @@ def commit(folder: Folder, manifest: Manifest) -> list[str]:
 
 
 def remove_unnamed(folder: Folder, named: Mapping[str, int]) -> list[str]:
-    """Delete what saves left in a checkpoint folder besides its manifest and the files that it names; what it was."""
+    """Delete the files of saves in a checkpoint folder that the manifest does not name; returns their names."""
+    # Only names that a save gives: a user's own files stay.
     left = [n for n in folder.names() if OUR_FILES.fullmatch(n) and n not in named and n != MANIFEST]
     for name in left:
         folder.delete(name)
@@ -60,6 +62,7 @@ def discard_unfinished(folder: Folder) -> list[str]:
             return remove_unnamed(folder, read_manifest(folder).files)
         except CheckpointError:
             return []  # a load will say what is wrong with it
+    # Data files before the folder; the folder only if nothing else is in it.
     left = remove_unnamed(folder, {})
     if folder.exists() and not folder.names():
         folder.remove()

@@ -22,25 +22,28 @@ from smp.checkpoint.overlap import shared_memory
 from smp.parallel.box import Box
 from smp.parallel.dtensor_box import local_box, local_part
 
+# Of a list of names in an error: all would fill the screen.
 _NAMED_AT_MOST = 8
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What this rank holds of one tensor, without padding: ``data``, a view, is the ``box`` of a whole of ``shape``."""
+    """This rank's shard of one tensor, without padding: ``data``, a view, is the part at ``box`` of the whole, of
+    ``shape``."""
 
     shape: tuple[int, ...]
     box: Box
     data: torch.Tensor
 
     def rows(self, item: Item) -> torch.Tensor:
-        """What is to be written of it."""
+        """The rows of ``item``, as a view."""
         return self.data.narrow(0, item.first - self.box.offsets[0], item.count) if self.shape else self.data
 
 
 @dataclass(frozen=True)
 class Item:
-    """A box to write, of a tensor of ``shape`` and a dtype by its name in the file. No dimensions are one row."""
+    """A part of a tensor to write: the tensor's shape, dtype by its name in the file, and box. A 0-dim tensor counts as
+    one row."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,39 +52,39 @@ class Item:
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], dtype: str) -> Item:
-        """All of a tensor."""
+        """The item of a whole tensor."""
         return Item(name, shape, dtype, Box((0,) * len(shape), shape))
 
     @property
     def first(self) -> int:
-        """The first row."""
+        """Number of the first row."""
         return self.box.offsets[0] if self.shape else 0
 
     @property
     def count(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return self.box.sizes[0] if self.shape else 1
 
     @property
     def row_size(self) -> int:
-        """In bytes."""
+        """Bytes of a row."""
         return math.prod(self.box.sizes[1:]) * ELEMENT_SIZES[self.dtype]
 
     def rows(self, first: int, count: int) -> Item:
-        """Some rows, from ``first`` of this box on."""
+        """``count`` rows of this item, from its row ``first`` on."""
         if not self.shape:
             return self
         (start, *offsets), (_, *sizes) = self.box.offsets, self.box.sizes
         return replace(self, box=Box((start + first, *offsets), (count, *sizes)))
 
     def cut(self) -> list[Item]:
-        """The same, cut between rows where it is too large for one shard."""
+        """This item, split between rows if it is too large for one shard."""
         step = rows_of_a_shard(self.row_size)
         return [self.rows(first, min(step, self.count - first)) for first in range(0, self.count or 1, step)]
 
 
 def local_shards(state: Mapping[str, Any], logical_rows: Mapping[str, int]) -> dict[str, LocalShard]:
-    """The shard of every tensor of ``state`` that this rank holds; raises as :func:`smp.checkpoint.save`."""
+    """This rank's shard of every tensor of ``state``; raises as :func:`smp.checkpoint.save`."""
     # A wrong name would not be cut: padding of this layout would be in the file, and no other layout could read it.
     unknown = sorted(set(logical_rows) - set(state))
     if unknown:
@@ -101,7 +104,7 @@ def _local_shard(name: str, tensor: Any, rows: int | None) -> LocalShard:
         raise CheckpointError(f"{name} is on the meta device and holds no data")
     box, data = local_box(tensor), local_part(tensor)
     if box.empty and data.numel() == 0:
-        data = data.new_empty(box.sizes)  # an empty shard may have lost its other dimensions in memory
+        data = data.new_empty(box.sizes)  # the local tensor of an empty shard may have lost its other dimensions
     assert tuple(data.shape) == box.sizes, f"{name}: local shape {tuple(data.shape)} is not that of {box}"
     if rows is None:
         return LocalShard(tuple(tensor.shape), box, data)
@@ -113,13 +116,15 @@ def _local_shard(name: str, tensor: Any, rows: int | None) -> LocalShard:
 
 
 def items_of(shards: Mapping[str, LocalShard]) -> list[Item]:
-    """What a rank could write. A tensor without any element keeps one empty box, so that it is not forgotten."""
+    """Items that a rank could write. A tensor without any element keeps one empty item, so that it is in the
+    checkpoint."""
     kept = [(name, shard) for name, shard in shards.items() if not shard.box.empty or 0 in shard.shape]
     return [i for n, s in kept for i in Item(n, s.shape, DTYPE_NAMES[s.data.dtype], s.box).cut()]
 
 
 def assign(offered: Sequence[Sequence[Item]]) -> list[list[int]]:
-    """Which of its items each rank writes: a box that several have goes to the one with the least to write so far.
+    """Numbers of the items that each rank writes: an item that several ranks have goes to the one with the least to
+    write so far.
 
     Raises:
         CheckpointError: ranks disagree about a tensor.
@@ -127,6 +132,7 @@ def assign(offered: Sequence[Sequence[Item]]) -> list[list[int]]:
     # Runs on rank 0 over what all ranks offered. Ranks and items come in a fixed order, so equal sizes
     # always give the same choice.
     seen: dict[str, tuple[tuple[int, ...], str]] = {}
+    # Replicas: equal boxes of one tensor on several ranks.
     holders: dict[tuple[str, Box], list[tuple[int, int]]] = defaultdict(list)
     for rank, items in enumerate(offered):
         for number, item in enumerate(items):
@@ -146,12 +152,14 @@ def assign(offered: Sequence[Sequence[Item]]) -> list[list[int]]:
 def misfits(shards: Mapping[str, LocalShard], stored: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Tensors that cannot be loaded, and why."""
     found = {name: text for name, shard in shards.items() if (text := _misfit(shard, stored.get(name)))}
+    # Only those that fit otherwise: a problem per tensor is enough.
     return found | shared_memory({n: shard.data for n, shard in shards.items() if n not in found}, stored)
 
 
 def _misfit(shard: LocalShard, stored: TensorEntry | None) -> str | None:
     if stored is None:
         return "missing in the checkpoint"
+    # Before any data are read: shapes without padding are equal in all layouts.
     if stored.shape != shard.shape:
         return f"shape {stored.shape} in the checkpoint, {shard.shape} here"
     if DTYPES[stored.dtype] != shard.data.dtype:

@@ -16,7 +16,7 @@ from smp.checkpoint.reader import narrow
 from smp.checkpoint.tensor_slices import read_blocks, read_box
 
 CACHED = 1 << 16
-"""Elements that are summed at a time: 0.5 MB of them in double precision, which stay in the cache."""
+"""Elements that are summed at a time: 0.5 MB in double precision, which stay in the cache."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class TensorDifference:
         return self.equal or (self.floating and close)
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Some elements of both sides, in one dimension."""
+        """Add some elements of both sides, given as one dimension."""
         # Bits, not values: a NaN equals itself then, and 0.0 and -0.0 differ.
         differs = as_bits(left) != as_bits(right)
         numbers = left.double()
@@ -105,7 +105,7 @@ def _compare(
 
 
 def _distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """|left - right| in double precision; of integers the difference is taken before anything is rounded."""
+    """|left - right| in double precision; differences of integers are exact before they are rounded."""
     if left.dtype.is_floating_point:
         return (left.double() - right.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     one, other = (side.to(torch.int64).numpy() for side in (left, right))

@@ -1,4 +1,4 @@
-"""Tensors to load into that share memory: what is read last would win, and checksums would not fit."""
+"""Tensors to load into that share memory: the last one read would win, and checksums would not match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smp.checkpoint.format.entries import TensorEntry
 
 
 def shared_memory(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Names that cannot be loaded for that reason, and why.
+    """Names of tensors that cannot be loaded because they share memory, and why.
 
     One memory may have several names, such as those of tied weights, when it is the same view of it and nothing shows
     that the checkpoint has two values for it.
@@ -67,7 +67,7 @@ def _differ(one: TensorEntry, other: TensorEntry) -> bool:
 
 
 def _addresses(tensor: torch.Tensor) -> np.ndarray:
-    """An array at a tensor's addresses, which are not looked into: they may be a GPU's."""
+    """An array at a tensor's addresses, for comparing them only: the memory, which may be a GPU's, is not read."""
     strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
     where = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}
     return np.asarray(SimpleNamespace(__array_interface__={**where, "typestr": f"|V{tensor.itemsize}", "version": 3}))

@@ -17,6 +17,7 @@ from smp.parallel.agree import gather, rank
 
 PIECE = 1 << 26
 """Bytes of a message between nodes."""
+# Apart from other messages between the same two ranks.
 _TAG = 711
 
 
@@ -39,6 +40,7 @@ def next_nodes(places: Sequence[Place]) -> list[int | None]:
     members = {node: [r for r, place in enumerate(places) if place.node == node] for node in nodes}
     if len(nodes) == 1:
         return [None] * len(places)
+    # A ring: the last node's copies are on the first.
     following = dict(zip(nodes, nodes[1:] + nodes[:1], strict=True))
     return [(there := members[following[p.node]])[p.local_rank % len(there)] for p in places]
 
@@ -66,7 +68,7 @@ class PeerFolder(LocalFolder):
         self.places, self.held, self.group, self.spare = places, held, group, spare
 
     def bring(self, files: frozenset[str]) -> None:
-        """Let this node have ``files``, which this rank is going to read. Every rank calls it.
+        """Bring ``files``, which this rank is going to read, to this node. Every rank calls it.
 
         Raises:
             OSError: this rank could not write one; it has taken part all the same.
@@ -75,7 +77,9 @@ class PeerFolder(LocalFolder):
         wanted: dict[int, set[str]] = {}
         for place, names in zip(self.places, gather(files), strict=True):
             wanted.setdefault(place.node, set()).update(names)
+        # The first rank of each node: ``reversed`` lets lower ones overwrite.
         leaders = {place.node: r for r, place in reversed(list(enumerate(self.places)))}
+        # Sorted: sender and receiver have to go through the same files in one order.
         for node in sorted(wanted):
             for number, name in enumerate(sorted(wanted[node] - self.held.get(node, frozenset()))):
                 sources = [leaders[n] for n in sorted(self.held) if name in self.held[n]]
@@ -96,7 +100,7 @@ class PeerFolder(LocalFolder):
             raise failures[0]
 
     def _fetch(self, name: str) -> list[OSError]:
-        """Get a file from a node that does not train."""
+        """Fetch a file from a node that does not train."""
         copy = self.local.name
         try:
             next(node for node in self.spare if name in node.copies.get(copy, ())).fetch(copy, name, self.local / name)
@@ -106,7 +110,7 @@ class PeerFolder(LocalFolder):
 
 
 def send(path: Path, to: int, group: dist.ProcessGroup | None) -> None:
-    """Send a file, or that there is none: the other rank waits for an answer."""
+    """Send a file, or -1 for one that does not exist, as the other rank waits for an answer."""
     data = torch.from_numpy(np.fromfile(path, np.uint8)) if path.exists() else None
     dist.send(torch.tensor([-1 if data is None else len(data)]), to, group=group, tag=_TAG)
     for piece in () if data is None else data.split(PIECE):
@@ -119,6 +123,7 @@ def receive(path: Path, source: int, group: dist.ProcessGroup | None) -> None:
     Raises:
         OSError: it has nothing, or it cannot be written; all of it has been received all the same.
     """
+    # All is received even after a failed write: the sender would block otherwise.
     size, failure = torch.zeros(1, dtype=torch.int64), list[OSError]()
     dist.recv(size, source, group=group, tag=_TAG)
     if size < 0:

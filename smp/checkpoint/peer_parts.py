@@ -20,16 +20,18 @@ from smp.checkpoint.format.manifest import parse_tensor
 
 
 def write_part(folder: Path, rank: int, ranks: int, manifest: Manifest) -> None:
-    """Of this rank, one of so many: the manifest of its own file."""
+    """Write the manifest of this rank's own file; ``ranks`` is the number of all."""
     path = folder / f"part_{rank:05d}.json"
+    # Renamed when it is complete: the process may be killed at any time.
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({"rank": rank, "ranks": ranks, **asdict(manifest)}))
     os.replace(temporary, path)
 
 
 def read_parts(folder: Path) -> list[dict[str, Any]]:
-    """Those that a node has."""
+    """The parts on this node, as JSON."""
     found = []
+    # A part that was being written has another suffix, or is no JSON: left out.
     for path in folder.glob("part_*.json"):
         with suppress(OSError, ValueError):
             found.append(json.loads(path.read_text()))
@@ -37,7 +39,7 @@ def read_parts(folder: Path) -> list[dict[str, Any]]:
 
 
 def manifest_of(parts: Sequence[Mapping[str, Any]]) -> Manifest | None:
-    """The manifest of the copy whose parts these are; None: a rank's is not there."""
+    """The manifest of the copy with these parts; None: some rank's part is missing."""
     if not parts or {part["rank"] for part in parts} != set(range(parts[0]["ranks"])):
         return None
     entries: dict[str, list[TensorEntry]] = {}

@@ -47,7 +47,7 @@ from smp.config.rules.elastic import LAUNCHER
 from smp.parallel.agree import any_rank, gather, on_rank_zero, rank
 
 DONE = "done"
-"""File in place of copies, with the last iteration of a run that has ended."""
+"""Name of a file in place of copies, with the last iteration of a run that has ended."""
 _NAME = re.compile(r"iter_\d{7,}-[0-9a-f]{8}")
 
 
@@ -62,6 +62,7 @@ def own_folder(base: Path) -> Path:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in root.iterdir():
         pid, _, began = path.name.partition("-")
+        # The start time as well: process numbers are used again.
         if not pid.isdecimal() or started_at(int(pid)) != began:
             shutil.rmtree(path, ignore_errors=True)  # another rank may do the same
     parent = int(os.environ.get(LAUNCHER) or os.getppid())
@@ -112,6 +113,7 @@ class PeerCopies:
         spare: Sequence[SpareNode] = (),
     ) -> None:
         self.say, self.place, self.spare = say, place, spare
+        # All ranks know where all are: they pair up without another message.
         self.places: list[Place] = gather(place)
         together(f"{base}: ", lambda: self._make(Path(base)), lambda _: None)
         self._to = next_nodes(self.places)
@@ -126,7 +128,7 @@ class PeerCopies:
         """Name of the copy that a new start would go on from."""
         self.newest: int | None = None
         self.seconds = 0.0
-        """That the newest copy has stopped training for."""
+        """Seconds for which the newest copy has stopped training."""
 
     def _make(self, base: Path) -> None:
         self.root = own_folder(base)
@@ -138,8 +140,8 @@ class PeerCopies:
         return self._save is not None
 
     def find(self) -> tuple[PeerFolder, Manifest] | None:
-        """The newest copy of which the nodes together have all files, the same on all ranks. All others are removed: an
-        older one is of no use, and a newer one that is not whole must not be taken for the newest again."""
+        """The newest copy of which all files are on the nodes together, the same on all ranks. All others are removed:
+        an older one is of no use, and an incomplete newer one must not be mistaken for the newest later."""
         found = gather({name: self._files(name) for name in self._copies()} if self._leads else {})
         elsewhere = [
             {name: files for name, files in node.copies.items() if _NAME.fullmatch(name)} for node in self.spare
@@ -150,7 +152,7 @@ class PeerCopies:
             manifest = next((each for each in manifests if each is not None), None) or self._of_parts(name)
             if manifest is None:
                 continue
-            # What a neighbour has of a file that was on its way is no file.
+            # A file that was being sent may be cut off: only those of the right size count.
             held = {
                 self.places[r].node: frozenset(f for f, size in manifest.files.items() if names[name].get(f) == size)
                 for r, names in enumerate(found)
@@ -165,15 +167,15 @@ class PeerCopies:
         return None
 
     def _copies(self) -> list[str]:
-        """Names of those on this node, whole or not, oldest first."""
+        """Names of the copies on this node, complete or not, oldest first."""
         return sorted((name for name in os.listdir(self.root) if _NAME.fullmatch(name)), key=_order)
 
     def _files(self, name: str) -> dict[str, int]:
-        """Bytes of the files of a copy on this node."""
+        """Sizes in bytes of the files of a copy on this node, by name."""
         return {path.name: path.stat().st_size for path in (self.root / name).iterdir()}
 
     def _manifest(self, name: str) -> Manifest | None:
-        """That of a copy on this node; rank 0 also asks nodes that do not train."""
+        """The manifest of a copy on this node; rank 0 also asks nodes that do not train."""
         if not self._leads:
             return None
         with suppress(CheckpointError):
@@ -187,8 +189,8 @@ class PeerCopies:
         return None
 
     def _of_parts(self, name: str) -> Manifest | None:
-        """The manifest of a copy that was not known to be whole when a process was lost, if it is; the same on all
-        ranks, which ask together."""
+        """The manifest of a copy for which none was written before a process was lost, if all parts are there; the same
+        on all ranks, which call it together."""
         parts = gather(read_parts(self.root / name) if self._leads else [])
         manifest = manifest_of([part for of_node in parts for part in of_node])
         if manifest is not None and self._leads:
@@ -207,8 +209,10 @@ class PeerCopies:
         Args:
             state, extra, rows: as of ``smp.checkpoint.save``; ``extra`` has the iteration.
         """
+        # The staging memory is that of the copy before.
         self.wait()
         started = time.perf_counter()
+        # Memory for two copies: the newest complete one and this one.
         self._keep_only(self._kept)
         shards = local_shards(state, rows)
         self._make_plan(shards)
@@ -220,9 +224,10 @@ class PeerCopies:
         self.seconds = time.perf_counter() - started
 
     def _make_plan(self, shards: Mapping[str, LocalShard]) -> None:
-        """Keys and items of this rank's file; of replicas one rank has it. Only what makes batches has other tensors
-        from time to time."""
+        """Choose keys and items of this rank's file; one rank has each replica. The plan is kept: only the source of
+        batches changes its tensors from time to time."""
         items = items_of(shards)
+        # Any rank's change concerns all, as the choice is made over all.
         if not any_rank(items != self._offered):
             return
         chosen = together("cannot copy: ", lambda: items, assign)
@@ -253,6 +258,7 @@ class PeerCopies:
     def _work(self, layout: FileLayout) -> None:
         save = self._save
         assert save is not None
+        # A thread for each neighbour that sends: receiving blocks until it does. A pool has at least one.
         with ThreadPoolExecutor(1 + len(self._from)) as pool:
             folder, to = save.folder.local, self._to[rank()]
             with suppress(OSError):  # the process that writes there says it
@@ -265,7 +271,7 @@ class PeerCopies:
                     save.written = write_items(_file_of(rank()), [item for _, item in self._plan], lambda _: hashes)
                     self._write_part(save)
                 finally:
-                    if to is not None:  # it waits, also where there is nothing to send
+                    if to is not None:  # it waits for a message, also if writing has failed here
                         send(folder / _file_of(rank()), to, self._group)
                 for each in receiving:
                     each.result()
@@ -282,12 +288,13 @@ class PeerCopies:
         return write_file(folder, _file_of(rank()), layout, data)
 
     def poll(self) -> None:
-        """After each step: hear without waiting whether the copy is whole. A small collective, only during one."""
+        """After each step: check without waiting whether the copy is complete. A small collective, only while one is
+        being made."""
         if self._save is not None and not any_rank(self._save.thread.is_alive()):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the copy that is being made, and let it count. A failure is said; training goes on without it."""
+        """Wait for the copy that is being made, and commit it. A failure is printed; training goes on without it."""
         if (save := self._save) is None:
             return
         save.thread.join()
@@ -307,23 +314,24 @@ class PeerCopies:
         self.newest, self._kept = save.extra["progress"]["iteration"], save.folder.name
 
     def _keep_only(self, name: str | None) -> None:
-        """Remove all other copies on this node, which hold nothing that a start would go on from."""
+        """Remove all other copies on this node."""
         self._kept = name
         for other in self._copies() if self._leads else []:
             if other != name:
                 shutil.rmtree(self.root / other, ignore_errors=True)
 
     def ended(self) -> int | None:
-        """The last iteration of a run that an earlier start of its workers has brought to its end, on any node."""
+        """The last iteration of a run that an earlier start of the workers has finished, found on any node; None: there
+        is none."""
         file = self.root / DONE
         found = gather(int(file.read_text()) if file.exists() else None)
         return next((iteration for iteration in found if iteration is not None), None)
 
     def close(self, done: int | None) -> None:
-        """Give the memory back; the copies too where the run is ``done``, after that iteration. A note of it stays:
-        a node that joins in the same moment makes torchrun start the workers once more.
-        """
+        """Free the memory, and remove the copies where the run is ``done`` after that iteration. A note of it stays: a
+        node that joins at the same moment makes torchrun start the workers once more."""
         if self._save is not None:
+            # 10 s at most: a peer may be gone.
             self._save.thread.join(10)
         self._memory.close()
         if done is not None:

@@ -1,4 +1,4 @@
-"""Shards of a data file in blocks, in the order in which they lie in it, while threads read what comes next."""
+"""Shards of a data file in blocks, in the order of the file, while threads read the blocks that come next."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from smp.checkpoint.format.tensor_file import Slot
 
 @dataclass(frozen=True)
 class Wanted:
-    """A shard to read, into the contiguous CPU tensor of its shape and dtype that is to hold it, if there is one."""
+    """A shard to read, and the contiguous CPU tensor of its shape and dtype to read it into; None: into buffers."""
 
     slot: Slot
     into: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """A tensor without dimensions has one row."""
+        """(rows, ...); a 0-dim tensor has one row."""
         return self.slot.shape or (1,)
 
     @property
     def row_size(self) -> int:
-        """In bytes."""
+        """Bytes of a row."""
         return self.slot.size // max(self.shape[0], 1)
 
     def rows(self, first: int, end: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Memory of some rows, (end - first, ...): the tensor's own, else in ``buffer``, which is of bytes."""
+        """The memory of some rows, (end - first, ...): the tensor's own, else in ``buffer``, a tensor of bytes."""
         if self.into is not None:
             return self.into.view(self.shape)[first:end]
         count = (end - first) * self.row_size
@@ -114,11 +114,11 @@ def read_ahead(source: Source, wanted: Sequence[Wanted], pinned: bool = False) -
 
 
 def _buffer(size: int, pinned: bool) -> torch.Tensor:
-    """Bytes that go back to the system when nobody holds them: malloc may keep as much again of those it had before."""
+    """A buffer of bytes that goes back to the system when it is freed: malloc may keep as much memory again."""
     if pinned or size == 0:
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     try:
-        memory = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)  # which is private
+        memory = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)  # private: copy on write
     except OSError as error:  # that of a file means something else
         raise MemoryError(f"tried to allocate {size} bytes: {error.strerror}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -19,14 +19,14 @@ from smp.checkpoint.read_ahead import Block, Wanted, read_ahead
 
 @dataclass(frozen=True)
 class Slice:
-    """What is wanted of a shard: ``target`` takes its elements from ``offsets`` on."""
+    """A part of a shard: ``target`` takes its elements from ``offsets`` on."""
 
     offsets: tuple[int, ...]
     target: torch.Tensor
 
 
 Slices = Mapping[tuple[str, Shard], Slice]
-"""What is wanted of one file, by the name of the tensor and its shard."""
+"""Wanted parts of one file, by the name of the tensor and its shard."""
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def opened_file(
 
 
 def check_slot(slots: Mapping[str, Slot], name: str, shard: Shard, manifest: Manifest) -> Slot:
-    """Where a shard lies in its file. Raises DamagedError when the file says something else about it."""
+    """Place of a shard in its file. Raises DamagedError when the file says something else about it."""
     if shard.key not in slots:
         raise DamagedError(f"has no tensor {shard.key!r}, the data of {name}")
     slot, dtype = slots[shard.key], manifest.tensors[name].dtype
@@ -97,23 +97,25 @@ def require_checksum(name: str, shard: Shard, block: Block) -> None:
 
 
 def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The elements of a tensor from ``offsets`` on, ``sizes`` many in each dimension, as a view."""
+    """A view of ``sizes`` elements in each dimension, from ``offsets`` on."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
 def _whole_target(slot: Slot, wanted: Slice) -> torch.Tensor | None:
-    """The tensor that takes all of a shard in one piece, if it does: the shard is read straight into it."""
+    """The tensor that takes a whole shard as it lies in the file, if there is one: the shard is read straight into
+    it."""
     # Only memory that lies as the file does can be read into. A GPU's cannot.
     target = wanted.target
     return target if tuple(target.shape) == slot.shape and target.is_cpu and target.is_contiguous() else None
 
 
 def _copy_rows(block: Block, wanted: Slice) -> None:
-    """Copy what is wanted of some rows of the stored shard."""
+    """Copy the wanted part of some rows of the stored shard."""
     target = wanted.target if wanted.target.ndim else wanted.target.view(1)
     first, *others = wanted.offsets or (0,)
+    # Rows of the shard: the overlap of this block with the wanted part.
     begin, end = max(block.first, first), min(block.first + len(block.rows), first + len(target))
     if begin >= end:
         return

@@ -36,6 +36,7 @@ def clean(root: Folder) -> list[str]:
         others = root.child(name).names()
         if others and MANIFEST not in others:
             lines.append(f"{root.child(name)} is not a checkpoint and holds files of others ({others[0]}, ...)")
+    # Names of set-aside checkpoints do not match ITERATION.
     for name in set_aside_names(root):
         _delete_matching(root.child(name), _LEFT_ASIDE)
     _delete_matching(root, _LEFT_IN_ROOT)
@@ -50,11 +51,12 @@ def _delete_matching(folder: Folder, pattern: re.Pattern[str]) -> None:
 
 
 def _point_at_newest(root: Folder) -> str | None:
-    """Let ``latest`` name the newest complete checkpoint; its name, if it did not."""
+    """Let ``latest`` name the newest complete checkpoint; returns its name if ``latest`` was changed."""
     newest = complete(root)[:1]
     if newest and _latest_name(root) != newest[0]:
         commit_latest(root, root.child(newest[0]))
         return newest[0]
+    # A ``latest`` that names nothing would be an error for programs that read it.
     if not newest and _latest_name(root):
         root.delete(LATEST)
     return None
@@ -68,7 +70,7 @@ def _latest_name(root: Folder) -> str:
 
 
 def set_aside(root: Folder, name: str, reason: str) -> str:
-    """Rename a damaged checkpoint so that nothing takes it for one, and write down why; call on one rank.
+    """Rename a damaged checkpoint so that nothing takes it for one, and write the reason into it; call on one rank.
 
     Returns:
         What was done, for the user. On a disk without any room the name is changed and nothing is written.
@@ -130,7 +132,7 @@ def load_newest(
 
 
 def load_step(root: Folder, name: str, load: Callable[[Folder, Manifest], Loaded]) -> tuple[Folder, Loaded]:
-    """Load this checkpoint of ``root`` and no other.
+    """Load the checkpoint ``name`` of ``root`` and no other.
 
     Raises:
         CheckpointError: it is not there, or not whole.

@@ -38,11 +38,14 @@ def rewrite(
     try:
         written = []
         for number, items in enumerate(cut(manifest, files)):
-            memory = torch.empty(max(i.count * i.row_size for i in items), dtype=torch.uint8)  # of one, never of two
+            memory = torch.empty(
+                max(i.count * i.row_size for i in items), dtype=torch.uint8
+            )  # one buffer for all pieces
             data = partial(_read, source, manifest, memory, progress)
             written.append(write_shards(target, f"shard_{number:05d}.safetensors", items, data))
         commit(target, build_manifest(written, manifest.extra))
     except BaseException as error:
+        # BaseException: Ctrl-C in a conversion of hours leaves nothing half-written.
         discard_unfinished(target)
         if isinstance(error, OSError):
             raise CheckpointError(f"{target} cannot be written ({error})") from error
@@ -51,7 +54,7 @@ def rewrite(
 
 
 def cut(manifest: Manifest, files: int) -> Iterator[list[Item]]:
-    """Pieces of each file: all tensors one after the other, cut between rows where a file is full."""
+    """The pieces of each file: all tensors one after the other, split between rows where a file is full."""
     tensors = [Item.whole(name, entry.shape, entry.dtype) for name, entry in manifest.tensors.items()]
     # Rounded up, so that there are never more files than asked for.
     limit = max(1, -(-sum(whole.count * whole.row_size for whole in tensors) // files))

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 _SECONDS = 60.0
-"""That a file may stand still on its way."""
+"""Seconds for which a transfer may stand still."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SpareNode:
     copies: dict[str, list[str]]
 
     def fetch(self, copy: str, file: str, to: Path) -> None:
-        """Write one of its files.
+        """Write one of the node's files to ``to``.
 
         Raises:
             OSError: it does not come, or not all of it.
@@ -65,7 +65,7 @@ class SpareNode:
 
 @contextmanager
 def serving(root: Path, store: dist.Store, rank: int, towards: str) -> Iterator[None]:
-    """Inside, the other nodes get the files of the copies in ``root``.
+    """Context in which the other nodes can fetch the files of the copies in ``root``.
 
     Args:
         rank: of the first process of this node.
@@ -78,6 +78,8 @@ def serving(root: Path, store: dist.Store, rank: int, towards: str) -> Iterator[
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             given, copy, file = (*self.path.strip("/").split("/"), "", "")[:3]
+            # compare_digest takes equally long for any wrong token. Only listed names are served,
+            # never a path.
             if not secrets.compare_digest(given, token) or file not in copies.get(copy, []):
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
@@ -87,12 +89,14 @@ def serving(root: Path, store: dist.Store, rank: int, towards: str) -> Iterator[
                 self.end_headers()
                 shutil.copyfileobj(data, self.wfile, 1 << 20)
 
+        # The base class would print a line for every request.
         def log_message(self, *_: object) -> None:
             pass
 
     class Server(ThreadingHTTPServer):
         address_family = family
 
+    # Port 0: the system chooses a free one.
     with Server((address, 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         node = SpareNode(address, server.server_address[1], token, copies)
@@ -104,7 +108,7 @@ def serving(root: Path, store: dist.Store, rank: int, towards: str) -> Iterator[
 
 
 def spare_nodes(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> list[SpareNode]:
-    """What the spare nodes have, once each has said so; ``ranks`` are those of their first processes.
+    """The spare nodes, once each has published itself; ``ranks`` are those of their first processes.
 
     Raises:
         RuntimeError: one says nothing.
@@ -119,7 +123,8 @@ def _key(rank: int) -> str:
 
 
 def _own_address(towards: str) -> tuple[socket.AddressFamily, str]:
-    """This machine's, on the way to a host. No packet is sent."""
+    """This machine's address on the route to a host. No packet is sent: connecting a UDP socket only chooses the
+    route."""
     family, _, _, _, there = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(there)

@@ -68,9 +68,10 @@ def restore_optimizer_scalars(model: nn.Module, optimizer: Optimizer, scalars: M
         if name not in scalars:
             raise CheckpointError(f"the checkpoint has no optimizer step count for {name}")
         if isinstance(holder["step"], torch.Tensor):
-            # In place, since it may lie on a device; ``type`` keeps a count that is an int an int.
+            # In place, since it may be on a device.
             holder["step"].fill_(scalars[name])
         else:
+            # ``type``: a count that is an int stays one.
             holder["step"] = type(holder["step"])(scalars[name])
         counted.append((name, holder))
     for name, holder in counted:  # that of a group was set once per parameter
@@ -109,10 +110,11 @@ def materialize_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def _new_moment(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-    """Where and as what the optimizer would make it."""
+    """Zeros with the dtype and device with which the optimizer would make them."""
     if isinstance(optimizer, HostAdamW):
         return optimizer.zeros_like(parameter)
     zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
+    # apex keeps fp32 moments for bf16 parameters, too.
     return zeros.float() if _is_fused_adam(optimizer) else zeros
 
 
@@ -137,7 +139,7 @@ def _moments(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_fused_adam(optimizer: Optimizer) -> bool:
-    """apex's, by name: importing apex to ask would make it a dependency."""
+    """Whether it is apex's, by the name of its class: importing apex to ask would make it a dependency."""
     return any(kind.__name__ == "FusedAdam" for kind in type(optimizer).__mro__)
 
 
@@ -176,7 +178,7 @@ def collect_logical_rows(
 
 
 def _parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Sharded parameters by clean name, a tied one once."""
+    """Sharded parameters by name without wrappers' prefixes, a tied one once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without backward leaves the root's parameters gathered
@@ -204,7 +206,7 @@ def _optimized(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn
 
 
 def _clean(name: str) -> str:
-    """The name without what activation checkpointing and torch.compile put in front of wrapped modules."""
+    """The name without the prefixes of modules that activation checkpointing and torch.compile wrap."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

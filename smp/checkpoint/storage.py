@@ -23,11 +23,11 @@ from smp.checkpoint.format.tensor_bytes import lay_out, raw_bytes
 from smp.checkpoint.format.tensor_file import shard_keys, write_file
 
 Write = Callable[[str, Mapping[str, torch.Tensor]], dict[str, str]]
-"""Writes a data file with these tensors by key; checksums by key."""
+"""(file, tensors by key) -> checksums by key. Writes a data file."""
 
 
 def unused_suffix(folder: Folder) -> str:
-    """What makes names of data files that nothing in the folder has, committed or left by a crash."""
+    """A suffix that makes names of data files which nothing in the folder has, committed or left by a crash."""
     used = [match for name in folder.names() if (match := SHARD_FILE.match(name))]
     # Above every generation that is there, so that neither a committed file nor one that a crash left is written to.
     generation = max((int(match[1] or 0) + 1 for match in used), default=0)
@@ -37,14 +37,14 @@ def unused_suffix(folder: Folder) -> str:
 def write_items(
     file: str, items: Sequence[Item], write: Callable[[Mapping[str, Item]], Mapping[str, str]]
 ) -> list[tuple[Item, Shard]]:
-    """Let ``write`` write items into a file, if there are any; it is told their keys, and returns checksums by key."""
+    """Let ``write`` write items into a file, if there are any; it gets them by key, and returns checksums by key."""
     keys = shard_keys([(item.name, item.first, item.count) for item in items])
     hashes = write(dict(zip(keys, items, strict=True))) if items else {}
     return [(i, Shard(file, key, i.box.offsets, i.box.sizes, hashes[key])) for i, key in zip(items, keys, strict=True)]
 
 
 def write_tensors(folder: Folder, file: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Write a data file durably; checksums by key."""
+    """Write a data file durably; returns checksums by key."""
     layout = lay_out(tensors)
     # what lies contiguous in CPU memory is written from there; only other tensors are copied, one at a time
     # A generator: each copy is free again before the next is made.

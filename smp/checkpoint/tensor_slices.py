@@ -67,7 +67,7 @@ def files_of(manifest: Manifest, boxes: Mapping[str, tuple[Sequence[int], torch.
 def read_blocks(
     folder: Folder, manifest: Manifest, name: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """What :func:`read_box` reads, in blocks of a few megabytes: where each begins in the box, and its elements.
+    """The contents of :func:`read_box` in blocks of a few megabytes: (offsets in the box, elements).
 
     The next block takes the same memory. A checksum is known when its shard ends: what came before an error is nothing
     to rely on.
@@ -81,6 +81,7 @@ def read_blocks(
             with closing(read_ahead(source, [wanted])) as blocks:
                 for block in blocks:
                     require_checksum(name, shard, block)
+                    # A 0-dim tensor was read as one row.
                     if not shard.sizes:
                         yield (), block.rows.view(())
                         continue
@@ -93,7 +94,7 @@ def read_blocks(
 def _common(
     offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offsets and sizes of what two boxes share; None when that is nothing."""
+    """Offsets and sizes of the intersection of two boxes; None when it is empty."""
     begin = tuple(map(max, offsets, other_offsets))
     ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True)]
     shared = _minus(ends, begin)

@@ -19,7 +19,7 @@ _KINDS = {TypeError: TypeError, DamageError: DamagedError, LockLostError: LockLo
 
 
 class _Failure(NamedTuple):
-    """What rank 0 hears of an error. Not the error itself: those of libraries need not bear a pickle."""
+    """An error as rank 0 hears of it. Not the error itself: those of libraries need not be picklable."""
 
     kind: type[Exception]
     text: str
@@ -32,8 +32,8 @@ def together(
     finish: Callable[[list[Part]], Answer],
     group: dist.ProcessGroup | None = None,
 ) -> Answer:
-    """What ``finish`` makes on rank 0 of what ``work`` returns on each rank of ``group`` (by default all), in their
-    order; on all ranks.
+    """Run ``work`` on each rank of ``group`` (by default all) and ``finish`` on rank 0 on their results, in the order
+    of the ranks; returns what ``finish`` returns, on all ranks.
 
     Raises:
         TypeError, DamagedError, LockLostError: all that failed, on any rank or in ``finish``, was of this kind. All
@@ -66,7 +66,7 @@ def _finished(prefix: str, found: list[Any], finish: Callable[[list[Part]], Answ
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks, on rank 0."""
+    """The values of all ranks in their order, on rank 0."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)
@@ -75,6 +75,7 @@ def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _failure(error: Exception) -> _Failure:
+    # Errors of this project name their cause themselves; others get the rank and their type.
     known = isinstance(error, CheckpointError | ConfigError | DamageError | TypeError)
     text = in_one_line(error) if known else f"rank {rank()}: {type(error).__name__}: {error}"
     kind = next((raised for found, raised in _KINDS.items() if isinstance(error, found)), CheckpointError)
@@ -85,4 +86,5 @@ def _summary(prefix: str, failures: list[_Failure]) -> Exception:
     kinds = {failure.kind for failure in failures}
     # Several kinds at once are no damage: a loader would go on with an older checkpoint.
     kind = kinds.pop() if len(kinds) == 1 else CheckpointError
+    # dict.fromkeys: each text once, in order.
     return kind(f"{prefix}{'; '.join(dict.fromkeys(failure.text for failure in failures))}")

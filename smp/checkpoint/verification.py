@@ -56,6 +56,7 @@ def _file(
                     found.append((check_slot(slots, name, shard, manifest), name, shard))
                 except DamagedError as error:
                     wrong.append(f"{folder}/{file}: {error}")
+            # In the order of the file.
             found.sort(key=lambda one: one[0].start)
             for block in read_ahead(source, [Wanted(slot) for slot, _, _ in found]):
                 progress(block.rows.nbytes)

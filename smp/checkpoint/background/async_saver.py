@@ -32,7 +32,7 @@ from smp.checkpoint.format.tensor_file import FileLayout
 from smp.parallel.agree import any_rank, every_rank, gather, on_rank_zero, rank
 
 LAST_WAIT = 60.0
-"""Seconds that the end of a program waits for the files of other ranks, once its own is written."""
+"""Seconds that the exit of a program waits for the files of other ranks, once its own is written."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def async_save(
     held = None if lock is None else (lock.root.address, lock.token)
     commits = [Commit(manifest, saver.patience, held, root, retention) for manifest in manifests]
     job = Job(opened.address, save, next(iter(parts), None), next(iter(commits), None))
-    # What is awaited is noted first: the writer may answer at any time after the next line.
+    # The expected answers are noted first: the writer may answer at any time after the next line.
     saver._save = _UnderWay(opened, started, ["part", "commit"] if commits else ["part"])
     saver._writer.submit(job, saver._memory)
 
@@ -109,6 +109,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         self.patience, self.group = patience, group
         self._memory, self._writer = StagingBuffer(), WriterProcess()
         self._save: _UnderWay | None = None
+        # close() may never be called: a script may just end.
         atexit.register(self.close)
 
     @property
@@ -168,7 +169,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         return Saved(save.folder, time.monotonic() - save.started, notes)
 
     def _listen(self, timeout: float) -> None:
-        """Take in what the writer says, until it has nothing more to say or is silent for ``timeout`` seconds."""
+        """Read the writer's answers until none is expected or it is silent for ``timeout`` seconds."""
         save = self._save
         assert save is not None
         while save.awaited and (answer := self._writer.answer(timeout)) is not None:
@@ -183,6 +184,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         atexit.unregister(self.close)
         if (save := self._save) is not None:
             # No collective here: other ranks may be gone already, or end in another order.
+            # First this rank's own file, without a limit; then the others', with one.
             self._finish_alone(save)
             if save.error is not None:
                 print(f"error: cannot save {save.folder}: {save.error}", file=sys.stderr, flush=True)
@@ -209,7 +211,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
 
 @dataclass
 class _UnderWay:
-    """A save, and the answers of this rank's writer that are still to come."""
+    """A save, and the answers of this rank's writer that have not come yet."""
 
     folder: Folder
     started: float
@@ -223,6 +225,7 @@ class _UnderWay:
         return "part" not in self.awaited
 
     def hear(self, answer: Answer) -> None:
+        # Answers come in the order of the job: the part, then the commit.
         if self.awaited.pop(0) == "part":
             self.part_took = time.monotonic() - self.started
         error, notes = answer
@@ -232,4 +235,5 @@ class _UnderWay:
 
     def fail(self, error: str) -> None:
         self.error = error
+        # A failed part has no commit: nothing more is expected.
         self.awaited.clear()

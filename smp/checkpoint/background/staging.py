@@ -18,7 +18,11 @@ from smp.checkpoint.format.tensor_file import FileLayout, Slot
 
 
 class StagingBuffer:
-    """Shared memory without a name (no /dev/shm, whose size containers limit; nothing to clean up after a crash).
+    """Shared memory without a name: not in /dev/shm, whose size containers limit, and with nothing to clean up after a
+    crash.
+
+    Where the system has none (no memfd), an unlinked temporary file takes its place; its pages are in memory all the
+    same.
 
     Where the system has no such memory, a file without a name takes its place; its pages are memory all the same.
     """
@@ -30,8 +34,9 @@ class StagingBuffer:
         self._pinned = False
 
     def _reserve(self, size: int, pinned: bool) -> None:
-        """Make it ``size`` bytes large at least, page-locked where that is asked for."""
+        """Make the memory at least ``size`` bytes large, page-locked if ``pinned``."""
         # Page-locked memory serves for any copy; ordinary memory does not serve a GPU.
+        # bool compares as int: pinned memory also serves requests for ordinary one.
         if size <= len(self._memory) and pinned <= self._pinned:
             return
         # Given back first, or for a moment there would be twice the state in the host's memory.
@@ -56,6 +61,7 @@ class StagingBuffer:
         self._reserve(max(layout.data_size, 1), pinned=any(tensor.is_cuda for tensor in tensors.values()))
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         for slot in layout.slots:
+            # A typed view of the file's layout: the bytes are written as they lie here.
             slice_ = self._memory[slot.start : slot.start + slot.size].view(DTYPES[slot.dtype]).view(slot.shape)
             # Does not wait: copies from a GPU follow each other, and there is one wait at the end.
             slice_.copy_(tensors[slot.key], non_blocking=True)
@@ -68,7 +74,7 @@ class StagingBuffer:
         return memoryview(self._memory[slot.start : slot.start + slot.size].numpy())  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._pinned:
             # While the memory is still there: CUDA unlocks pages by their address.
             _check(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
@@ -79,7 +85,7 @@ class StagingBuffer:
 
 
 def _nameless_file() -> int:
-    """A descriptor of nothing yet, that can grow and be shared."""
+    """A descriptor of an empty file without a name, which can grow and be shared."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("checkpoint", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

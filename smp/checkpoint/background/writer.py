@@ -29,7 +29,7 @@ from smp.checkpoint.format.entries import CheckpointError, Manifest, TensorEntry
 from smp.checkpoint.format.tensor_file import FileLayout, write_file
 
 REPORT = ".json"
-"""What the name of a report has after the name of its data file."""
+"""Suffix of a report's name after the name of its data file."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Job:
 
 
 Answer = tuple[str | None, list[str]]
-"""What went wrong with a part or a commit, and lines for the user."""
+"""(error of a part or a commit, or None; lines for the user)."""
 
 
 def main(descriptor: int, trainer: int) -> None:
@@ -94,6 +94,7 @@ def _die_with(trainer: int) -> None:
 
 def _map(descriptor: int, size: int) -> memoryview:
     try:
+        # mmap keeps a reference of its own, so the descriptor can be closed.
         return memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
     finally:
         os.close(descriptor)
@@ -156,7 +157,7 @@ class _Save:
             self.notes += publish(open_folder(wanted.latest_in), self.folder, wanted.retention, check)
 
     def _gather(self, files: list[str], patience: float) -> dict[str, dict[str, str]]:
-        """The hashes of all files by tensor, when the last report is there."""
+        """The hashes of all files by tensor, once all reports are there."""
         hashes: dict[str, dict[str, str]] = {}
         pause, last = 0.005, time.monotonic()
         while missing := [file for file in files if file not in hashes]:
@@ -176,11 +177,13 @@ class _Save:
 
 
 def _read_report(folder: Folder, file: str, save: str) -> dict[str, str] | None:
-    """The hashes that a writer reports; None while there is no report, or the file is not seen as it says."""
+    """The hashes that a writer reports; None while there is no report, or while the file has another size than it
+    says."""
     try:
         report = json.loads(folder.read(file + REPORT))
     except FileNotFoundError:
         return None
+    # The report of an earlier save under the same file name.
     if report["save"] != save:
         return None
     if "error" in report:
@@ -189,6 +192,7 @@ def _read_report(folder: Folder, file: str, save: str) -> dict[str, str] | None:
 
 
 def _with_hashes(manifest: Manifest, hashes: dict[str, dict[str, str]]) -> Manifest:
+    # Shards come from the trainers without checksums.
     def signed(entry: TensorEntry) -> TensorEntry:
         return replace(entry, shards=tuple(replace(s, xxh3_64=hashes[s.file][s.key]) for s in entry.shards))
 

@@ -28,7 +28,10 @@ class WriterProcess:
                 [sys.executable, "-c", code],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # it must never take memory of a GPU
+                env={
+                    **os.environ,
+                    "CUDA_VISIBLE_DEVICES": "",
+                },  # a CUDA context would take hundreds of megabytes of the GPU
             )
         self._connection = Connection(own.detach())
         self._generation = 0
@@ -42,9 +45,10 @@ class WriterProcess:
         return self._process.poll() is None
 
     def submit(self, job: Job, memory: StagingBuffer) -> None:
-        """Start a job on what ``memory`` holds."""
+        """Start a job on the contents of ``memory``."""
         # Mapping costs time, and the memory is kept from save to save.
         if memory.generation != self._generation:
+            # The number, then the descriptor: ``main`` expects them in this order.
             self._send(memory.size)
             with suppress(OSError):
                 send_handle(self._connection, memory.descriptor, self._process.pid)
@@ -60,7 +64,7 @@ class WriterProcess:
             self._connection.send(message)
 
     def answer(self, timeout: float) -> Answer | None:
-        """The next answer, or what became of the process; None when there is none within ``timeout`` seconds."""
+        """The next answer, or how the process ended; None when there is none within ``timeout`` seconds."""
         try:
             return self._connection.recv() if self._connection.poll(timeout) else None
         except (EOFError, OSError):
@@ -71,7 +75,7 @@ class WriterProcess:
             return f"the process that writes checkpoints in the background {how}", []
 
     def close(self) -> None:
-        """End it, which loses what it is writing."""
+        """End the process. What it is writing is lost."""
         self._connection.close()
         self._process.kill()
         self._process.wait()

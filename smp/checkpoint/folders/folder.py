@@ -32,7 +32,7 @@ def open_folder(path: Path | str | Folder) -> Folder:
 
 
 def same_folder(one: Folder, other: Folder) -> bool:
-    """Whether two folders are one, by whatever path."""
+    """Whether two folders are the same, by whatever paths."""
     if one.local is not None and other.local is not None:
         return one.local.resolve() == other.local.resolve()
     return str(one) == str(other)

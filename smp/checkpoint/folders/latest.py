@@ -16,7 +16,7 @@ from smp.checkpoint.format.entries import CheckpointError
 from smp.checkpoint.format.manifest import MANIFEST
 
 LATEST = "latest"
-DAMAGED = "damaged_"  # in front, so that no pattern for checkpoints matches
+DAMAGED = "damaged_"  # a prefix, so that the pattern for checkpoints does not match
 ITERATION = re.compile(r"iter_(\d{7,})")
 
 
@@ -64,6 +64,7 @@ def find(path: Path | str | Folder) -> Folder:
     It need not be whole, and may not exist: reading its manifest finds that out.
     """
     folder = open_folder(path)
+    # A checkpoint's own folder comes before a run's.
     if folder.size(MANIFEST) is None and (names := complete(folder)):
         return folder.child(names[0])
     return folder

@@ -18,7 +18,7 @@ _READ_PIECE = 1 << 23
 """Bytes per read, half of it where they go by a buffer: more than that, so that the disk has something to do while what
 was read is used."""
 _NOT_KNOWN = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)
-"""What file systems answer to a call that they do not have."""
+"""errno of calls that a file system does not have."""
 
 
 class Sink(Protocol):
@@ -52,7 +52,7 @@ class LocalFolder:
 
     @property
     def name(self) -> str:
-        """Its own last name."""
+        """The last part of its path, links resolved."""
         return self.local.resolve().name
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class LocalFolder:
 
     @property
     def address(self) -> str:
-        """What ``open_folder`` finds it by in another process, whose working folder may be another."""
+        """A path for ``open_folder`` in another process, which may have another working directory."""
         return str(self.local.absolute())
 
     def child(self, name: str) -> LocalFolder:
@@ -77,6 +77,7 @@ class LocalFolder:
     def make(self) -> None:
         """Make it and its parents, if it is not there."""
         # The entry of a new folder is in its parent: without these syncs a crash may lose the folder, files and all.
+        # Outermost last: the syncs begin at the new folder's parent.
         made = [path for path in (self.local, *self.local.parents) if not path.is_dir()]
         self.local.mkdir(parents=True, exist_ok=True)
         for path in made:
@@ -116,8 +117,8 @@ class LocalFolder:
         self.sync()
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write a small file unless it exists; whether it was. Nobody sees it before it is whole, except on a file
-        system without links."""
+        """Write a small file unless it exists; returns whether it was written. Others see it complete or not at all,
+        except on a file system without hard links."""
         temporary = f"{name}.{secrets.token_hex(4)}.tmp"
         self._write(temporary, data)
         try:
@@ -130,6 +131,7 @@ class LocalFolder:
             # EMLINK: so many links that there can be no more. All else is an error of the storage.
             if error.errno not in (*_NOT_KNOWN, errno.EMLINK):
                 raise
+            # Without links: exclusive creation, which shows the file before its content.
             with suppress(FileExistsError):
                 self._write(name, data)
                 return True
@@ -146,7 +148,8 @@ class LocalFolder:
 
     @contextmanager
     def writer(self, name: str, size: int) -> Iterator[Sink]:
-        """A new data file of ``size`` bytes. At a clean end it is durable; after an error it is gone."""
+        """A context for writing a new data file of ``size`` bytes. At a clean end it is durable; after an error it is
+        deleted."""
         path = self.local / name
         # O_EXCL: files of checkpoints have new names, so what is there already belongs to somebody else.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -176,7 +179,7 @@ class LocalFolder:
         (self.local / name).unlink(missing_ok=True)
 
     def rename(self, name: str, new: str) -> None:
-        """Give a folder inside another name."""
+        """Rename a folder inside of this one."""
         os.rename(self.local / name, self.local / new)
         sync_to_disk(self.local)
 
@@ -204,7 +207,8 @@ class _LocalSink:
 
 
 class _LocalSource:
-    # one: the system itself reads ahead of who reads in order, and two cost more of the processor than they win
+    # one reader: the kernel reads ahead of sequential reads, and a second thread costs more CPU
+    # time than it gains
     piece, readers = _READ_PIECE, 1
 
     def __init__(self, descriptor: int) -> None:
@@ -221,7 +225,7 @@ class _LocalSource:
 
 
 def _open_plain(path: Path) -> int:
-    """A descriptor of a regular file. Neither a link is followed nor a pipe waited for: they are no files here."""
+    """A descriptor of a regular file. Links are not followed and pipes not waited for: neither is a file here."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -236,7 +240,7 @@ def _open_plain(path: Path) -> int:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Room for ``size`` bytes in one piece, and a disk too full says so now. A hint: not every system can."""
+    """Reserve ``size`` bytes for a file, so that a full disk is an error now. Only a hint where the system cannot."""
     allocate = getattr(os, "posix_fallocate", None)
     # macOS has none.
     if allocate is None or size == 0:

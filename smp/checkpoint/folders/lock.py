@@ -29,11 +29,11 @@ from smp.checkpoint.format.entries import CheckpointError
 
 LOCK = "lock"
 RENEWED_EVERY = 10.0
-"""Seconds."""
+"""Seconds between two renewals."""
 _PATIENCE = 6 * RENEWED_EVERY  # file attributes are cached for so long on NFS
 _LOCKS = re.compile(rf"{LOCK}(?:\.(\d{{1,9}}))?")
 LEFT_BY_TAKERS = re.compile(rf"{LOCK}(\.[0-9a-f]+)*\.tmp|{LOCK}\.[0-9a-f]{{16}}")
-"""Files next to the lock that a job leaves that dies while it writes one; version 0.1 made the longer names."""
+"""Temporary files next to the lock that a dying job may leave; version 0.1 made the longer names."""
 
 
 class LockLostError(CheckpointError):
@@ -75,6 +75,7 @@ _TWO = "two jobs must not save into one folder"
 
 
 def _system() -> str:
+    # A container restarted on the same machine has another table of processes.
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}" if boot.exists() else ""
 
@@ -82,9 +83,11 @@ def _system() -> str:
 def started_at(pid: int) -> str:
     """Start time of a process; empty when there is none (or only its exit status is left)."""
     try:
+        # The name in parentheses may have spaces: fields are counted after it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, UnicodeDecodeError):
         return ""
+    # Z and X: zombie, dead. Field 22 of proc(5), the start time, is number 19 after the name.
     return "" if fields[0] in "ZX" else fields[19]
 
 
@@ -110,7 +113,7 @@ class RunLock:
 
     @property
     def token(self) -> str:
-        """What the file says as long as this lock is held; for :func:`require_lock` in another process."""
+        """The token in the lock file as long as this lock is held; for :func:`require_lock` in another process."""
         return self._me.token
 
     def _keep(self) -> None:
@@ -133,7 +136,7 @@ class RunLock:
         self._me, self._renewed = me, time.monotonic()
 
     def check(self) -> None:
-        """Look once more whether the lock is held. Call it before anything in the folder is changed.
+        """Check that the lock is still held. Call it before anything in the folder is changed.
 
         Raises:
             LockLostError: another job took it, which it does when this one seemed dead.
@@ -158,7 +161,7 @@ class RunLock:
                 ) from error
 
     def release(self) -> None:
-        """Give it back. May be called twice."""
+        """Release the lock. May be called twice."""
         if self._released.is_set():
             return
         self._released.set()
@@ -180,7 +183,7 @@ def require_lock(root: Folder, token: str) -> None:
 
 
 def _take(root: Folder, me: Holder, say: Callable[[str], None]) -> str:
-    """Create the next lock of ``root``, if the newest one's holder is dead; its name.
+    """Create the next lock of ``root`` if the newest one's holder is dead; returns its name.
 
     Raises:
         CheckpointError: the holder lives, or another job is faster.
@@ -194,6 +197,8 @@ def _take(root: Folder, me: Holder, say: Callable[[str], None]) -> str:
     if holder is not None:
         if _is_alive(holder, root, newest, say):
             raise CheckpointError(f"{root} is in use by {holder} (file '{newest}'): {_TWO}")
+        # The dead job's file stays until the new one exists: in between nobody could tell the
+        # folder from a free one.
         name = f"{LOCK}.{_number(newest) + 1}"
     root.create(name, _encode(me))
     # Looked at again, because storage without exclusive creation lets two jobs pass.
@@ -209,7 +214,7 @@ def _take(root: Folder, me: Holder, say: Callable[[str], None]) -> str:
 
 
 def _locks(root: Folder) -> list[str]:
-    """The locks of ``root``, the one that counts last; the first one's name, when there is none."""
+    """Names of the locks of ``root`` in ascending order, of which the last counts; the first name, if there is none."""
     return sorted(filter(_LOCKS.fullmatch, root.names()), key=_number) or [LOCK]
 
 
@@ -232,6 +237,7 @@ def _read(root: Folder, name: str) -> Holder | None:
     return holder if isinstance(holder.pid, int) else _UNKNOWN
 
 
+# On this machine the table of processes tells; on others only beats do.
 def _is_alive(holder: Holder, root: Folder, name: str, say: Callable[[str], None]) -> bool:
     if not holder.pid:
         # Nobody can be asked whether an unreadable lock's holder lives; it was given a second to be filled.

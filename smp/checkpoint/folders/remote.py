@@ -26,6 +26,7 @@ class RemoteFolder:
     local = None  # it is nowhere on a file system
 
     def __init__(self, files: Any, path: str, url: str) -> None:
+        # Every error of the back-end becomes an OSError.
         self.files, self.path, self.url = _Calls(files), path.rstrip("/"), url.rstrip("/")
 
     @staticmethod
@@ -62,7 +63,7 @@ class RemoteFolder:
         return bool(self.names())
 
     def make(self) -> None:
-        """Nothing: a prefix is there when an object is."""
+        """Does nothing: a prefix exists once an object does."""
 
     def names(self) -> list[str]:
         try:
@@ -121,8 +122,8 @@ class RemoteFolder:
             self.files.rm_file(self._at(name))
 
     def rename(self, name: str, new: str) -> None:
-        """All objects are copied before the first is deleted: killed in between, the old folder is whole or, without
-        the manifest, the new one is."""
+        """Copy all objects, then delete the old ones: killed in between, either the old folder is complete or, from the
+        manifest's deletion on, the new one is."""
         old = self._at(name)
         # The manifest sorts first, so it is deleted first: from then on the old folder is no checkpoint.
         paths = sorted(self.files.find(old), key=lambda path: path.endswith(".safetensors"))
@@ -136,11 +137,11 @@ class RemoteFolder:
             self.files.rm(self.path, recursive=True)
 
     def sync(self) -> None:
-        """Nothing: what was put is durable."""
+        """Does nothing: what was put is durable."""
 
 
 class _Calls:
-    """Calls of the methods of ``to``. Back-ends raise what they like; from here it is always an OSError."""
+    """The methods of ``to``. Back-ends raise errors of their own; here each becomes an OSError."""
 
     def __init__(self, to: Any) -> None:
         self.to = to

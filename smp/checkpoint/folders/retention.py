@@ -18,21 +18,21 @@ VALIDATION_LOSS = "validation_loss"
 
 @dataclass(frozen=True)
 class Retention:
-    """A checkpoint stays when any of these wants it."""
+    """Rules for which checkpoints stay: one that any rule wants stays."""
 
     last: int
-    """The newest so many. At least 2, or nothing is left to fall back to when the newest turns out damaged."""
+    """The newest ones, this many. At least 2, or nothing is left to fall back to when the newest turns out damaged."""
     every: int | None = None
-    """Those whose iteration is a multiple of it."""
+    """Those whose iteration is a multiple of this."""
     best: int | None = None
-    """So many with the lowest validation loss; those without one are never among them."""
+    """Those with the lowest validation loss, this many; a checkpoint without a loss is never among them."""
 
     def __post_init__(self) -> None:
         if self.last < 2:
             raise ValueError(f"at least the last 2 checkpoints must stay, not {self.last}")
 
     def doomed(self, losses: Mapping[int, float | None]) -> list[int]:
-        """Iterations to delete, oldest first, of those there are, with their validation losses."""
+        """Iterations to delete, oldest first, given the validation losses of all there are."""
         # A union: each rule keeps what it wants, whatever the others say.
         kept = set(sorted(losses)[-self.last :])
         if self.every is not None:
@@ -77,14 +77,15 @@ def prune(root: Folder, retention: Retention, say: Callable[[str], None] = lambd
             folder.remove()  # the link alone
             continue
         folder.delete(MANIFEST)
-        # The loss of the name is on disk before the files go: no crash leaves a manifest without its data.
+        # The manifest's deletion is durable before the files go: no crash leaves a manifest without
+        # its data.
         folder.sync()
         discard_unfinished(folder)
     return removed
 
 
 def publish(root: Folder, folder: Folder, retention: Retention | None, check: Callable[[], None]) -> list[str]:
-    """What follows a commit: ``latest`` names the checkpoint, and old ones go; call on one rank.
+    """After a commit: let ``latest`` name the checkpoint, and prune old ones; call on one rank.
 
     ``check`` raises when another job has ``root``; it is called before anything is changed. Returns lines for the user:
     what cannot be done is one of them, for the checkpoint is complete all the same.

@@ -28,7 +28,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read. The message is one line and names the file or the tensors."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """On its way to other ranks. A pickle has no cause, and it is the cause that decides the exit code."""
+        """For other ranks: pickled with the exit code, because a pickle has no cause, from which the code is read."""
         return _from_elsewhere, (type(self), self.args, exit_code(self))
 
 
@@ -40,12 +40,12 @@ def _from_elsewhere(kind: type[CheckpointError], args: tuple[Any, ...], code: in
 
 
 class DamagedError(CheckpointError, DamageError):
-    """What lies on storage is not what was saved: missing, cut off or changed. An older checkpoint may be whole."""
+    """What is stored differs from what was saved: missing, cut off or changed. An older checkpoint may be whole."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One box of a tensor: tensor ``key`` of ``file``, at ``offsets`` of the whole, ``sizes`` large."""
+    """One part of a tensor: tensor ``key`` of ``file``, at ``offsets`` of the whole, ``sizes`` large."""
 
     file: str
     key: str

@@ -20,6 +20,7 @@ from smp.checkpoint.format.validate_manifest import check_manifest, require
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "smp-checkpoint", 1
+# At the beginning of the file only, whatever the white space.
 _CHECKSUM = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"checksum"[ \t\r\n]*:[ \t\r\n]*"([0-9a-f]{16})"')
 
 
@@ -52,7 +53,7 @@ def read_manifest(folder: Path | str | Folder) -> Manifest:
 
 
 def check_files(folder: Folder, manifest: Manifest, files: Iterable[str]) -> None:
-    """Refuse data files that are not as large as the manifest says. What it says about tensors is bounded by that.
+    """Raise for data files whose size is not that in the manifest, which bounds what it may say about tensors.
 
     Raises:
         DamagedError: one of ``files`` is missing or has another size.
@@ -114,7 +115,8 @@ def check_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
         copy = json.loads(json.dumps(extra, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra is not plain JSON: {error}") from None
-    # JSON makes lists of tuples and strings of keys; comparing with what comes back finds all such cases.
+    # JSON turns tuples into lists and keys into strings: comparing with what comes back finds all
+    # such cases.
     if copy != extra:
         raise TypeError("extra would change in JSON: use only dict with str keys, list, str, int, float, bool and None")
     assert isinstance(copy, dict)
@@ -138,6 +140,6 @@ def _parse_manifest(content: dict[str, Any]) -> Manifest:
 
 
 def parse_tensor(entry: Mapping[str, Any]) -> TensorEntry:
-    """A tensor of a manifest, likewise."""
+    """A tensor of a manifest from its JSON, unchecked."""
     shards = [Shard(**{**s, "offsets": tuple(s["offsets"]), "sizes": tuple(s["sizes"])}) for s in entry["shards"]]
     return TensorEntry(tuple(entry["shape"]), entry["dtype"], tuple(shards))

@@ -39,6 +39,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
         CheckpointError: a key that a reader could not give back.
     """
     slots, start = [], 0
+    # By itemsize, then name: the safetensors package writes files in this order.
     for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
         # half of a surrogate pair is no text: readers of JSON refuse it
         if key in ("", METADATA) or key.encode(errors="replace").decode() != key:
@@ -49,17 +50,19 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
     entries |= {s.key: {"dtype": s.dtype, "shape": s.shape, "data_offsets": (s.start, s.start + s.size)} for s in slots}
     text = json.dumps(entries, separators=(",", ":")).encode()
     # Spaces behind JSON are allowed, and the data begin at a cache line.
+    # 8: the length of the header, in front of it.
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return FileLayout(struct.pack("<Q", len(text)) + text, tuple(slots))
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory and shape, with elements as integers: numpy has not all dtypes, and a NaN is equal to itself."""
+    """The same memory and shape with integer elements: numpy lacks some dtypes, and a NaN equals itself as an
+    integer."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """The memory of a contiguous CPU tensor, without a copy."""
     assert tensor.is_contiguous(), "other memory would be read or written"
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # of one element any stride is contiguous
     return flat.view(torch.uint8).numpy().data

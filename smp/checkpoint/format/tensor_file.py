@@ -26,12 +26,12 @@ METADATA = "__metadata__"  # texts about the file under this key of a header; no
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors package
 ALIGNMENT = 64  # of the first tensor in the file: a cache line
 LARGEST_SHARD = 1 << 26
-"""Bytes. A checksum covers a shard, so a reader of a part of one reads all of it."""
+"""Bytes of a shard at most. A checksum covers a shard, so reading a part of one reads all of it."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies: ``size`` bytes, ``start`` bytes after the header (in a layout) or in the file (read)."""
+    """Place of a tensor: ``size`` bytes, ``start`` bytes after the header (in a layout) or in the file (read)."""
 
     key: str
     dtype: str
@@ -42,7 +42,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file to write: what comes before the tensors, and where each of them goes."""
+    """A file to write: its header, and the place of each tensor after it."""
 
     header: bytes
     slots: tuple[Slot, ...]
@@ -53,12 +53,13 @@ class FileLayout:
 
 
 def rows_of_a_shard(row_size: int) -> int:
-    """How many rows of ``row_size`` bytes make a shard."""
+    """Number of rows of ``row_size`` bytes in a shard."""
     return max(1, LARGEST_SHARD // max(row_size, 1))
 
 
 def shard_keys(pieces: Sequence[tuple[str, int, int]]) -> list[str]:
-    """A key for each (tensor, first row, rows) of one file: the tensor's name, with the rows if it has several.
+    """A key for each (tensor, first row, rows) of one file: the tensor's name, followed by the rows if it has several
+    shards.
 
     Raises:
         CheckpointError: a tensor's name is like such a key.
@@ -105,6 +106,7 @@ def read_header(source: Source) -> dict[str, Slot]:
     try:
         prefix = bytearray(8)
         source.read_into(0, memoryview(prefix))
+        # Little-endian, as the format has it.
         (length,) = struct.unpack("<Q", prefix)
         # Before memory for it is asked for: the first 8 bytes of a file that is none may be any number.
         require(length <= min(_LONGEST_HEADER, source.size - 8), f"a header of {length} bytes cannot be")
@@ -134,7 +136,7 @@ def _slot(key: str, entry: dict[str, Any], data_start: int, file_size: int) -> S
 
 def _refuse_overlaps(slots: Iterable[Slot]) -> None:
     end = 0
-    # Empty tensors may begin anywhere.
+    # Tensors without elements have no bytes to overlap.
     for slot in sorted((slot for slot in slots if slot.size), key=lambda slot: slot.start):
         require(slot.start >= end, f"tensor {slot.key!r} overlaps another one")
         end = slot.start + slot.size

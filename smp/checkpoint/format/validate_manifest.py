@@ -14,6 +14,7 @@ import numpy as np
 from smp.checkpoint.format.entries import ELEMENT_SIZES, DamagedError, Manifest, Shard, TensorEntry
 from smp.parallel.box import Box
 
+# No dot first and no slash: neither hidden files nor other folders.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _LARGEST = 2**63 - 1
 _MOST_CELLS = 2**24  # of the grid in which shards are counted; a million processes need less
@@ -69,7 +70,7 @@ def _is_count(value: Any) -> bool:
 
 
 def inside(box: Shard | Box, shape: Sequence[int]) -> bool:
-    """Whether a box, which may be anything, lies in a tensor of this shape."""
+    """Whether a box, whose numbers may be anything, lies in a tensor of this shape."""
     numbers = (*box.offsets, *box.sizes)
     if not len(box.offsets) == len(box.sizes) == len(shape) or not all(_is_count(n) for n in numbers):
         return False
@@ -77,7 +78,8 @@ def inside(box: Shard | Box, shape: Sequence[int]) -> bool:
 
 
 def covered_once(shape: Sequence[int], boxes: Sequence[Shard | Box]) -> bool:
-    """Whether boxes inside of a tensor tile it. All their edges cut it into a coarse grid; every cell must be hit once.
+    """Whether boxes inside of a tensor tile it. Their edges cut it into a coarse grid, in which each cell must be hit
+    once.
 
     Raises:
         DamagedError: the grid is too fine.
