@@ -161,7 +161,6 @@ class Link:
         shape: tuple[int, ...] = (rows, *(1,) * self.inner_one, *self.shape[1:])
         # Rows are counted as this project has them; only the shape in the files is turned.
         if self.transposed:
-            # Also of three dimensions: reversed as a whole.
             shape = shape[::-1]
         return (*(size for _, size in self.leading), *shape)
 
