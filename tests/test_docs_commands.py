@@ -92,6 +92,8 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder / "Bamba-9B")  # whose sizes are the defaults of its class
     (folder / "Bamba-9B/config.json").write_text('{"model_type": "bamba"}')
+    write_tokenizer(folder / "flan-t5-xl")
+    (folder / "flan-t5-xl/config.json").write_text('{"model_type": "t5", "decoder_start_token_id": 0}')
     (folder / "config.json").write_text('{"model_type": "bamba"}')
     seeing, processor = MAKERS["qwen2_5_vl"]()
     seeing.text_config.max_position_embeddings = 8192

@@ -360,6 +360,13 @@ class ModelConfig:
         return self.transformers_config is not None and "vision_config" in json.loads(self.transformers_config)
 
     @property
+    def reads_apart(self) -> bool:
+        """Whether transformers computes it and it is an encoder, which reads a prompt, with a decoder for the
+        answer."""
+        content = json.loads(self.transformers_config or "{}")
+        return bool(content.get("is_encoder_decoder"))
+
+    @property
     def gated(self) -> bool:
         """Whether the MLP has three matrices."""
         return self.swiglu or self.geglu or self.quick_geglu

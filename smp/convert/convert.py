@@ -24,14 +24,14 @@ from smp.convert.pieces import Feed, Planned, Room
 from smp.convert.weights import Weights
 
 ERRORS = (ConfigError, CheckpointError, DamageError, OSError)
-"""Errors that the files or the command of a conversion may cause. Any other error is a fault of the program."""
+"""What may be wrong with the files or the command of a conversion. Any other error is a fault of the program."""
 JOURNAL, DONE = "journal.jsonl", ".done"
-"""Files of an interrupted conversion: its plan; and, next to a complete file, its note."""
+"""Files of a conversion under way: what it is to do; and next to a complete file what has to be known of it."""
 Progress = Callable[[int], None]
 
 
 class _GivenUpError(Exception):
-    """Raised in the other threads once one file could not be written; that file's error is reported."""
+    """Another file could not be written, and the error of that one is raised."""
 
 
 class Target(Protocol):
@@ -39,14 +39,14 @@ class Target(Protocol):
 
     @property
     def files(self) -> Mapping[str, list[Planned]]:
-        """Data files by path within the folder, and the tensors in each."""
+        """Data files, by their paths in the folder that it becomes, and the tensors in each."""
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """Write one file, durably, with the tensors that ``feed`` gives; JSON that ``finish`` will need."""
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
-        """Write the files that complete the checkpoint; ``records`` has what ``write`` returned, by file. The caller
-        brings them to disk."""
+        """Write what makes the files a checkpoint, which is brought to disk after that; ``records`` is what ``write``
+        returned, by file."""
 
 
 def write(
@@ -93,10 +93,9 @@ def write(
 
 @contextmanager
 def _resumed(staging: Path, plan: Any) -> Iterator[dict[str, Any]]:
-    """(context) What ``Target.write`` returned for files that the same conversion has completed before; other files are
-    deleted. The folder is locked meanwhile."""
+    """What ``Target.write`` returned for the files that the same conversion has completed before. Others are deleted.
+    Nobody else can have the folder meanwhile."""
     text = json.dumps(plan)
-    # a+: neither truncated nor required to exist, so the lock is taken before anything changes.
     with (staging / JOURNAL).open("a+", encoding="utf-8") as file:
         try:
             # Released by the system when its holder dies, so nothing has to be cleaned up.
@@ -120,7 +119,7 @@ def _resumed(staging: Path, plan: Any) -> Iterator[dict[str, Any]]:
 
 
 def _done(path: Path) -> Any:
-    """The note of a file; None: it is not complete."""
+    """What is noted next to a file; None: it is not complete."""
     note = path.with_name(path.name + DONE)
     done = json.loads(note.read_bytes()) if note.is_file() and path.is_file() else None
     # The note came after the file was on disk; a size that differs means that somebody wrote to it.
@@ -135,9 +134,8 @@ def _note(path: Path, record: Any) -> None:
 def _write_files(
     weights: Weights, target: Target, staging: Path, records: dict[str, Any], workers: int, progress: Progress
 ) -> None:
-    """Write the missing files, ``workers`` at a time; the first error ends all."""
+    """The files that are missing, some at a time; the first error ends it."""
     lock, failed = Lock(), Event()
-    # Room for two of the largest tensors: one thread can always go on.
     largest = max((tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors), default=0)
 
     def count(done: int) -> None:
@@ -165,7 +163,6 @@ def _write_files(
         except BaseException:  # an interrupt from the keyboard
             failed.set()
             raise
-        # Threads that run finish their current piece, and raise at the next ``count``.
         finally:
             pool.shutdown(cancel_futures=failed.is_set())
     for job in jobs:
@@ -176,7 +173,7 @@ def _write_files(
 
 
 def _publish(staging: Path, path: Path) -> None:
-    """Bring everything to disk, then give the folder its name."""
+    """Everything to disk, then the name."""
     # Files first, then the name: a crash between the two leaves a conversion that can go on.
     for folder, _, files in os.walk(staging):
         for name in files:
@@ -186,7 +183,6 @@ def _publish(staging: Path, path: Path) -> None:
     if path.exists():
         path.rmdir()
     for note in (staging / JOURNAL, *staging.rglob(f"*{DONE}")):
-        # Last before the rename: until then an interruption can go on.
         note.unlink()
     os.rename(staging, path)
     sync_to_disk(path.parent)

@@ -51,10 +51,17 @@ def new_module(content: str, *, scores: bool = False) -> Any:
     Raises:
         ConfigError: transformers has none of this type, or it cannot be built without memory.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSequenceClassification,
+    )
 
     config = transformers_config(json.loads(content), "config.json")
     kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    if getattr(config, "is_encoder_decoder", False):
+        kind = AutoModelForSeq2SeqLM
     if scores:
         config.num_labels, kind = 1, AutoModelForSequenceClassification
     try:
@@ -81,9 +88,21 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
+def reads_apart(module: Any) -> bool:
+    """Whether it is an encoder, which reads a prompt, with a decoder for the answer."""
+    return bool(getattr(module.config, "is_encoder_decoder", False))
+
+
 def blocks_of(module: Any) -> list[tuple[str, nn.Module]]:
-    """The decoder's layers by their names, in order: the list of modules with most elements, which is in no other."""
-    top = decoder_of(module)
+    """The decoder's layers by their names, in order, and in front of them those of an encoder of texts."""
+    tops = [decoder_of(module)]
+    if reads_apart(module):
+        tops = [name_of(module, part) for part in (module.get_encoder(), module.get_decoder())]
+    return [block for top in tops for block in _blocks_in(module, top)]
+
+
+def _blocks_in(module: Any, top: str) -> list[tuple[str, nn.Module]]:
+    """Of the list of modules with most elements, which is in no other."""
     lists = {name: child for name, child in module.get_submodule(top).named_modules(prefix=top) if _is_list(child)}
     # Not the lists inside of layers, such as a layer's experts.
     outer = {n: c for n, c in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
@@ -102,8 +121,12 @@ def decoder_of(module: Any) -> str:
     """The name of the decoder in a vision-language model; empty for other models, which are the decoder themselves."""
     if getattr(module.config, "vision_config", None) is None:
         return ""
-    decoder = module.get_decoder()
-    return next(name for name, child in module.named_modules() if child is decoder)
+    return name_of(module, module.get_decoder())
+
+
+def name_of(module: nn.Module, part: Any) -> str:
+    """Of a module in ``module``."""
+    return next(name for name, child in module.named_modules() if child is part)
 
 
 def tower_blocks(module: Any) -> list[nn.Module]:
@@ -161,6 +184,7 @@ def parts_of(content: str, *, scores: bool = False) -> Parts:
     named, images = dict(module.named_parameters()), bool(decoder_of(module))
     matrices = {id(p) for m in module.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)}
     head, tables = output_matrix(module), {id(module.get_input_embeddings().weight)}
+    share = 2 if reads_apart(module) else 1  # each token is in one of two parts: half of them, for want of more
     assert head is not None, "checked by new_module"
 
     def made(name: str, p: torch.Tensor) -> Parameter:
@@ -173,7 +197,7 @@ def parts_of(content: str, *, scores: bool = False) -> Parts:
         counts = p.ndim > 1 and (id(p) not in tables or p is head.weight)
         if images and vision_part(name) != "language_model":  # of images, of which the text does not tell how many
             counts = False
-        return Parameter(name, shape, linear=linear, flops=2 * used * counts, chosen=experts)
+        return Parameter(name, shape, linear=linear, flops=2 * used * counts // share, chosen=experts)
 
     blocks = []
     for prefix, _ in blocks_of(module):

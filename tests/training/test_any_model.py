@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from smp.config import ConfigError
-from smp.convert.huggingface.foreign import choose_model
 from smp.generation import Generator, Request, Sampling
 from smp.models.scoring import token_scores
+from smp.parallel.dtensor_box import local_part
 from smp.training.texts.text_model import alone, load_model, open_model
+from smp.training.tuning import model as tuning_model
 from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
+from tests.hf.live_memory import Live
 from tests.parity.result import TOLERANCE, tensor_errors
 from tests.programs import run_program
 from tests.training.any_model_lab import LR, largest_error, load, plain_loop, train_plainly, tune_types, write_type
@@ -347,6 +350,43 @@ def test_a_run_goes_on_in_another_layout_and_ends_as_a_folder_of_transformers(
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
+def loading(rank: int, world_size: int, runs: list[str]) -> list[tuple[int, int, int]]:
+    """Of each run: bytes at most while its model, which has no memory before, is filled; those of its parts of it; and
+    those of its largest tensor."""
+    found, live, plain = list[tuple[int, int, int]](), list[Live](), tuning_model.parallelize
+
+    def watched(model: Any, *args: Any, **options: Any) -> Any:
+        out = plain(model, *args, **options)
+        assert all(p.is_meta for p in model.parameters())
+        live.append(Live())
+        live[-1].__enter__()
+        return out
+
+    def end(fill: Any, model: Any, *args: Any) -> Any:
+        out = fill(model, *args)
+        live[-1].__exit__(None, None, None)
+        own = sum(local_part(p).nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+        found.append((live[-1].peak, own, max(p.nbytes for p in model.parameters())))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning_model, "parallelize", watched)
+        patch.setattr(tuning_model, "_fill_foreign", partial(end, tuning_model._fill_foreign))
+        results = tune_types(rank, world_size, runs)
+    assert not any("refused" in result for result in results), results
+    return found
+
+
+def test_no_rank_holds_more_than_its_parts_and_one_tensor_while_a_folder_is_read(folders: dict[str, Path]) -> None:
+    """On four ranks, cut in every way: dense, and experts that the folder has one by one."""
+    layouts = ("", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4")
+    cases = [(kind, words) for kind in ("helium", "deepseek_v3") for words in layouts]
+    flags = [flags_of(folders[kind], f"--packing off {words} --train-iters 1") for kind, words in cases]
+    for results in run_distributed(loading, 4, flags):
+        for case, (peak, own, tensor) in zip(cases, results, strict=True):
+            assert own <= peak <= own + tensor, (case, peak, own, tensor)
+
+
 REFUSED = {
     "--context-parallel-size 2": "--context-parallel-size 2: only this project's decoder has it",
     "--fp8-format hybrid": "--fp8-format hybrid: only this project's decoder has it",
@@ -360,10 +400,3 @@ def test_what_only_the_decoder_has_is_refused_by_name(folders: dict[str, Path]) 
     for words, said in REFUSED.items():
         with pytest.raises(ConfigError, match=re.escape(said)):
             read_finetune_settings(flags_of(folders["helium"], words).split(), 2)
-
-
-@pytest.mark.parametrize("implementation", ["auto", "transformers"])
-def test_an_encoder_with_a_decoder_is_refused_with_the_reason(implementation: str) -> None:
-    content = transformers.T5Config(d_model=32, num_layers=2, num_heads=4).to_dict()
-    with pytest.raises(ConfigError, match="t5 is an encoder and a decoder, which read a prompt and its answer apart"):
-        choose_model(content, "config.json", implementation)

@@ -46,6 +46,7 @@ CASES = {
 SAVED = ("dropout", "4 bits", "reward", "reward, LoRA")
 LAYOUTS = {
     "recompute": (1, "--recompute-granularity full", ("dropout",)),
+    "tp 2": (2, "--tensor-model-parallel-size 2", ("dropout",)),
     "tp 2 + sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel", tuple(CASES)),
     "shard 2": (2, "", ("dropout", "4 bits, DoRA", "reward, LoRA")),
 }

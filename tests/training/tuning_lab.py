@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from smp.models.presets import PRESETS
+from smp.parallel.dtensor_box import local_part
 from smp.training.kind import RunKind
 from smp.training.pretraining import Pretraining
 from smp.training.process import Process
@@ -120,8 +121,15 @@ def observe(parts: RunKind, rank: int, world_size: int, watch: type[Recording] =
         "validation": run.validation,
         "tokens": run.tokens,
         "held": sum(p.numel() for p in held_parameters(run)),
+        "share": share_of(run.trainer.model),
         "batches": getattr(run, "seen", [])[: len(run.losses)],
     }
+
+
+def share_of(model: Any) -> float:
+    """Bytes of this rank's parameters, of those of all."""
+    whole = list(model.parameters())
+    return sum(local_part(p).nbytes for p in whole) / sum(p.nbytes for p in whole)
 
 
 def held_parameters(run: Recording) -> list[torch.Tensor]:

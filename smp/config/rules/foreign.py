@@ -36,6 +36,8 @@ def check_foreign(config: Config) -> None:
         "--save-hf: adapters of a model that transformers computes are merged by peft, from <save>/adapter; leave it "
         "out",
     )
+    if config.model.reads_apart:
+        _check_apart(config)
     kernels = config.parallel.kernels
     require(kernels != "apex", f"--kernels {kernels}: {_ONLY_HERE}; leave it out")
     data = config.data
@@ -45,6 +47,25 @@ def check_foreign(config: Config) -> None:
             "--reset-attention-mask and --reset-position-ids go together with --model-implementation transformers, "
             "whose masks follow from positions; give both or none",
         )
+
+
+_APART = "the model is an encoder with a decoder, which read a prompt and its answer apart"
+
+
+def _check_apart(config: Config) -> None:
+    """Raise ConfigError for what needs prompt and answer in one sequence."""
+    objective, data, parallel = config.objective, config.data, config.parallel
+    require(objective is not None, f"pretrain_gpt.py has no prompts, and {_APART}: fine-tune it (finetune.py)")
+    assert objective is not None
+    name = objective.objective
+    require(name == "sft", f"--objective {name}: {_APART}, which goes with --objective sft")
+    require(data.packing == "off", f"--packing {data.packing}: {_APART}; give --packing off")
+    require(data.mask_prompt, f"--no-mask-prompt: {_APART}; leave it out")
+    require(data.truncation_side == "right", f"--truncation-side {data.truncation_side}: {_APART}; leave it out")
+    require(not parallel.sequence_parallel, f"--sequence-parallel: {_APART}; leave it out")
+    require(not parallel.compile, f"--compile: {_APART}, of other lengths in every batch; leave it out")
+    dropout = config.lora is not None and config.lora.lora_dropout
+    require(not dropout, f"--lora-dropout {dropout}: masks go by tokens of one sequence, and {_APART}; give 0")
 
 
 _ONLY_HERE = (

@@ -16,12 +16,11 @@ from smp.convert.huggingface.config import CONFIG, family_of, from_hf, read_json
 from smp.convert.huggingface.text_part import text_config
 
 CLASSIFIER = "ForSequenceClassification"
-"""Suffix of classes that score a text."""
+"""The end of the name of a class that gives a text scores."""
 UNLIMITED = 2**20
-"""Longest sequence for architectures that name none (recurrent ones)."""
+"""Longest sequence of an architecture that names none (recurrent ones)."""
 _OF_FILES = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Keys of config.json that do not belong to the architecture."""
-# Spellings in transformers' configurations; the first that is there counts.
+"""Keys of a config.json that are not of the architecture, in this respect."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers")
 _WIDTH = ("hidden_size", "d_model", "n_embd", "dim")
 _LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
@@ -65,9 +64,7 @@ def choose_model(content: Mapping[str, Any], where: str, implementation: str = "
 
 
 def _theirs_or(content: Mapping[str, Any], where: str, unknown: ConfigError) -> ModelConfig:
-    """The model as transformers computes it, if it has such a type; else raise ``unknown``, which names the nearest
-    known one."""
-    # Only names are looked at: no model code is imported.
+    """The model as transformers' own, if it has such a type; else ``unknown``, which says what is near."""
     try:
         from transformers.models.auto import modeling_auto
     except ImportError:
@@ -81,23 +78,20 @@ def _theirs_or(content: Mapping[str, Any], where: str, unknown: ConfigError) -> 
 
 
 def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
-    """A model that transformers computes. The settings hold the sizes that a run itself needs; the rest stays in the
-    JSON.
+    """A model that transformers computes. Of the architecture the result says what a run asks for by itself.
 
     Raises:
-        ConfigError: transformers is not installed, has no such type or no causal language model of it, it is an encoder
-            with a decoder, or its weights are quantized.
+        ConfigError: transformers is not installed, has no such type or no language model of it, it is an encoder with a
+            decoder that runs do not train, or its weights are quantized.
     """
     config = transformers_config(content, where)
     if content.get("quantization_config"):
         raise ConfigError(f"{where}: its weights are quantized: --model-implementation transformers reads none such")
+    layers = _number(config.get_text_config(decoder=True), _LAYERS, 1) or 1
     if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"{where}: {config.model_type} is an encoder and a decoder, which read a prompt and its answer apart; runs "
-            "train models that read both as one sequence. smp.transform trains it in a loop of your own "
-            "(docs/transform.md)"
-        )
-    # Of a model with images: its language model.
+        _require_texts(config, where)
+        content = {**content, "is_encoder_decoder": True}  # classes have it where a file does not
+        layers = _layers_of_both(config)
     text = config.get_text_config(decoder=True)
     heads = _number(text, _HEADS, 1)
     width = _number(text, _WIDTH, None)
@@ -106,9 +100,8 @@ def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
         raise ConfigError(f"{where}: {config.model_type} names no width or no vocabulary: it is no language model")
     head = getattr(text, "head_dim", None)
     return ModelConfig(
-        # Sorted keys: equal descriptions are equal texts.
         transformers_config=json.dumps(content, sort_keys=True),
-        num_layers=_number(text, _LAYERS, 1) or 1,
+        num_layers=layers,
         hidden_size=width,
         ffn_hidden_size=4 * width,
         num_attention_heads=heads or 1,
@@ -121,16 +114,41 @@ def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
     )
 
 
+_LANGUAGES = ("mbart", "m2m_100", "plbart", "nllb-moe")
+"""Types whose tokenizers put a language in front of or behind each text."""
+
+
+def _require_texts(config: Any, where: str) -> None:
+    """Raise ConfigError for an encoder with a decoder that is not trained on texts alone."""
+    from transformers.models.auto import modeling_auto
+
+    kind = config.model_type
+    if kind not in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES or hasattr(config, "vision_config"):
+        raise ConfigError(f"{where}: {kind} is an encoder with a decoder, and does not read texts alone")
+    if kind in _LANGUAGES:
+        raise ConfigError(f"{where}: the tokenizer of {kind} marks languages, which samples here do not name")
+
+
+def _layers_of_both(config: Any) -> int:
+    """Layers of an encoder and of its decoder."""
+    parts = [getattr(config, name, config) for name in ("encoder", "decoder")]
+    if parts[0] is not parts[1]:
+        return sum(_number(part, _LAYERS, 1) or 1 for part in parts)
+    count = _number(config, ("encoder_layers", "num_layers"), 1) or 1
+    return count + (_number(config, ("decoder_layers", "num_decoder_layers"), count) or count)
+
+
 def _gives_scores(content: Mapping[str, Any], where: str) -> bool:
-    """Whether the config.json is of a reward model.
+    """Whether the files are of a reward model.
 
     Raises:
         ConfigError: they are of a classifier.
     """
-    # An empty list counts as none.
     [name, *_] = content.get("architectures") or [""]
     if not name.endswith(CLASSIFIER):
         return False
+    if content.get("is_encoder_decoder"):
+        raise ConfigError(f"{where}: {name} is an encoder with a decoder: reward models are decoders here")
     count = content.get("num_labels", len(content.get("id2label") or "12"))  # transformers' default is two
     if count != 1:
         raise ConfigError(f"{where}: a classifier of {count} labels is not supported, only a reward model of one")
@@ -138,7 +156,7 @@ def _gives_scores(content: Mapping[str, Any], where: str) -> bool:
 
 
 def require_classifier(model: ModelConfig) -> None:
-    """Raise ConfigError where transformers has no class of this type that scores texts."""
+    """Raise ConfigError where transformers has no class that gives a text a score, of this type."""
     from transformers.models.auto import modeling_auto
 
     kind = json.loads(model.transformers_config or "{}").get("model_type")
@@ -152,8 +170,8 @@ def _number(config: Any, names: tuple[str, ...], otherwise: int | None) -> int |
 
 
 def differences(trained: ModelConfig, asked: ModelConfig) -> list[str]:
-    """How the architecture of ``asked`` differs, as ``rope_theta 10000 -> 500000``, where transformers computes at
-    least one of them."""
+    """What the architecture of ``asked`` has otherwise, as ``rope_theta 10000 -> 500000``; one of them is
+    transformers' own."""
     if trained.is_foreign != asked.is_foreign:
         return [f"implementation {implementation(trained)} -> {implementation(asked)}"]
     before, now = (json.loads(model.transformers_config or "{}") for model in (trained, asked))
@@ -162,5 +180,5 @@ def differences(trained: ModelConfig, asked: ModelConfig) -> list[str]:
 
 
 def implementation(model: ModelConfig) -> str:
-    """The value of --model-implementation for this model."""
+    """The word of --model-implementation."""
     return "transformers" if model.is_foreign else "smp"

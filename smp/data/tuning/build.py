@@ -16,6 +16,7 @@ import numpy.typing as npt
 from smp.config.blend import parse_split
 from smp.config.command_line.fields import given
 from smp.config.schema import Config, ConfigError
+from smp.data.tuning.apart import ApartEncoder
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder, marked
 from smp.data.tuning.files import read_records
@@ -219,6 +220,8 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
 def _encoder(config: Config, tokenizer: TuningTokenizer, template: ChatTemplate | None) -> Encoder:
     data, vision = config.data, config.vision
     options = {"mask_prompt": data.mask_prompt, "as_messages": data.apply_chat_template}
+    if config.model.reads_apart:
+        return ApartEncoder(tokenizer, template, _decoder_start(config), as_messages=data.apply_chat_template)
     if not config.model.sees_images:
         return Encoder(tokenizer, template, **options)
     assert vision is not None, "settings of a fine-tuning run"
@@ -229,6 +232,14 @@ def _encoder(config: Config, tokenizer: TuningTokenizer, template: ChatTemplate 
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--image-folder {folder}: there is no such folder")
     return VisionEncoder(tokenizer, template, processor, folder, **options)
+
+
+def _decoder_start(config: Config) -> int | None:
+    """The token that the decoder of an encoder with a decoder begins with."""
+    content = json.loads(config.model.transformers_config or "{}")
+    own = content.get("decoder_start_token_id")
+    inner = content.get("decoder")
+    return own if own is not None or not isinstance(inner, dict) else inner.get("bos_token_id")
 
 
 def chat_template_of(path: str | None, tokenizer: TuningTokenizer, place: str | None = None) -> ChatTemplate | None:

@@ -29,6 +29,7 @@ class TuningTokenizer(ABC):
         eos: the token that ends a text.
         bos: the token that begins one, if there is one, whether or not it is put in front of texts.
         before: token ids that a plain text begins with.
+        behind: those that its rules put behind a whole text, which one that goes on must not have.
         special: ids of tokens that are no text.
         template: source of the chat template, or None.
         unread_template: a file with a chat template that lies next to it and is not read; None: there is none.
@@ -40,6 +41,7 @@ class TuningTokenizer(ABC):
     eos: int
     bos: int | None
     before: list[int]
+    behind: list[int]
     special: frozenset[int]
     template: str | None = None
     unread_template: Path | None = None
@@ -96,7 +98,7 @@ class FolderTokenizer(TuningTokenizer):
         self.eos = int(eos)
         self.special |= {self.eos}  # also where the file does not say so
         self.bos = self._tokenizer.token_to_id(self.template_tokens.get("bos_token", ""))
-        self.before = put_in_front(self._tokenizer)
+        self.before, self.behind = put_around(self._tokenizer)
         self.template = _template(folder, config)
 
     def encode(self, text: str) -> list[int]:
@@ -126,7 +128,7 @@ class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.path, self.folder = path, path.parent
-        self.eos, self.before = self.eod, []
+        self.eos, self.before, self.behind = self.eod, [], []
         pieces = self.control_pieces()
         self.template_tokens = {name: text for name, (text, _) in pieces.items()}
         self._ids = dict(pieces.values())
@@ -175,12 +177,17 @@ def open_tokenizer(path: str | Path) -> TuningTokenizer:
 
 
 def put_in_front(tokenizer: Any) -> list[int]:
-    """Token ids that the rules of a tokenizer.json put in front of a text; what they put behind it ends a text, which
-    one that goes on must not have."""
+    """Token ids that the rules of a tokenizer.json put in front of a text."""
+    return put_around(tokenizer)[0]
+
+
+def put_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Token ids that the rules of a tokenizer.json put in front of a text, and behind it."""
     # Seen on a text that any tokenizer knows; the rules themselves have no common form.
     ids = tokenizer.encode("a", add_special_tokens=True).ids
     bare = tokenizer.encode("a", add_special_tokens=False).ids
-    return next((list(ids[:i]) for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), [])
+    at = next((i for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), None)
+    return ([], []) if at is None else (list(ids[:at]), list(ids[at + len(bare) :]))
 
 
 def begun(ids: list[int], before: list[int]) -> list[int]:

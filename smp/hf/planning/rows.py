@@ -69,9 +69,10 @@ def _t5(side: str) -> dict[str, str]:
     layer = f"{side}.block.*.layer.*"
     dense = dict.fromkeys((f"{layer}.DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1")), "colwise")
     rows = {f"{side}.embed_tokens": EMBEDDING, f"{layer}.DenseReluDense.wo": "rowwise"} | dense
-    for attention in ("SelfAttention", "EncDecAttention"):
+    for attention in ("SelfAttention", "EncDecAttention", "LocalSelfAttention"):
         rows |= _attention(f"{layer}.{attention}", "o", "n_heads", "q k v")
-    return rows | {f"{layer}.SelfAttention.relative_attention_bias": EMBEDDING_COLUMNS}  # a column per head
+        rows[f"{layer}.{attention}.relative_attention_bias"] = EMBEDDING_COLUMNS  # a column per head
+    return rows
 
 
 def _mlp(up: str, down: str) -> dict[str, str]:
@@ -110,6 +111,10 @@ OWN: dict[str, dict[str, str]] = {
         "model.layers.*.self_attn.o_proj": "rowwise_split_input",
         "model.layers.*.self_attn.dt_proj": REPLICATE,
     },
+    # Its other way through both, which reads their weights, is for checkpoints that were trained in parts.
+    "bloom": dict.fromkeys(
+        ("transformer.h.*.self_attention.dense", "transformer.h.*.mlp.dense_4h_to_h"), "rowwise_split_input"
+    ),
     "inkling_text": _WHOLE_SHARED_EXPERTS,
     "longcat_flash": {"model.layers.*.mlp.experts": REPLICATE},
     "bert": _bert("bert", "cls.predictions.decoder"),
@@ -139,7 +144,7 @@ OWN: dict[str, dict[str, str]] = {
         "model.decoder.layers.*.fc2": "rowwise",
         "model.decoder.layers.*.final_layer_norm": "replicate",
     },
-    "t5": _t5("encoder") | _t5("decoder"),
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), _t5("encoder") | _t5("decoder")),
     "gpt_neo": {
         **_attention("transformer.h.*.attn.attention", "out_proj", "num_heads"),
         **_mlp("transformer.h.*.mlp.c_fc", "transformer.h.*.mlp.c_proj"),

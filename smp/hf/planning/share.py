@@ -1,4 +1,5 @@
-"""How much of a model a plan cuts: said by every ``transform``, warned of below a half, refused where it is nothing."""
+"""How much of a model a plan cuts: said by every ``transform``, warned of where a rank has a tenth more than its share,
+refused where nothing is cut."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from torch import nn
 from smp.config.schema import ConfigError
 from smp.hf.planning.module_plan import Plan
 from smp.hf.planning.rows import pattern_of
+
+MOST = 1.1
+"""Parts of the parameters that a rank has, as a multiple of its share, above which that is warned of."""
 
 
 @dataclass(frozen=True)
@@ -80,5 +84,10 @@ class Share:
             said.append(
                 f"warning: less than a half is cut ({self.fraction:.0%} of all{of_layers}{nothing}): memory and time "
                 "of the rest are those of one process on every rank"
+            )
+        elif own * ranks > MOST * self.total:
+            said.append(
+                f"warning: a rank has {own / self.total:.0%} of the parameters, and 1/{ranks} of them is "
+                f"{1 / ranks:.0%}: what is not cut is whole on every rank"
             )
         return said

@@ -25,6 +25,7 @@ from smp.layers.heads.cross_entropy import VocabShard, linear_cross_entropy
 from smp.layers.heads.distillation import linear_divergence
 from smp.layers.heads.head import DISTILLED, ModelOutput, chunk_tokens
 from smp.layers.parameter import local
+from smp.models.foreign import reads_apart
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.collectives import Group, copy_to_group
 
@@ -217,6 +218,22 @@ def _replaced(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 @torch.no_grad()
 def _logits_of(module: Any, head: Any, columns: torch.Tensor) -> torch.Tensor:
     """What the model makes of ``columns``, (ids,), where its output matrix gives them; its decoder does not run."""
+    bases = [module.get_encoder(), module.get_decoder()] if reads_apart(module) else [_decoder_around(module, head)]
+    hidden = torch.zeros(1, 1, head.in_features, device="meta")
+    table = module.get_input_embeddings()
+    stand_ins: dict[Any, Callable[..., Any]] = {
+        **dict.fromkeys(bases, lambda *args, **kwargs: _Decoded(hidden)),
+        table: lambda *args, **kwargs: hidden,
+        head: lambda *args, **kwargs: columns.clone().view(1, 1, -1),
+    }
+    ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    with _replaced(stand_ins):
+        out: torch.Tensor = module(input_ids=ids, **({"decoder_input_ids": ids} if len(bases) == 2 else {})).logits
+    return out.view(-1).float()
+
+
+def _decoder_around(module: Any, head: Any) -> Any:
+    """The largest part of ``module`` that gives hidden states, and has no ``head``."""
     base = module.base_model
     while any(part is head for part in base.modules()):  # Llama 4's is in a language model inside
         inner = base.get_decoder()
@@ -224,16 +241,7 @@ def _logits_of(module: Any, head: Any, columns: torch.Tensor) -> torch.Tensor:
         if inner is base:
             raise ValueError("it has no decoder of its own")
         base = inner
-    hidden = torch.zeros(1, 1, head.in_features, device="meta")
-    table = module.get_input_embeddings()
-    stand_ins: dict[Any, Callable[..., Any]] = {
-        base: lambda *args, **kwargs: _Decoded(hidden),
-        table: lambda *args, **kwargs: hidden,
-        head: lambda *args, **kwargs: columns.clone().view(1, 1, -1),
-    }
-    with _replaced(stand_ins):
-        out: torch.Tensor = module(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta")).logits
-    return out.view(-1).float()
+    return base
 
 
 class _Decoded:

@@ -1,4 +1,4 @@
-"""A causal language model of transformers as a :class:`smp.models.protocol.Model`: what ``pretrain_gpt.py`` and
+"""A language model of transformers as a :class:`smp.models.protocol.Model`: what ``pretrain_gpt.py`` and
 ``finetune.py`` train where ``--model-implementation`` is transformers.
 
 The module's children are this module's own, so parameters, checkpoints and adapters have Hugging Face's names. The
@@ -21,6 +21,7 @@ from smp.config import ConfigError, ModelConfig
 from smp.hf.loading.delayed import DelayedParamIniter, allocate
 from smp.hf.loading.first_values import FirstValues
 from smp.hf.planning.module_plan import dropouts
+from smp.hf.run.apart import Shift
 from smp.hf.run.cross_attention import attends_across, hide_filler, keep_apart
 from smp.hf.run.documents import refusal_of_documents
 from smp.hf.run.head import OutputMatrix, check_scores, row_of
@@ -31,7 +32,7 @@ from smp.hf.transform import transform
 from smp.kernels import TORCH, Kernels
 from smp.layers.heads.head import ModelOutput
 from smp.layers.heads.score import scored
-from smp.models.foreign import SCORE, blocks_of, decoder_of, new_module, output_matrix, tower_blocks
+from smp.models.foreign import SCORE, blocks_of, decoder_of, new_module, output_matrix, reads_apart, tower_blocks
 from smp.models.micro_batch import MicroBatch, OwnCache
 from smp.models.protocol import Model, OutputShard
 from smp.parallel.context import ParallelContext
@@ -42,7 +43,8 @@ _CACHES = ("past_key_values", "cache_params")
 
 
 class TransformersModel(Model):
-    """A causal language model of transformers, without memory and not yet sharded.
+    """A language model of transformers, without memory and not yet sharded: a decoder, which may see images, or an
+    encoder of prompts with a decoder of answers.
 
     Args:
         config: with ``transformers_config``.
@@ -90,6 +92,9 @@ class TransformersModel(Model):
         self._asked = {"use_cache": False} if "use_cache" in names else {}
         takes = [name for name in _CACHES if name in names and not config.scalar_head]
         self._cache_name = takes[0] if takes and module._supports_default_dynamic_cache() else ""
+        self._shift = Shift(module) if reads_apart(module) else None
+        if self._shift is not None:
+            self.capabilities = frozenset()
         self._slices = context.tp.size() if context.sequence_parallel else 1
         self.no_documents = refusal_of_documents(module)
 
@@ -123,6 +128,8 @@ class TransformersModel(Model):
         table, head = self.module.get_input_embeddings(), self.head
         if self.config.scalar_head:  # the row is read here, not by its own forward pass
             return [*units, table]
+        if self._shift is not None:  # an encoder and a decoder read the table through modules of their own
+            return units
         shared = {id(p) for p in table.parameters()} & {id(p) for p in head.parameters()}  # type: ignore[union-attr]
         return units if shared or head is None else [*units, table, head]
 
@@ -158,6 +165,8 @@ class TransformersModel(Model):
             return self._next(batch, batch.own_cache)
         if self.training and batch.token_index is not None:
             self._numbers.index = self._even(batch.token_index)
+        if self._shift is not None:
+            return self._answered(batch, self._shift)
         arguments: dict[str, Any] = {"input_ids": self._even(with_filler(batch)), **self._asked}
         if batch.images is not None:
             arguments |= batch.images.values
@@ -178,6 +187,17 @@ class TransformersModel(Model):
         with self._output.wanted(batch) as result:
             logits = self.module(**arguments).logits[:, : batch.input_ids.shape[1]]
         return ModelOutput(logits=logits) if result.output is None else result.output
+
+    def _answered(self, batch: MicroBatch, shift: Shift) -> ModelOutput:
+        """The loss of answers that a decoder gives to what its encoder reads."""
+        if batch.labels is None:
+            raise ConfigError(f"{type(self.module).__name__} is an encoder with a decoder, which runs only train here")
+        arguments, answers = shift.apart(batch)
+        assert self._output is not None, "it is no reward model"
+        with self._output.wanted(answers) as result:
+            self.module(**arguments, **self._asked)
+        assert result.output is not None, "labels give a loss"
+        return result.output
 
     def _next(self, batch: MicroBatch, cache: OwnCache) -> ModelOutput:
         """This rank's columns of the logits (rows, columns) of the tokens that follow, by transformers' cache."""

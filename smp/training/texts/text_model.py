@@ -179,6 +179,11 @@ def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.
 
 
 def _load_foreign(weights: Weights, context: ParallelContext, device: torch.device, dtype: torch.dtype) -> Model:
+    if weights.config.reads_apart:
+        raise ConfigError(
+            "--load: an encoder with a decoder is trained here, and not used: load the folder that --save-hf writes by "
+            "transformers"
+        )
     # Here, because a model of this project's own needs none of that room.
     from smp.hf.run.model import TransformersModel
 

@@ -147,7 +147,8 @@ def publish_adapter(config: Config, iteration: int) -> list[str]:
     dropout, base = config.lora.lora_dropout or 0.0, str(config.checkpoint.load)
     try:
         if config.model.is_foreign:
-            write_own_names(folder, adapters, dropout=dropout, base=base)
+            apart = config.model.reads_apart
+            write_own_names(folder, adapters, dropout=dropout, base=base, reads_apart=apart)
             return [f"adapter in peft's format: {folder}"]
         family = family_for(config.model, reference_config(config))
         write_adapters(folder, adapters, config.model, family, dropout=dropout, base=base)

@@ -271,6 +271,8 @@ def teacher_config(config: Config, world_size: int) -> Config:
         raise ConfigError(f"--teacher {folder} holds neither a Hugging Face model nor a checkpoint of a training run")
     if found["scalar_head"]:
         raise ConfigError(f"--teacher {folder} is a reward model, without an output matrix")
+    if replace(ModelConfig(), **found).reads_apart:
+        raise ConfigError(f"--teacher {folder} is an encoder with a decoder, which read a prompt and its answer apart")
     distillation, config = config.distillation, replace(config, parallel=_of_teacher(config, found["num_experts"]))
     try:
         made = _frozen(config, folder, "--teacher", found, world_size, "sft", config.data.seq_length or 1)
