@@ -1,4 +1,5 @@
-"""From settings to the samples of a run and what they are laid out as. No torch, so that bad data end a run at once."""
+"""Samples or prompts of a fine-tuning run, read and laid out from the settings. It does not import torch, so that bad
+data end a run before a GPU is touched."""
 
 from __future__ import annotations
 
@@ -56,11 +57,12 @@ class TuningData:
     @property
     def samples_per_epoch(self) -> int:
         """Sequences (pairs) of the training part."""
+        # A pair takes two sequences: chosen, then rejected.
         return len(self.train) // (2 if self.pairs else 1)
 
     def preview(self, count: int, colours: bool) -> list[str]:
-        """The first ``count`` samples of the training part, with what is trained marked, by colours or by brackets; of
-        a pair the chosen answer comes first."""
+        """The first ``count`` samples of the training part, with what is trained marked by colours or by brackets. Of a
+        pair the chosen answer comes first."""
         texts = self.train.order[: count * (2 if self.pairs else 1)].tolist()
         return [f"--- text {n}\n{marked(self.tokenizer, self.samples[n], colours)}" for n in texts]
 
@@ -88,19 +90,20 @@ class PromptData:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Completions of the training part, as often as each is trained on."""
+        """Completions of the training part, counted as often as each is trained on."""
         return len(self.train) * self.each
 
     def preview(self, count: int, colours: bool) -> list[str]:
         """The first ``count`` prompts of the training part, as the model sees them."""
+        # Nothing in a prompt is trained: the completion is.
         shown = [(n, self.prompts[n].ids) for n in self.train[:count].tolist()]
         texts = [(n, (np.array(ids, np.int32), np.zeros(len(ids), np.bool_))) for n, ids in shown]
         return [f"--- prompt {n}\n{marked(self.tokenizer, text, colours)}" for n, text in texts]
 
 
 def read_data(config: Config, tokenizer: TuningTokenizer) -> TuningData | PromptData:
-    """Read, encode and lay out everything for a resolved ``config``. Raises ConfigError, one line that says which and
-    why, when the data cannot be used."""
+    """Read, encode and lay out all data of a resolved ``config``. Raises ConfigError, one line with the flag and the
+    reason, when the data cannot be used."""
     return _read_prompts(config, tokenizer) if config.is_online else _read_samples(config, tokenizer)
 
 
@@ -110,6 +113,8 @@ def _read_prompts(config: Config, tokenizer: TuningTokenizer) -> PromptData:
     assert rollouts is not None and rollouts.num_generations is not None, "filled in before"
     template, vocab_size = chat_template_of(data.chat_template, tokenizer), config.model.vocab_size
     encoder = Encoder(tokenizer, template, as_messages=data.apply_chat_template)
+    # seq_length labels need seq_length + 1 tokens: the last token is predicted, never read. A
+    # prompt must leave room for the longest completion, or rollouts would not fit into a sequence.
     longest = data.seq_length + 1 - rollouts.max_completion_length
 
     def read(flag: str, path: str) -> tuple[list[Prompt], Report]:
@@ -131,16 +136,19 @@ def _read_prompts(config: Config, tokenizer: TuningTokenizer) -> PromptData:
     columns = sorted({name for prompt in prompts for name in prompt.columns})
     lines = [
         *told,
+        # A template that names a token the tokenizer lacks renders it as an empty text, without an
+        # error.
         *_without_tokens(template),
         f"columns for rewards: {', '.join(columns) or 'none'}",
         f"training: {len(train):,} prompts, validation: {len(valid):,} prompts",
     ]
+    # Each completion is trained on num_iterations times (the mu of GRPO, arXiv 2402.03300).
     each = rollouts.num_generations * rollouts.num_iterations
     return PromptData(tokenizer, prompts, own, train, valid, each, tuple(lines))
 
 
 def _of_prompts(report: Report, what: str) -> list[str]:
-    """What was read, for people."""
+    """Lines for the user about the prompts that were read."""
     return [
         f"{what}: {report.used:,} of {report.records:,} used, {report.tokens:,} tokens, {len(report.bad):,} dropped",
         *report.beside_template("prompts are texts"),
@@ -150,7 +158,8 @@ def _of_prompts(report: Report, what: str) -> list[str]:
 
 @contextlib.contextmanager
 def _named(flag: str) -> Iterator[None]:
-    """What is wrong with files is said of the flag that names them; damage is another exit code."""
+    """Turn ValueError into ConfigError with the flag that names the files. Its cause stays: ``exit_code`` finds a
+    DamageError there."""
     try:
         yield
     except ValueError as error:
@@ -158,7 +167,7 @@ def _named(flag: str) -> Iterator[None]:
 
 
 def _parts(config: Config, own: int, count: int, what: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Numbers of the samples that are trained on, and of those for validation.
+    """Numbers of the samples to train on, and of those for validation.
 
     Args:
         own: samples of --data-path; behind them stand those of --valid-data-path, if it is given.
@@ -168,10 +177,12 @@ def _parts(config: Config, own: int, count: int, what: str) -> tuple[npt.NDArray
     if config.data.valid_data_path is not None:
         return np.arange(own), np.arange(own, count)
     split = config.data.split
+    # Keyed by the training seed: the same command splits the same files in the same way.
     train, valid = split_samples(count, parse_split(split), config.training.seed)
     if len(train) == 0:
         raise ConfigError(f"--split {split} leaves none of {count} {what} to train on")
     if config.training.evaluates and len(valid) == 0:
+        # Either of two flags asks for validation: the error names the one that was given.
         flag = given(config.training, "eval_interval", "eval_epochs")[0]
         raise ConfigError(f"{flag}: --split {split} leaves none of {count} {what} for validation")
     return train, valid
@@ -181,8 +192,10 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     data, facts = config.data, config.objective_facts
     assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
     assert data.packing is not None and data.packing != "stream", "filled in before"
+    # With images the template gets content parts, as transformers passes them to vision models.
     template = chat_template_of(data.chat_template, tokenizer, place=PLACE if config.model.sees_images else None)
     encoder = _encoder(config, tokenizer, template)
+    # facts.reads says which form the objective needs: one text, a pair, or a text with a label.
     read = partial(
         collect,
         encode={"sample": encoder.sample, "pair": encoder.pair, "labelled": encoder.labelled}[facts.reads],
@@ -191,6 +204,8 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
         threshold=data.bad_sample_threshold,
         keep_end=data.truncation_side == "left",
         label=label_of if facts.reads == "labelled" else None,
+        # Images are read once here, for their sizes and hashes; batches read them again when they
+        # come.
         images=config.model.sees_images,
     )
     with _named("--data-path"):
@@ -201,11 +216,14 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
             more, report = read(read_records(shlex.split(data.valid_data_path)))
         samples, told = samples + more, [*told, *report.lines("validation samples")]
     # By samples, so that both answers of a pair are on the same side.
+    # rows is 2 for pairs, else 1: samples are counted in pairs here.
     chosen = _parts(config, texts // rows, len(samples) // rows, "samples")
     train, valid = (
+        # Text numbers of sample s are s * rows .. s * rows + rows - 1; [samples, rows] flattened.
         lay_out(samples, (part[:, None] * rows + np.arange(rows)).ravel(), data.seq_length, data.packing)
         for part in chosen
     )
+    # The KL term of KTO pairs a prompt with the answer of another sample (arXiv 2402.01306).
     for part, used in (("training", len(train)), ("validation", len(valid) if config.training.evaluates else 0)):
         if facts.mismatched and used == 1:
             raise ConfigError(
@@ -225,6 +243,7 @@ def _encoder(config: Config, tokenizer: TuningTokenizer, template: ChatTemplate 
     if not config.model.sees_images:
         return Encoder(tokenizer, template, **options)
     assert vision is not None, "settings of a fine-tuning run"
+    # Images stand in content parts, which only a template can turn into text.
     if template is None:
         raise ConfigError("--load has no chat template, which says where images are: give --chat-template")
     processor = ImageProcessor(open_processor(tokenizer.folder), template)
@@ -244,8 +263,9 @@ def _decoder_start(config: Config) -> int | None:
 
 def chat_template_of(path: str | None, tokenizer: TuningTokenizer, place: str | None = None) -> ChatTemplate | None:
     """The template of --chat-template, or the tokenizer's, or None. Raises ConfigError when it cannot be used.
-    ``place`` stands for an image in messages, which the template gets as content parts then."""
+    ``place`` stands for an image in messages, which are passed to the template as content parts then."""
     try:
+        # utf-8-sig: editors on Windows write a byte order mark, which would start every text.
         source = tokenizer.template if path is None else Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error
@@ -258,7 +278,7 @@ def chat_template_of(path: str | None, tokenizer: TuningTokenizer, place: str | 
 
 
 def _without_tokens(template: ChatTemplate | None) -> list[str]:
-    """A note on special tokens that the template names in vain."""
+    """A note on special tokens that the template names and the tokenizer does not have."""
     if template is None or not template.empty_tokens:
         return []
     names = ", ".join(template.empty_tokens)
@@ -266,7 +286,7 @@ def _without_tokens(template: ChatTemplate | None) -> list[str]:
 
 
 def _is_json(source: str | None) -> bool:
-    """As tokenizer_config.json is, which as a template would be a text of braces."""
+    """Whether the text is a JSON object, such as tokenizer_config.json: as a template it would render as itself."""
     try:
         return isinstance(json.loads(source or ""), dict)
     except ValueError:

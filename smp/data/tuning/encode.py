@@ -1,4 +1,4 @@
-"""Samples to token ids, and which of them are trained."""
+"""Samples to token ids and a mask of those that are trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smp.data.tuning.tokenizer import APART, TuningTokenizer
 
 _COLOURS = {True: ("\x1b[1;32m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
 _BRACKETS = {True: ("⟦", "⟧"), False: ("", "")}
-"""Around what is trained and what is not."""
+"""What is written around trained and untrained stretches."""
 
 Encoded = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 """Token ids (n,), and for each whether the model is trained to say it."""
@@ -50,11 +50,11 @@ class Encoder:
         self.reading = Reading(template is not None or tokenizer.unread_template is not None, as_messages)
 
     def sample(self, record: dict[str, Any]) -> list[Encoded]:
-        """The one text of a record. Raises ValueError when it is broken, or nothing in it is trained."""
+        """The single text of a record. Raises ValueError when it is broken or nothing in it is trained."""
         return [self._encode(recognise(record, self.reading), record)]
 
     def labelled(self, record: dict[str, Any]) -> list[Encoded]:
-        """The one text of a record with a label. Raises ValueError as ``sample``."""
+        """The single text of a record with a label. Raises ValueError as ``sample``."""
         return [self._encode(recognise_labelled(record, self.reading), record)]
 
     def pair(self, record: dict[str, Any]) -> list[Encoded]:
@@ -62,8 +62,8 @@ class Encoder:
         return [self._encode(answer, record) for answer in recognise_pair(record, self.reading)]
 
     def prompt(self, sample: Conversation | str) -> list[int]:
-        """Token ids of what the model goes on from: a text, or a conversation with the heading of the assistant's turn.
-        Raises ValueError when the template refuses it."""
+        """Token ids of a prompt: a text, or a conversation with the heading of the assistant's turn. Raises ValueError
+        when the template refuses it."""
         if isinstance(sample, str):
             return self.tokenizer.begun(sample)
         return self.tokenizer.encode_at(self._template().prompt(sample.messages, sample.tools))[0]
@@ -77,6 +77,7 @@ class Encoder:
             tools: descriptions of tools, of the prompt.
         """
         ids = self.tokenizer.encode_at(self._template().reply(messages, tools))[0]
+        # The model has written the end of its turn itself: not twice.
         return ids[1:] if ids and ids[0] in ends else ids
 
     def _encode(self, sample: Sample, record: dict[str, Any]) -> Encoded:
@@ -86,8 +87,10 @@ class Encoder:
     def _finished(
         self, ids: list[int], trained: list[bool], sample: Sample, record: dict[str, Any], never: Sequence[bool] = ()
     ) -> Encoded:
-        """``never``: tokens that are not trained, whatever is asked for."""
+        """Arrays of the sample. ``never``: tokens that are not trained even without the prompt mask, such as those of
+        images."""
         if isinstance(record, Row):
+            # The note for the user depends on the mask before --no-mask-prompt replaces it.
             self.note(sample, record)
             if isinstance(sample, Conversation):
                 record.unended = record.unended or _unended(self.tokenizer, ids, trained)
@@ -100,7 +103,8 @@ class Encoder:
         return np.array(ids, np.int32), np.array(trained, np.bool_)
 
     def note(self, sample: Sample | str, row: Row) -> None:
-        """Keep in ``row`` what becomes of it that its user may not expect."""
+        """Record in ``row`` what its user may not expect: keys the template ignores, reasoning it drops, text taken
+        without the template."""
         if isinstance(sample, Conversation):
             if self.template is not None:
                 row.hidden |= self.template.unnamed(sample)
@@ -109,8 +113,8 @@ class Encoder:
             row.as_text = self.reading.chat and "prompt" in row.read
 
     def _plain(self, sample: Plain) -> tuple[list[int], list[bool]]:
-        """Pieces are encoded apart, as they are when the model is asked to go on after a prompt, so that their ids
-        together are those of the whole text, which has no space between them. The end is trained."""
+        """Token ids and mask of a text in pieces. Each piece is encoded by itself, as it is when the model completes a
+        prompt; the result must decode to the same text as all pieces in one. The end token is trained."""
         ids, trained, said = list[int](), list[bool](), ""
         for text, train in sample.pieces:
             if said:
@@ -118,6 +122,7 @@ class Encoder:
                 ids, trained = ids + piece, trained + [train] * len(piece)
             else:  # what it begins with is not trained
                 ids = self.tokenizer.begun(text)
+                # A beginning of text token is given, never predicted.
                 trained = [train and i >= len(self.tokenizer.before) for i in range(len(ids))]
             said += text
         if ids and ids[-1] == self.tokenizer.eos and trained[-1]:  # written out in the text
@@ -125,8 +130,8 @@ class Encoder:
         return [*ids, self.tokenizer.eos], [*trained, True]
 
     def _going_on(self, ids: list[int], said: str, text: str) -> list[int]:
-        """Token ids of ``text`` behind ``ids``, those of what was ``said``: the first of some ways to cut it that
-        together give back what the whole text in one piece gives."""
+        """Token ids of ``text`` after ``ids`` (the ids of ``said``): the first of several ways to encode it that
+        decodes, together with ``ids``, to the same text as the whole in one piece."""
         whole = self.tokenizer.decode(self.tokenizer.begun(said + text))
         # One that tokenizers do not join with others; or the end of what was said, which some must see, such as
         # WordPiece, whose tokens within a word are others than those that begin one.
@@ -139,6 +144,8 @@ class Encoder:
 
     def _conversation(self, sample: Conversation) -> tuple[list[int], list[bool]]:
         text, spans = self._template().render(sample)
+        # Rendered templates write their special tokens out: no begin token is added here, as
+        # transformers tokenizes with add_special_tokens=False.
         ids, offsets = self.tokenizer.encode_at(text)
         return ids, without_line_ends(self.tokenizer, ids, within(offsets, spans))
 
@@ -155,8 +162,9 @@ class Encoder:
 
 
 def within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Whether each token has a character of one of the spans, which are in order: also one that begins in the prompt's
-    last white space and holds the answer's first characters, as in transformers' assistant mask."""
+    """Whether each token has a character in one of the spans, which must be in order. A token that begins in the
+    prompt's last white space and holds the answer's first characters counts, as in transformers' assistant mask."""
+    # A binary search for each token: conversations have thousands of tokens and tens of spans.
     starts = [first for first, _ in spans]
     # The last span that begins before the token's end; a token without characters stands before the next one.
     hits = [bisect_left(starts, max(last, first + 1)) - 1 for first, last in offsets]
@@ -164,14 +172,15 @@ def within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def _unended(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> bool:
-    """Whether something that the assistant says ends without a special token that is trained: the template has none, or
-    has it in the heading of the next message."""
+    """Whether a stretch that the assistant says ends without a trained special token: the template has none, or writes
+    it in the heading of the next message."""
     last = (i for i in range(len(ids)) if trained[i] and not (i + 1 < len(ids) and trained[i + 1]))
     return any(ids[i] not in tokenizer.special for i in last)
 
 
 def without_line_ends(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> list[bool]:
-    """Templates write a line end after the token that ends a turn. The model never gets to write it: it has stopped."""
+    """The mask without line ends after the token that ends a turn: templates write them, but the model has stopped
+    before and never produces them."""
     out = list(trained)
     for i in range(1, len(ids)):
         if trained[i] and ids[i - 1] in tokenizer.special and ids[i] not in tokenizer.special:
@@ -183,8 +192,8 @@ def without_line_ends(tokenizer: TuningTokenizer, ids: list[int], trained: list[
 
 
 def marked(tokenizer: TuningTokenizer, text: Encoded, colours: bool) -> str:
-    """Decoded text for people: what is trained bold and green, what is only read dim; without colours the former in
-    ⟦ ⟧."""
+    """Decoded text for people: trained parts bold and green and the rest dim, or without colours the trained parts in ⟦
+    ⟧."""
     ids, trained = text
     marks = _COLOURS if colours else _BRACKETS
     parts = []

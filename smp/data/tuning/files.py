@@ -1,4 +1,4 @@
-"""Records from .jsonl, .json, .csv (also .gz and .zst), .parquet and .arrow files, each with where it stands."""
+"""Records of .jsonl, .json, .csv (also .gz and .zst), .parquet and .arrow files, each with its place ``file:line``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from smp.data.tuning.images import Shown
 
 Record = bytes | dict[str, Any]
-"""One sample as it is in a file: a line of .jsonl, or a row."""
+"""One sample as its file has it: a line of .jsonl (bytes), or a row."""
 
 
 def read_records(patterns: Sequence[str]) -> Iterator[tuple[str, Record]]:
@@ -31,7 +31,7 @@ def read_records(patterns: Sequence[str]) -> Iterator[tuple[str, Record]]:
 
 
 class Row(dict[str, Any]):
-    """A sample that knows what was asked of it: what it says and nobody reads is not to be lost without a word.
+    """A record that notes which of its keys were read, so that the user can be told of those that nothing used.
 
     Attributes:
         read: keys whose values were read.
@@ -44,6 +44,8 @@ class Row(dict[str, Any]):
     """
 
     def __init__(self, content: dict[str, Any], where: str = "") -> None:
+        # dict's own methods (in, keys, items) do not count as reading: shapes are recognised by
+        # them.
         super().__init__(content)
         self.where = where
         self.shown: Shown | None = None
@@ -59,12 +61,12 @@ class Row(dict[str, Any]):
         return super().get(key, default)
 
     def unread(self) -> list[str]:
-        """Keys with something under them that nothing has read."""
+        """Keys with a value that nothing has read."""
         return [key for key, value in self.items() if key not in self.read and value not in (None, "", [], {})]
 
 
 def parse(record: Record, where: str = "") -> Row:
-    """What stands there, at ``where``. Raises ValueError when that is no JSON object."""
+    """The record as a Row; ``where`` it stands. Raises ValueError when it is no JSON object."""
     found = record if isinstance(record, dict) else parse_record(record)
     # A column that other rows use is null here: the sample does not have it.
     return Row({key: value for key, value in found.items() if value is not None}, where)

@@ -1,4 +1,4 @@
-"""Images of samples: where a record says they are, and the pictures themselves, checked.
+"""Images of samples: where a record has them, and the decoded pictures, checked.
 
 A record has them as content parts of its messages (``{"type": "image", "path": ...}``, OpenAI's ``image_url``), or in
 a column ``images`` (``image``) whose places are written as ``<image>`` in the text, as LLaVA does. Each may be the path
@@ -22,21 +22,22 @@ import xxhash
 from smp.data.tuning.messages import BadSampleError, role_of
 
 PLACE = "\ufdd5"
-"""Stands for an image within a message; a noncharacter of Unicode, which text must not hold."""
+"""Stands for an image in a message; a Unicode noncharacter, which data must not hold."""
 WRITTEN = "<image>"
-"""LLaVA's word for it."""
+"""LLaVA's placeholder in a text."""
+# LLaVA writes the placeholder on a line before or after the question: its line end goes with it.
 _WITH_LINE_END = re.compile(rf"\n?{WRITTEN}$|{WRITTEN}\n?")
 _COLUMNS = ("images", "image")
 _TURNS = ("messages", "conversations", "conversation", "prompt", "completion")
 _KINDS = ("image", "image_url", "input_image")
 _SOURCES = ("path", "url", "base64", "bytes", "image", "image_url")
 _MOST_PIXELS = 89_478_485
-"""PIL's own limit, above which it warns of files that are small and unpack to gigabytes."""
+"""PIL's MAX_IMAGE_PIXELS, above which it warns of decompression bombs."""
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """An image that was looked at once.
+    """An image that was read and checked once.
 
     Attributes:
         path: of its file; None: its bytes are kept.
@@ -51,7 +52,7 @@ class ImageSource:
     mode: str
 
     def read(self) -> Any:
-        """The picture again. Raises ValueError where its file has changed."""
+        """The decoded picture. Raises ValueError where its file has changed."""
         data = self.data if self.data is not None else _file(self.path)  # type: ignore[arg-type]
         if xxhash.xxh3_64_hexdigest(data) != self.digest:
             raise BadSampleError(f"{self.path} has changed since the run began")
@@ -59,7 +60,7 @@ class ImageSource:
 
 
 def take_images(record: dict[str, Any], folder: Path) -> list[ImageSource]:
-    """Take images out of a record: each leaves :data:`PLACE` in its message, and they come back in that order.
+    """Take the images out of a record. Each leaves :data:`PLACE` in its message; the result is in the order of these.
 
     Args:
         record: is changed.
@@ -70,12 +71,15 @@ def take_images(record: dict[str, Any], folder: Path) -> list[ImageSource]:
     """
     name = next((name for name in _COLUMNS if record.get(name) is not None), None)
     column = [] if name is None else record[name]
+    # One image may stand alone, without a list.
     waiting = list(column) if isinstance(column, list) else [column]
     places = _Places(waiting)
     for key in _TURNS:
         if key not in record:
             continue
         if isinstance(record[key], list):
+            # Messages in their order, so that the n-th placeholder takes the n-th image of the
+            # column.
             record[key] = [places.taken(turn, i) for i, turn in enumerate(record[key])]
         elif isinstance(record[key], str) and key == "prompt":
             record[key] = places.written(record[key])
@@ -88,25 +92,26 @@ def take_images(record: dict[str, Any], folder: Path) -> list[ImageSource]:
 
 
 class _Places:
-    """Walks over messages and collects what each place stands for."""
+    """Walks over messages and collects the image of each placeholder."""
 
     def __init__(self, waiting: list[Any]) -> None:
         self.waiting, self.used, self.found = waiting, 0, list[Any]()
 
     def taken(self, turn: Any, number: int) -> Any:
-        """A message with text alone."""
+        """The message with text only: placeholders for its images."""
         if not isinstance(turn, dict):
             return turn
         key = "content" if turn.get("content") is not None else "value"
         said = turn.get(key)
         if isinstance(said, str):
+            # An answer is what the model learns to write: "<image>" in one is plain text.
             return {**turn, key: self._checked(said) if role_of(turn) == "assistant" else self.written(said)}
         if not isinstance(said, list) or not all(isinstance(part, dict) for part in said):
             return turn
         return {**turn, key: [self._part(part, f"message {number}", role_of(turn)) for part in said]}
 
     def written(self, text: str) -> str:
-        """A text with LLaVA's word replaced; a line end next to it only sets it apart."""
+        """The text with LLaVA's placeholder replaced, without the line end next to it."""
         for _ in range(self._checked(text).count(WRITTEN)):
             self._next()
         return _WITH_LINE_END.sub(PLACE, text)
@@ -121,8 +126,10 @@ class _Places:
         if role == "assistant":
             raise BadSampleError(f"{where}: the assistant shows an image, which no model here learns to write")
         source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
-        if isinstance(source, dict) and "url" in source:  # OpenAI's
+        if isinstance(source, dict) and "url" in source:  # OpenAI's {"image_url": {"url": ...}}
             source = source["url"]
+        # A part of type image without a source takes the next image of the column (Hugging Face's
+        # form).
         if source is None:
             self._next()
         else:
@@ -146,9 +153,11 @@ class _Places:
 
 
 def _source(said: Any, folder: Path, number: int) -> ImageSource:
-    """Look at an image, whole."""
+    """Read and decode an image fully: a damaged one must be found now, not in the middle of a run."""
     where = f"image {number}"
     if isinstance(said, dict):
+        # Hugging Face's datasets store {"bytes", "path"}, where path is only a name when bytes are
+        # there.
         said = next((said[key] for key in ("bytes", "path") if said.get(key) is not None), None)
     path, data = None, None
     if isinstance(said, bytes):
@@ -164,10 +173,13 @@ def _source(said: Any, folder: Path, number: int) -> ImageSource:
         _, mode = open_image(data)
     except BadSampleError as error:
         raise BadSampleError(f"{where}{f' ({path})' if path else ''} {error}") from None
+    # Files are read again when needed; bytes from tables and data URLs have no file, and stay in
+    # memory.
     return ImageSource(path, None if path else data, xxhash.xxh3_64_hexdigest(data), mode)
 
 
 def _path(said: str, folder: Path, where: str) -> Path:
+    # No downloads: a run must not depend on what a server answers.
     scheme = said.partition("://")[0] if "://" in said else ""
     if scheme and scheme != "file":
         raise BadSampleError(f"{where} is a URL ({said[:80]}): download it, and give the path of the file")
@@ -189,7 +201,7 @@ def _base64(text: Any, where: str) -> bytes:
 
 
 def open_image(data: bytes) -> tuple[Any, str]:
-    """(the picture in RGB, upright; what PIL called its pixels before).
+    """(the picture in RGB and upright, its mode before).
 
     Raises:
         BadSampleError: it is none, is damaged, or it cannot be told what of it is meant. The text follows its name.
@@ -205,12 +217,16 @@ def open_image(data: bytes) -> tuple[Any, str]:
             width, height = image.size
             if width * height > _MOST_PIXELS:
                 raise BadSampleError(f"has {width} x {height} pixels, more than {_MOST_PIXELS:,}: make it smaller")
+            # Which frame the text is about cannot be told.
             if (frames := getattr(image, "n_frames", 1)) > 1:
                 raise BadSampleError(f"is animated ({frames} frames): write one of them to a file of its own")
             mode = image.mode
+            # convert("RGB") would clip 16-bit and float pixels to 255.
             if mode.startswith(("I", "F")):
                 raise BadSampleError(f"has pixels of type {mode}, which do not fit into 8 bits: convert it")
+            # Image.open reads the header only; load decodes.
             image.load()
+            # Cameras store the rotation in EXIF, which models never see.
             return ImageOps.exif_transpose(image).convert("RGB"), mode
     except BadSampleError:
         raise
@@ -227,7 +243,7 @@ def _plural(count: int) -> str:
 
 @dataclass(frozen=True)
 class Shown:
-    """Images of a text.
+    """The images of a text.
 
     Attributes:
         where: it stands, ``file:line``.

@@ -1,4 +1,4 @@
-"""Messages of conversations, in the words of all who write them, brought to those of chat templates."""
+"""Messages in the forms in which data sets have them, brought to the form of chat templates."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "assistant": ("gpt", "chatgpt", "model", "bot", "chatbot", "ai"),
     "tool": ("function", "function_response", "tool_response", "observation", "ipython"),
 }
-"""Roles, and what others call them: ShareGPT, Gemma, Cohere, OpenAssistant, OpenAI's older functions, Llama 3."""
+"""Roles and their other names: ShareGPT, Gemma, Cohere, OpenAssistant, OpenAI's older functions, Llama 3."""
 ROLES = {name: role for role, names in _NAMES.items() for name in (role, *names)}
+# Keys that say whether a message is trained, and their values; "weight" is OpenAI's.
 _MARKS = {"train": "true or false", "weight": "1 or 0"}
 _BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""What a message may say in place of a content."""
+"""What may replace the content of a message."""
 
 
 class BadSampleError(ValueError):
@@ -49,10 +50,13 @@ def conversation(messages: Any, record: dict[str, Any], name: str = "messages") 
     if not isinstance(turns, list) or not turns:
         raise BadSampleError(f"{name} are not a list with something in it")
     checked = [checked_message(turn, i) for i, turn in enumerate(turns)]
+    # A system text in a column of its own becomes the first message, unless that says the same
+    # already.
     if (system := text_of(record.get("system") or "", "system")) and checked[0]["role"] != "system":
         checked = [{"role": "system", "content": system}, *checked]
     elif system and checked[0]["content"].strip() != system.strip():
         raise BadSampleError("it has a system text and a system message that says something else: leave out one")
+    # Only the assistant's words can be trained: others are what it answers to.
     trained = tuple(m["role"] == "assistant" and _is_trained(m, i) for i, m in enumerate(checked))
     if record.get("functions"):
         raise BadSampleError("it has functions, which no chat template shows: write them as tools")
@@ -65,25 +69,25 @@ def conversation(messages: Any, record: dict[str, Any], name: str = "messages") 
 
 
 def role_of(turn: Any) -> str | None:
-    """Whose message it is, as a template says it; None: that cannot be told."""
+    """The role of a message as templates name it; None: unknown."""
     name = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     return ROLES.get(name.lower().replace("-", "_")) if isinstance(name, str) else None
 
 
 def content_of(turn: Any) -> Any:
-    """What a message says."""
+    """The content of a message, under OpenAI's or ShareGPT's key."""
     return turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
 
 
 def text_of(value: Any, key: str) -> str:
-    """A value that has to be text."""
+    """The value, which must be text. Raises BadSampleError otherwise."""
     if not isinstance(value, str):
         raise BadSampleError(f"{key} is not text")
     return value
 
 
 def from_json(text: str, key: str) -> Any:
-    """A list or an object that a table can hold as text only."""
+    """A list or object from JSON text: tables keep nested values so. Raises BadSampleError when it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -91,7 +95,8 @@ def from_json(text: str, key: str) -> Any:
 
 
 def checked_message(turn: Any, number: int) -> dict[str, Any]:
-    """One message with "role" and "content", ShareGPT's "from" and "value" as well."""
+    """A message with "role" and "content" from OpenAI's or ShareGPT's keys. Raises BadSampleError when it is
+    malformed."""
     if not isinstance(turn, dict) or not {"role", "from"} & turn.keys():
         raise BadSampleError(f"message {number} is no object with role and content")
     message = {key: value for key, value in turn.items() if value is not None}  # a column that other rows use
@@ -107,11 +112,12 @@ def checked_message(turn: Any, number: int) -> dict[str, Any]:
         raise BadSampleError(f"message {number} ({role}): content is not text")
     used = {"role" if "role" in message else "from", "content" if "content" in message else "value"}
     rest = {key: value for key, value in message.items() if key not in used}
+    # Templates concatenate contents: null would be an error or the word None.
     return {"role": role, "content": content or "", **rest}
 
 
 def _hint(role: Any) -> str:
-    """What to write in place of a role that is not known."""
+    """What to write instead of a role that is not known."""
     if role in ("function_call", "tool_call"):
         return 'a call is a message of the assistant with "tool_calls"'
     known = (f"{name} ({', '.join(others)})" if others else name for name, others in _NAMES.items())
@@ -119,7 +125,8 @@ def _hint(role: Any) -> str:
 
 
 def _joined(parts: list[Any], where: str) -> str:
-    """The text of OpenAI's content parts, {"type": "text", "text": ...}."""
+    """The text of OpenAI's content parts, ``{"type": "text", "text": ...}``. Raises BadSampleError for parts of other
+    types."""
     for part in parts:
         kind = part.get("type")
         if kind not in ("text", "input_text", "output_text"):
@@ -131,8 +138,9 @@ def _joined(parts: list[Any], where: str) -> str:
 
 
 def _is_trained(message: dict[str, Any], number: int) -> bool:
-    """As "train" says, true or false, or as others write it "weight", 1 or 0."""
+    """Whether a message is trained: by "train" (true or false) or "weight" (1 or 0)."""
     for key in _MARKS:
+        # 1 == True in Python, so this takes 0 and 1 too, and refuses fractional weights.
         if message.get(key, True) not in (True, False):
             raise BadSampleError(f"message {number}: {key} is {message[key]!r}, not {_MARKS[key]}")
     return all(message.get(key, True) for key in _MARKS)

@@ -1,4 +1,4 @@
-"""The processor of a Hugging Face folder: images and a rendered text to what a vision-language model takes.
+"""The processor of a Hugging Face folder: images and a rendered text to a vision-language model's inputs.
 
 transformers makes the video part of a processor only where torchvision is installed. Nothing here needs that part, so
 without torchvision the same class is made of its tokenizer and its image processor alone.
@@ -15,7 +15,7 @@ from smp.config import ConfigError
 from smp.config.command_line.commands import pip_install
 
 FILES = ("processor_config.json", "preprocessor_config.json")
-"""One of them is in the folder of every processor."""
+"""Every folder with a processor has one of them."""
 
 
 def open_processor(folder: str | Path) -> Any:
@@ -35,6 +35,7 @@ def open_processor(folder: str | Path) -> Any:
         from transformers import AutoProcessor
     except ImportError as missing:
         raise ConfigError(f"images need {missing.name}: {pip_install('pillow', 'transformers')}") from None
+    # AutoProcessor would fail on video processors, which need torchvision.
     made = _tried(folder, lambda: AutoProcessor.from_pretrained(folder) if _has_torchvision() else _of_images(folder))
     if getattr(made, "image_processor", None) is None or not hasattr(made, "tokenizer"):
         raise ConfigError(f"--load {folder}: {type(made).__name__} takes no images with text")
@@ -42,12 +43,14 @@ def open_processor(folder: str | Path) -> Any:
 
 
 def image_class(kind: type) -> Any:
-    """A processor's class that takes None for what it has besides a tokenizer and an image processor."""
+    """A subclass of a processor that takes None for parts other than tokenizer and image processor."""
+    # ProcessorMixin's constructor checks the class of each part by this method; here any class will
+    # do.
     return type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)})
 
 
 def _of_images(folder: Path) -> Any:
-    """The processor without its other parts, which need torchvision."""
+    """The processor without the parts that need torchvision."""
     import transformers
 
     name = _class_name(folder)
@@ -59,10 +62,12 @@ def _of_images(folder: Path) -> Any:
         "image_processor": transformers.AutoImageProcessor.from_pretrained(folder),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
     }
+    # Positional, in the order of the class's attributes.
     return image_class(kind).from_args_and_dict([parts.get(part) for part in kind.get_attributes()], files)
 
 
 def _class_name(folder: Path) -> str | None:
+    # Newer folders name it in processor_config.json, older ones in either of the others.
     for file in (*FILES, "tokenizer_config.json"):
         if (folder / file).is_file():
             named = json.loads((folder / file).read_text("utf-8")).get("processor_class")

@@ -1,4 +1,4 @@
-"""Prompts for reinforcement learning: what the model goes on from, and the columns that rewards read. No torch."""
+"""Prompts for reinforcement learning and the columns that rewards read. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smp.data.tuning.samples import Report, check_report, fingerprint
 from smp.data.tuning.shapes import Reading, refuse_beside_text
 
 _PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "problem", "instruction")
-"""Keys of a prompt, the first that there is."""
+"""Keys of a prompt; the first one in a record is used."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ def read_prompts(
     for where, record in records:
         report.records += 1
         try:
+            # The row keeps notes for the report, so it is needed after encoding.
             prompt = _encoded(row := parse(record), encoder)
+            # Cutting a prompt would change the question that rewards judge: dropped.
             if len(prompt.ids) > longest:
                 raise BadSampleError(
                     f"its prompt has {len(prompt.ids)} tokens, and with --max-completion-length there is room for "
@@ -97,20 +99,23 @@ def _encoded(row: Row, encoder: Encoder) -> Prompt:
 
 
 def recognise_prompt(record: dict[str, Any], how: Reading) -> tuple[Conversation | str, dict[str, Any]]:
-    """(what the model goes on from, the other columns of a record). The prompt stands under "prompt" (a text, or
-    messages), or is what comes before the last answer of "messages" or "conversations", or the text of "question",
-    "problem" or "instruction": with a chat template a user's message.
+    """(the prompt, the other columns of a record). The prompt is "prompt" (text or messages); or "messages" or
+    "conversations" up to the last answer; or the text of "question", "problem" or "instruction", which becomes a user's
+    message where there is a chat template.
 
     Raises:
         BadSampleError: it has none, or a broken one.
     """
     if "chosen" in record and "rejected" in record:
+        # A pair would lose both answers in silence.
         raise BadSampleError("chosen and rejected are a pair of answers: give --objective dpo, orpo or reward")
     key = next((key for key in _PROMPTS if key in record), None)
     if key is None:
         raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'}: a prompt stands under {', '.join(_PROMPTS)}")
     said, columns = record[key], {name: x for name, x in record.items() if name != key}
     if isinstance(said, str) and key in ("prompt", "question", "problem", "instruction"):
+        # "prompt" as text stays text unless --apply-chat-template asks for messages: base models
+        # complete it.
         if not (how.as_messages or (how.chat and key != "prompt")):
             refuse_beside_text(record, "a prompt as text does not show")
             return said, columns
@@ -121,14 +126,16 @@ def recognise_prompt(record: dict[str, Any], how: Reading) -> tuple[Conversation
         columns.setdefault("answer", turns[-1].get("content", turns[-1].get("value")))
         turns = turns[:-1]
     whole = conversation(turns, record, key)
+    # Generation continues after the heading of a new assistant turn.
     if whole.messages[-1]["role"] == "assistant":
         raise BadSampleError("its prompt ends with the assistant: there is nothing to answer")
+    # The tools are in the conversation: they are no column for rewards.
     columns.pop("tools", None)
     return Conversation(whole.messages, whole.trained, whole.tools), columns
 
 
 class PromptDataset:
-    """Prompts in the order in which they are drawn, without end.
+    """Prompts in the order in which they are drawn, endlessly.
 
     Draw number n is of epoch n // prompts; the order within an epoch is a function of (seed, epoch).
 
@@ -161,10 +168,11 @@ class PromptDataset:
         return len(self.chosen) * self.each
 
     def drawn(self, number: int) -> Prompt:
-        """The prompt of a draw."""
+        """The prompt of draw ``number``."""
         epoch, place = divmod(number, len(self.chosen))
         if self.seed is not None:
             if self._order[0] != epoch:
+                # One permutation is kept: draws ask for an epoch's prompts in ascending order.
                 order = keyed_permutation(len(self.chosen), self.seed, 1, epoch)
                 self._order = epoch, self.chosen[order]
             return self.prompts[int(self._order[1][place])]
@@ -172,11 +180,11 @@ class PromptDataset:
 
     @property
     def manifest(self) -> list[dict[str, str]]:
-        """What the order is a function of besides the seed, for checkpoints."""
+        """What the order depends on, other than the seed; goes into checkpoints."""
         return [{"prompts": prompts_fingerprint(self.prompts), "chosen": fingerprint(self.chosen)}]
 
     def resume(self, manifest: list[dict[str, str]] | None, consumed: int) -> list[str]:
-        """What to tell the user when a run goes on that has trained ``consumed`` samples of what ``manifest`` says."""
+        """Notes for the user when a run resumes that has trained ``consumed`` samples of ``manifest``."""
         if manifest is None or consumed == 0 or manifest == self.manifest:
             return []
         return ["note: these are not the prompts of the checkpoint: the order of what follows is another"]
@@ -187,5 +195,6 @@ def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = xxhash.xxh3_64()
     for prompt in prompts:
         digest.update(np.array(prompt.ids, np.int32).tobytes())
+        # default=str: columns of tables may hold dates or numbers that JSON lacks.
         digest.update(json.dumps(prompt.columns, sort_keys=True, default=str).encode())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""All samples of a run in a few arrays, and what became of those that could not be used."""
+"""All samples of a run in a few arrays, and a report on those that could not be used."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from smp.data.tuning.files import Record, parse
 from smp.data.tuning.images import ImageSource, Shown
 from smp.data.tuning.messages import BadSampleError
 
+# How many bad samples a report names.
 _NAMED = 5
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Texts one after the other. Of pairs, text 2 i is the chosen answer of pair i and text 2 i + 1 the rejected one.
+    """Texts one after the other. For pairs, text 2 i is the chosen answer of pair i and text 2 i + 1 the rejected one.
 
     Attributes:
         tokens: int32 (sum of lengths,).
@@ -46,7 +47,7 @@ class Samples:
         return np.diff(self.offsets)
 
     def fingerprint(self) -> str:
-        """A hash of all that is in it."""
+        """A hash of tokens, mask, offsets, labels and images."""
         arrays: list[npt.NDArray[Any]] = [self.tokens, self.trained, self.offsets]
         seen = [image.digest for shown in self.shown or () if shown is not None for image in shown.images]
         arrays += [] if self.desirable is None else [self.desirable]
@@ -54,19 +55,21 @@ class Samples:
         return " ".join(map(fingerprint, arrays))
 
     def first(self, texts: int) -> Samples:
-        """The first ``texts`` of them, under the same numbers."""
+        """The first ``texts`` texts, with the same numbers."""
         end = int(self.offsets[texts])
         labels = None if self.desirable is None else self.desirable[:texts]
         return Samples(self.tokens[:end], self.trained[:end], self.offsets[: texts + 1], labels)
 
     def __add__(self, other: Samples) -> Samples:
-        """These, and behind them those of ``other``."""
+        """These texts followed by those of ``other``."""
         labels = None
         if self.desirable is not None and other.desirable is not None:
             labels = np.concatenate([self.desirable, other.desirable])
         return Samples(
             np.concatenate([self.tokens, other.tokens]),
             np.concatenate([self.trained, other.trained]),
+            # The second part's offsets begin where the first one ends; its leading 0 would be
+            # double.
             np.concatenate([self.offsets, self.offsets[-1] + other.offsets[1:]]),
             labels,
             None if self.shown is None or other.shown is None else (*self.shown, *other.shown),
@@ -84,7 +87,7 @@ def fingerprint(array: npt.NDArray[Any]) -> str:
 
 @dataclass
 class Report:
-    """What was read.
+    """What was read, for the user.
 
     Attributes:
         records: lines with something on them.
@@ -120,7 +123,7 @@ class Report:
     images: list[ImageSource] = field(default_factory=list)
 
     def lines(self, what: str = "samples") -> list[str]:
-        """For people; ``what`` it is a report of."""
+        """Lines for the user; ``what`` names what was read."""
         share = 100 * self.supervised / max(self.tokens, 1)
         text = (
             f"{what}: {self.used:,} of {self.records:,} used, {self.tokens:,} tokens, {self.supervised:,} of them "
@@ -147,7 +150,8 @@ class Report:
         return [f"images: {len(self.images):,}{memory}{converted}"]
 
     def beside_template(self, texts: str) -> list[str]:
-        """What the chat template does not show, or is not asked for; ``texts``: what the latter are."""
+        """Notes on what the chat template does not show, or on texts that it was not asked for (``texts`` names
+        these)."""
         notes = []
         if self.hidden:
             notes.append(f"note: messages also have {_counted(self.hidden)}: the chat template does not name them")
@@ -170,7 +174,7 @@ class Report:
         return notes
 
     def dropped(self) -> list[str]:
-        """Some of the samples that were left out, and why."""
+        """Some of the dropped samples, and why."""
         more = [f"  and {len(self.bad) - _NAMED:,} more"] if len(self.bad) > _NAMED else []
         return [*(f"  dropped {where}: {why}" for where, why in self.bad[:_NAMED]), *more]
 
@@ -210,25 +214,31 @@ def collect(
     for where, record in records:
         report.records += 1
         try:
+            # Order: encoding fills in the row's notes (hidden, unended, ...), which are counted
+            # below.
             content = parse(record, where)
             found, cut = _cut(encode(content), seq_length, keep_end, content.shown)
             labels += [] if label is None else [label(content)]
+        # One bad sample must not end a run; more than the threshold do, in check_report.
         except ValueError as error:
             report.bad.append((where, str(error)))
             continue
         report.used += 1
         report.labels += "label" in content
+        # A label has a count and a note of its own.
         report.unread.update(key for key in content.unread() if key != "label")
         report.hidden.update(content.hidden)
         report.in_part += content.in_part
         report.as_text += content.as_text
         report.unended += content.unended
         report.truncated += cut
+        # DPO's loss of two equal answers is log 2 whatever the model says: no gradient.
         report.equal += len(found) == 2 and np.array_equal(found[0][0], found[1][0])
         texts += found
         shown.append(content.shown)
         report.images += [] if content.shown is None else content.shown.images
     check_report(report, threshold)
+    # Flat arrays and offsets: two arrays for each text would be millions of Python objects.
     lengths = np.array([len(ids) for ids, _ in texts], np.int64)
     samples = Samples(
         np.concatenate([ids for ids, _ in texts]),
@@ -246,11 +256,14 @@ def collect(
 
 
 def _cut(texts: list[Encoded], seq_length: int, keep_end: bool, shown: Shown | None) -> tuple[list[Encoded], int]:
-    """Texts of at most ``seq_length`` + 1 tokens, and how many were longer. Images are not cut."""
+    """The texts cut to ``seq_length`` + 1 tokens, and how many were longer. Raises BadSampleError when images would be
+    cut or nothing trained is left."""
+    # seq_length positions are read, and each predicts the next token.
     longest = seq_length + 1
     if shown is not None:
         first, last = shown.tokens
         length = len(texts[0][0])
+        # Cutting inside an image would leave fewer image tokens than features, which models refuse.
         if first < length - longest if keep_end else last > longest:
             raise BadSampleError(
                 f"its images take tokens {first} to {last} of {length}, and its {'last' if keep_end else 'first'} "
@@ -258,16 +271,18 @@ def _cut(texts: list[Encoded], seq_length: int, keep_end: bool, shown: Shown | N
             )
     kept = [_end(text, longest) if keep_end else (text[0][:longest], text[1][:longest]) for text in texts]
     for _, trained in kept:
+        # The first token is never a label.
         if not trained[1:].any():
             raise BadSampleError(f"nothing in its {'last' if keep_end else 'first'} {longest} tokens is trained")
     return kept, sum(len(ids) > longest for ids, _ in texts)
 
 
 def _end(text: Encoded, longest: int) -> Encoded:
-    """The last tokens of a text. What they begin with is not predicted."""
+    """The last ``longest`` tokens of a text. The first of them has no context and is not predicted."""
     ids, trained = text
     if len(ids) <= longest:
         return ids, trained
+    # A copy: the mask of the whole text is not this function's to change.
     trained = trained[-longest:].copy()
     trained[0] = False
     return ids[-longest:], trained
@@ -276,6 +291,7 @@ def _end(text: Encoded, longest: int) -> Encoded:
 def check_report(report: Report, threshold: float) -> None:
     """Raise ValueError when no sample is left, or more than ``threshold`` of them were dropped."""
     some = "; ".join(f"{where}: {why}" for where, why in report.bad[:_NAMED])
+    # Strict: with a threshold of 0 a single bad sample ends the run.
     if len(report.bad) > threshold * report.records:
         raise ValueError(
             f"{len(report.bad)} of {report.records} samples cannot be used, --bad-sample-threshold allows "

@@ -1,4 +1,4 @@
-"""Which texts lie in which sequence, which of them are for validation, and how full the sequences are."""
+"""Which texts go into which sequence, which of them are for validation, and how full sequences are."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def split_samples(count: int, fractions: tuple[float, float, float], seed: int) 
 
 @dataclass(frozen=True)
 class Sequences(Packing):
-    """Texts laid into sequences.
+    """Texts packed into sequences.
 
     Attributes:
         used: positions that hold text, over all sequences.
@@ -58,14 +58,16 @@ class Sequences(Packing):
 def lay_out(
     samples: Samples, chosen: npt.NDArray[np.int64], length: int, packing: Literal["best-fit", "off"]
 ) -> Sequences:
-    """Lay the ``chosen`` texts into sequences of ``length`` positions. A text of n tokens takes n - 1: its last token
-    is only predicted.
+    """Pack the ``chosen`` texts into sequences of ``length`` positions. A text of n tokens takes n - 1 positions: its
+    last token is only predicted.
 
     With best-fit several texts share a sequence (best-fit decreasing); with off each has its own, in their order.
     """
     positions = samples.lengths[chosen] - 1
     used = int(positions.sum())
+    # Every sequence has one text: order and offsets are trivial.
     if packing == "off":
         return Sequences(chosen, np.arange(len(chosen) + 1), used, length)
+    # Packing works on positions within ``chosen``; the result is numbers of texts.
     packed = pack_best_fit(positions, length)
     return Sequences(chosen[packed.order], packed.offsets, used, length)

@@ -1,4 +1,4 @@
-"""The shapes in which people keep samples, recognised by their keys and brought to two forms.
+"""The shapes of samples in use, recognised by their keys and brought to two forms.
 
 A :class:`Conversation` goes through the model's chat template; a :class:`Plain` text is taken as it is. Each says which
 of its parts are trained. A sample for preference optimization is two of them: answers to one prompt.
@@ -24,7 +24,7 @@ from smp.data.tuning.messages import (
 SHAPES = "messages, conversations, prompt/completion, text, instruction/output, prompt/chosen/rejected"
 _TURNS = ("messages", "conversations", "conversation")
 _OF_CSV = {"true": True, "1": True, "false": False, "0": False}
-"""How tables that hold text only say what is true."""
+"""Booleans as .csv files write them: their values are all text."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Reading:
 
 
 def recognise(record: dict[str, Any], how: Reading, *, labelled: bool = False) -> Sample:
-    """A sample from a record of any of the known shapes.
+    """A sample from a record of any known shape.
 
     Args:
         record: what stands in a line.
@@ -61,10 +61,12 @@ def recognise(record: dict[str, Any], how: Reading, *, labelled: bool = False) -
     Raises:
         BadSampleError: none of the shapes, or a broken one.
     """
+    # Order matters: records of conversations may also have "prompt" or "text" columns.
     for name in _TURNS:
         if name in record:
             return conversation(record[name], record, name)
     if "prompt" in record and "completion" in record:
+        # TRL's KTO data have the same columns: as plain samples the bad answers would be learned.
         if not labelled and str(record.get("label")).lower() in ("true", "false"):  # a .csv file's are text
             raise BadSampleError("its label says whether the answer is desirable: give --objective kto")
         return _answer(record["prompt"], record["completion"], record, how)
@@ -79,7 +81,7 @@ def recognise(record: dict[str, Any], how: Reading, *, labelled: bool = False) -
 
 
 def recognise_pair(record: dict[str, Any], how: Reading) -> tuple[Sample, Sample]:
-    """The chosen and the rejected answer of a record with "chosen" and "rejected", and with or without "prompt".
+    """The chosen and the rejected answer of a record, with or without a "prompt".
 
     Raises:
         BadSampleError: as :func:`recognise`.
@@ -91,6 +93,7 @@ def recognise_pair(record: dict[str, Any], how: Reading) -> tuple[Sample, Sample
     if "prompt" in record:
         first, second = (_answer(record["prompt"], answer, record, how) for answer in (chosen, rejected))
         return first, second
+    # Without a prompt (TRL's implicit prompts) the common beginning is the prompt.
     shared = _shared(chosen, rejected)
     turns = next((name for name in _TURNS if name in record), None)
     if not shared and turns is not None:
@@ -98,6 +101,7 @@ def recognise_pair(record: dict[str, Any], how: Reading) -> tuple[Sample, Sample
         if not isinstance(asked, list) or not asked or role_of(asked[-1]) == "assistant":
             raise BadSampleError(f"{turns} with chosen and rejected must be what both answer, up to the user's turn")
         return _answer(asked, chosen, record, how), _answer(asked, rejected, record, how)
+    # Alpaca's keys with chosen and rejected in place of output.
     if not shared and "instruction" in record:
         return _alpaca(record, chosen, how.chat), _alpaca(record, rejected, how.chat)
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
@@ -107,6 +111,7 @@ def recognise_pair(record: dict[str, Any], how: Reading) -> tuple[Sample, Sample
         )
     if not shared:
         raise BadSampleError("chosen and rejected share no beginning: there is no prompt")
+    # A list that is the beginning of the other one has no answer of its own.
     if len(chosen) == shared or len(rejected) == shared:
         raise BadSampleError("chosen and rejected are one the beginning of the other: one of the answers is missing")
     prompt = chosen[:shared]
@@ -114,7 +119,7 @@ def recognise_pair(record: dict[str, Any], how: Reading) -> tuple[Sample, Sample
 
 
 def _shared(chosen: Any, rejected: Any) -> int:
-    """Messages that both lists begin with: the prompt."""
+    """Number of messages with which both lists begin: the prompt."""
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         return 0
     both = enumerate(zip(chosen, rejected, strict=False))
@@ -122,12 +127,13 @@ def _shared(chosen: Any, rejected: Any) -> int:
 
 
 def recognise_labelled(record: dict[str, Any], how: Reading) -> Sample:
-    """The answer of a record with a "label" that says whether it is desirable.
+    """The answer of a record with a "label", which says whether it is desirable.
 
     Raises:
         BadSampleError: as :func:`recognise`, or the prompt is not known apart from the answer.
     """
     label_of(record)
+    # KTO needs the prompt by itself, to join it with other answers.
     if not ({"prompt", "completion"} <= record.keys() or {"instruction", "output"} <= record.keys()):
         raise BadSampleError(f"keys {_keys(record)}: with a label there must be prompt and completion")
     return recognise(record, how, labelled=True)
@@ -153,7 +159,7 @@ def _keys(record: dict[str, Any]) -> str:
 
 
 def _within(record: dict[str, Any]) -> str:
-    """A hint for a file that has its samples in a list within one object."""
+    """A hint for a file whose samples are a list within one object."""
     for key, value in record.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
             return f"; what is under {key!r} may be samples: write that list to a file of its own"
@@ -173,7 +179,8 @@ def _renamed(record: dict[str, Any]) -> str:
 
 
 def _answer(prompt: Any, answer: Any, record: dict[str, Any], how: Reading) -> Sample:
-    """A prompt and what is trained after it: both text, or messages."""
+    """A prompt and the answer that is trained after it: both text, or messages."""
+    # Plain text: the answer follows the prompt with nothing between them.
     if isinstance(prompt, str) and isinstance(answer, str) and not how.as_messages:
         refuse_beside_text(record)
         return Plain(((prompt, False), (answer, True)))
@@ -186,21 +193,24 @@ def _answer(prompt: Any, answer: Any, record: dict[str, Any], how: Reading) -> S
         asked = []  # some data sets repeat the prompt within the answer
         if isinstance(record, Row) and prompt.strip() not in [str(content_of(turn)).strip() for turn in answered]:
             record.read.discard("prompt")  # another text, which is in no message
+    # Other data sets repeat the prompt's messages in the answer: once is enough.
     elif len(answered) > len(asked) and answered[: len(asked)] == asked:
         answered = answered[len(asked) :]
     return _after(asked, answered, record)
 
 
 def _after(asked: list[Any], answered: list[Any], record: dict[str, Any]) -> Conversation:
-    """Messages, of which the answer is trained only: a prompt may hold earlier turns of the assistant."""
+    """The messages as a conversation of which only the answer is trained: a prompt may hold earlier turns of the
+    assistant."""
     whole = conversation([*asked, *answered], record)
+    # Counted from the end: conversation() may have put a system message in front.
     begin = len(whole.trained) - len(answered)
     trained = tuple(t and i >= begin for i, t in enumerate(whole.trained))
     return Conversation(whole.messages, trained, whole.tools)
 
 
 def _messages(said: Any, role: str) -> list[Any] | None:
-    """A list of messages, a single one, or the text of one by ``role``; None: it is none of these."""
+    """A list of messages from a list, a single message, or a text by ``role``; None: none of these."""
     if isinstance(said, str):
         return [{"role": role, "content": said}]
     if isinstance(said, dict):
@@ -209,14 +219,14 @@ def _messages(said: Any, role: str) -> list[Any] | None:
 
 
 def refuse_beside_text(record: dict[str, Any], where: str = "prompt and answer as texts do not show") -> None:
-    """Raise BadSampleError where a record says something for the model besides its texts, which they would not show."""
+    """Raise BadSampleError where a record has a system text or tools, which plain texts would not show."""
     for name, what in (("system", "a system text"), ("tools", "tools"), ("functions", "functions")):
         if record.get(name) not in (None, "", "[]", "null", [], {}):
             raise BadSampleError(f"it has {what}, which {where}: write messages")
 
 
 def _alpaca(record: dict[str, Any], answer: Any, chat: bool) -> Sample:
-    """Instruction, optional input, output. Without a chat template under headings, as most models of this kind know."""
+    """Instruction, optional input, output. Without a chat template under Alpaca's headings."""
     instruction, output = text_of(record["instruction"], "instruction"), text_of(answer, "the answer")
     extra = text_of(record.get("input") or "", "input")
     if record.get("history"):
@@ -226,6 +236,7 @@ def _alpaca(record: dict[str, Any], answer: Any, chat: bool) -> Sample:
         return conversation([user, {"role": "assistant", "content": output}], record)
     system = text_of(record.get("system") or "", "system")
     refuse_beside_text({key: value for key, value in record.items() if key != "system"})
+    # The headings of Stanford Alpaca's prompt, without its introductory sentence.
     parts: Sequence[tuple[str, str]] = (("", system), ("### Instruction:\n", instruction), ("### Input:\n", extra))
     prompt = "".join(f"{heading}{text}\n\n" for heading, text in parts if text)
     return Plain(((f"{prompt}### Response:\n", False), (output, True)))

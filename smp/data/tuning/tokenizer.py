@@ -1,4 +1,4 @@
-"""What fine-tuning needs of a tokenizer: token ids and their offsets in a text, special tokens, the chat template."""
+"""A tokenizer as fine-tuning needs it: ids and their character offsets, special tokens, the chat template."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from smp.data.tokenizers.files import no_tokenizer, open_tokenizer_json
 from smp.data.tokenizers.tokenizer import SentencePieceTokenizer, check_text
 
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Those that every tokenizer of transformers may have; a file may name more, see :func:`_template_tokens`."""
+"""Special tokens that every tokenizer of transformers may have; files may name more, see :func:`_template_tokens`."""
 Span = tuple[int, int]
 APART = "\ue000"
-"""A character of private use, which is in no vocabulary."""
+"""A private use character: no vocabulary has it, so no token joins it with its neighbours."""
 
 
 class TuningTokenizer(ABC):
@@ -50,30 +50,30 @@ class TuningTokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text, nothing added. Special tokens that are written out in it are these tokens."""
+        """Token ids of a piece of text without additions. Special tokens written out in it become their ids."""
 
     def begun(self, text: str) -> list[int]:
-        """Token ids of a text from its beginning on, with what it begins with."""
+        """Token ids of a text from its beginning, with the ids that a text begins with."""
         return begun(self.encode(text), self.before)
 
     @abstractmethod
     def encode_at(self, text: str) -> tuple[list[int], list[Span]]:
-        """Token ids of ``text`` in one piece, as the model sees it when it is used, and the span of characters that
-        each stands for."""
+        """Token ids of ``text`` as a whole, and the span of characters that each stands for."""
 
     def continued(self, before: str, text: str) -> list[int]:
-        """Token ids of a piece of text where it goes on after ``before``, which have none of those characters: without
-        the space that tokenizers which mark words by one put in front of a text."""
+        """Token ids of ``text`` as it continues ``before``, without those of ``before``. Tokenizers that mark words by
+        a leading space would add one if ``text`` were encoded alone."""
         ids, spans = self.encode_at(before + text)
+        # A token that spans the border begins before it, and is left out.
         return [token for token, (first, _) in zip(ids, spans, strict=True) if first >= len(before)]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens too."""
+        """Text of token ids, with special tokens."""
 
     @abstractmethod
     def vocabulary(self) -> dict[str, int]:
-        """The id of each token, as its files write it."""
+        """The id of each token, as written in the tokenizer's files."""
 
 
 class FolderTokenizer(TuningTokenizer):
@@ -86,7 +86,9 @@ class FolderTokenizer(TuningTokenizer):
             raise ValueError(no_tokenizer(folder))
         self.folder = folder
         self._tokenizer = open_tokenizer_json(folder / "tokenizer.json")
+        # Before any encoding: offsets are compared with the template's spans.
         _keep_blanks(self._tokenizer)
+        # Where both files name a token, tokenizer_config.json wins.
         config = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -96,13 +98,15 @@ class FolderTokenizer(TuningTokenizer):
         if eos is None:
             raise ValueError(f"{folder}: tokenizer_config.json names no eos_token that is in tokenizer.json")
         self.eos = int(eos)
-        self.special |= {self.eos}  # also where the file does not say so
+        self.special |= {self.eos}  # also if the file does not mark it special
         self.bos = self._tokenizer.token_to_id(self.template_tokens.get("bos_token", ""))
         self.before, self.behind = put_around(self._tokenizer)
         self.template = _template(folder, config)
 
     def encode(self, text: str) -> list[int]:
         check_text(text)
+        # add_special_tokens=False: chat templates write the begin token themselves, and models are
+        # not trained with two of them.
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_at(self, text: str) -> tuple[list[int], list[Span]]:
@@ -138,22 +142,27 @@ class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
         self.special = frozenset(self._texts)
 
     def encode(self, text: str) -> list[int]:
+        # sentencepiece never parses control pieces in a text: these are cut out first.
         return self.encode_at(text)[0] if self._control.search(text) else super().encode(text)
 
     def encode_at(self, text: str) -> tuple[list[int], list[Span]]:
-        """Piece by piece around begin and end pieces."""
+        """Token ids and spans; the text is cut at begin and end pieces."""
         ids: list[int] = []
         spans: list[Span] = []
+        # Borders of all control pieces; the parts between two borders are either one of them or
+        # text.
         control = [edge for match in self._control.finditer(text) for edge in match.span()]
         for first, last in pairwise(sorted({0, *control, len(text)})):
             part = text[first:last]
             found, places = ([self._ids[part]], [(0, len(part))]) if part in self._ids else self.encode_spans(part)
             ids += found
+            # Spans of a part count from its own beginning.
             spans += [(first + begin, first + end) for begin, end in places]
         return ids, spans
 
     def decode(self, ids: Sequence[int]) -> str:
         parts = []
+        # sentencepiece's decoder drops control pieces: their texts are put back.
         for control, group in groupby(ids, key=self._texts.__contains__):
             part = list(group)
             parts += [self._texts[i] for i in part] if control else [super().decode(part)]
@@ -164,7 +173,7 @@ class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
 
 
 def open_tokenizer(path: str | Path) -> TuningTokenizer:
-    """The tokenizer of a folder, or of a sentencepiece file. Raises ValueError when there is none."""
+    """The tokenizer of a folder or of a sentencepiece file. Raises ValueError when there is none."""
     path = Path(path)
     if not path.is_dir():
         return PieceTokenizer(path)
@@ -191,14 +200,13 @@ def put_around(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def begun(ids: list[int], before: list[int]) -> list[int]:
-    """Token ids of a text with those ``before`` it, once: it may have them written out, as a prompt that came out of a
-    chat template."""
+    """``ids`` with ``before`` in front, once: a prompt out of a chat template may have these written out already."""
     return ids if ids[: len(before)] == before else [*before, *ids]
 
 
 def _keep_blanks(tokenizer: Any) -> None:
-    """Let spans hold the blanks of their tokens, which byte-level processors leave out, as RoBERTa's: a blank between a
-    prompt and its answer would be nobody's."""
+    """Let spans include the blanks of their tokens. Byte-level post-processors (RoBERTa's) cut them off by
+    trim_offsets, and a blank between prompt and answer would belong to neither."""
     processor = tokenizer.post_processor
     if processor is None:
         return
@@ -218,13 +226,13 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> str | None:
-    """A special token's text: written as text, or as an object around it."""
+    """The text of a special token, given as text or as an object with "content" (AddedToken)."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 def _template_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Texts of special tokens by the names that a template may use, as transformers passes them: the usual ones, and
-    named ones of ``extra_special_tokens`` or under a key that ends in ``_token``."""
+    """Texts of special tokens by the names that a template may use, as transformers passes them: the usual ones, those
+    in ``extra_special_tokens``, and keys that end in ``_token``."""
     extra = config.get("extra_special_tokens")
     named = {name: config.get(name) for name in (*_TEMPLATE_TOKENS, *config) if name.endswith("_token")}
     named |= extra if isinstance(extra, dict) else {}
@@ -233,7 +241,7 @@ def _template_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _template_file(folder: Path) -> Path | None:
-    """The newest of the files that have one."""
+    """The file with the chat template that transformers would prefer."""
     if (folder / "chat_template.jinja").is_file():
         return folder / "chat_template.jinja"
     for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
@@ -244,9 +252,10 @@ def _template_file(folder: Path) -> Path | None:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """From the newest of the files that may have one. Of several templates the one named "default"."""
+    """The chat template, from the file that transformers would prefer; of several templates the one named "default"."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8-sig")
+    # A file of its own wins over tokenizer_config.json, as in transformers.
     value = _json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(value, list):
         return next((entry["template"] for entry in value if entry.get("name") == "default"), None)

@@ -1,4 +1,4 @@
-"""Samples with images to token ids, and their images to what a vision-language model takes besides them.
+"""Samples with images to token ids, and their images to a vision-language model's other inputs.
 
 The folder's processor makes both: it puts as many image tokens into the text as an image has features. Which of
 the tokens are trained is known of the text before that, so the two texts are laid over each other.
@@ -21,7 +21,7 @@ from smp.data.tuning.shapes import Plain, recognise
 from smp.data.tuning.tokenizer import TuningTokenizer
 
 _PLACES = ("image_token", "boi_token")
-"""Attributes of processors that may be what a chat template writes for an image."""
+"""Attributes of processors that may hold what a chat template writes for an image (``boi_token``: Gemma 3)."""
 
 
 class ImageProcessor:
@@ -40,11 +40,12 @@ class ImageProcessor:
 
     def __init__(self, processor: Any, template: ChatTemplate) -> None:
         self._processor = processor
+        # The processor's tokenizer is replaced, so that the expanded text can be read back.
         self._heard = processor.tokenizer = _Heard(processor.tokenizer)
         self.place = _place(processor, template)
 
     def __call__(self, text: str, images: Sequence[Any], *, special: bool) -> tuple[str, dict[str, Any]]:
-        """(the text with its image tokens, what the model takes, as tensors of one row).
+        """(the text with its image tokens, the model's inputs as tensors of one row).
 
         Args:
             text: with :attr:`place` for each image.
@@ -69,8 +70,7 @@ class ImageProcessor:
 
 
 class _Heard:
-    """A tokenizer that remembers the last text it was given: processors do not give back the one
-    that they have put image tokens into."""
+    """A tokenizer that remembers its last text: processors expand image tokens in it and do not return it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.text = tokenizer, ""
@@ -84,6 +84,7 @@ class _Heard:
 
 
 def _place(processor: Any, template: ChatTemplate) -> str:
+    # Asked of the template, not assumed: Gemma 3 writes boi_token, others image_token.
     asked = [{"role": "user", "content": f"{template.place}what is it?"}]
     shown = template.prompt(asked)
     for name in _PLACES:
@@ -122,7 +123,10 @@ class VisionEncoder(Encoder):
 
     def sample(self, record: dict[str, Any]) -> list[Encoded]:
         assert isinstance(record, Row)
+        # Relative paths begin at --image-folder, or where the file of samples is; ``where`` is
+        # ``file:line``.
         images = take_images(record, self._folder or Path(record.where.rpartition(":")[0]).parent)
+        # After the images were taken out: recognise refuses content parts of other types than text.
         sample = recognise(record, self.reading)
         if not images:
             return [self._encode(sample, record)]
@@ -135,24 +139,29 @@ class VisionEncoder(Encoder):
         special = self.begins(text)
         whole, made = self.processor(text, [source.read() for source in sources], special=special)
         ids, offsets = self._ids(whole, special)
+        # The processor tokenizes by itself: ids must be those of the offsets used for the mask.
         if made["input_ids"][0].tolist() != ids:
             raise BadSampleError("its processor gives other tokens than tokenizer.json")
+        # Spans are of the template's text; tokens are of the text with each image expanded to many
+        # tokens.
         laid = _Laid.over(text, whole, self.processor.place)
         trained = without_line_ends(self.tokenizer, ids, within(offsets, [laid.span(span) for span in spans]))
         covered = within(offsets, laid.images)
         shows = [i for i, cover in enumerate(covered) if cover]
         record.shown = Shown(record.where, text, tuple(sources), (shows[0], shows[-1] + 1))
+        # Image tokens are never trained, as in every vision-language model's loss.
         return self._finished(ids, trained, sample, record, never=covered)
 
     def begins(self, text: str) -> bool:
-        """Whether a rendered text gets what the tokenizer puts in front of texts, as transformers' processors do it:
-        unless it begins with that."""
+        """Whether the tokenizer's beginning is put in front of a rendered text. As in transformers' processors: not if
+        it begins with the beginning of text token."""
         token = self.tokenizer.template_tokens.get("bos_token")
         return not (token and text.startswith(token))
 
     def _ids(self, text: str, special: bool) -> tuple[list[int], list[Span]]:
         ids, offsets = self.tokenizer.encode_at(text)
         before = self.tokenizer.before if special else []
+        # Added ids stand for no characters: the empty span at the text's start.
         return [*before, *ids], [*[(0, 0)] * len(before), *offsets]
 
     def _conversation(self, sample: Conversation) -> tuple[list[int], list[bool]]:
@@ -165,7 +174,7 @@ class VisionEncoder(Encoder):
 
 @dataclass(frozen=True)
 class _Laid:
-    """A text laid over the one that a processor made of it.
+    """A template's text matched with the one that a processor expanded from it.
 
     Attributes:
         pieces: of the text between places, as (where it begins there, where in the other, its length).
@@ -177,8 +186,11 @@ class _Laid:
 
     @staticmethod
     def over(text: str, whole: str, place: str) -> _Laid:
-        """Raises BadSampleError where it cannot be told which part of ``whole`` is which of ``text``."""
+        """Match ``whole`` with ``text``. Raises BadSampleError where it is ambiguous or the processor changed text next
+        to images."""
         parts = text.split(place)
+        # The leftmost and the rightmost match of each part. Where both agree the match is the only
+        # one.
         first, last = _from_left(parts, whole), _from_right(parts, whole)
         if first is None or last is None:
             raise BadSampleError("its processor changes the text next to images, so it cannot be told what is trained")
@@ -187,11 +199,13 @@ class _Laid:
             # A short piece, such as a line end, may be in what stands for an image, too.
             pieces.append((at, left if left == right else -1, len(part)))
             at += len(part) + len(place)
+        # An image takes all between the earliest end of the part before and the latest begin of the
+        # part after.
         images = [(first[i] + len(parts[i]), last[i + 1]) for i in range(len(parts) - 1)]
         return _Laid(tuple(pieces), images)
 
     def span(self, span: Span) -> Span:
-        """Where a span of the text is in the other."""
+        """The span of ``whole`` for a ``span`` of the text."""
         for begin, there, length in self.pieces:
             if begin <= span[0] and span[1] <= begin + length:
                 if there < 0:
@@ -201,21 +215,23 @@ class _Laid:
 
 
 def _from_left(parts: Sequence[str], whole: str) -> list[int] | None:
-    """Where each part begins, the first places that go."""
+    """Begin of each part in the leftmost match; None: no match."""
     if not whole.startswith(parts[0]):
         return None
     found, at = [0], len(parts[0])
     for part in parts[1:-1]:
+        # + 1: an image expands to at least one character.
         place = whole.find(part, at + 1)
         if place < 0:
             return None
         found.append(place)
         at = place + len(part)
+    # The last part is fixed at the end in both directions.
     return [*found, len(whole) - len(parts[-1])]
 
 
 def _from_right(parts: Sequence[str], whole: str) -> list[int] | None:
-    """The last places that go."""
+    """Begin of each part in the rightmost match; None: no match."""
     if not whole.endswith(parts[-1]):
         return None
     at = len(whole) - len(parts[-1])
