@@ -414,6 +414,12 @@ class LayerSpec:
         """Whether its feed-forward network is a mixture of experts."""
         return isinstance(self.feed_forward, ExpertsSpec)
 
+    @property
+    def parts(self) -> int:
+        """Mixers and feed-forward network: under tensor parallelism each gathers what it reads and reduces what it
+        gives."""
+        return len(self.mixers) + (self.feed_forward is not None)
+
     def __str__(self) -> str:
         return "; ".join(str(part) for part in (self.mixer, self.feed_forward) if part is not None)
 

@@ -152,8 +152,14 @@ class OptimizerConfig:
     """Samples of linear warm-up, instead of --lr-warmup-iters."""
     lr_wsd_decay_samples: int | None = only_with(None, lr_decay_style="WSD")
     """WSD: samples of the final decay, instead of --lr-wsd-decay-iters."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = only_with(
+        "exponential", lr_decay_style="WSD"
+    )
+    """WSD: shape of the final decay."""
     weight_decay: float = 0.1
     """Weight decay, decoupled with Adam, added to the gradient with sgd; never on biases and norms (one dimension)."""
+    apply_wd_to_qk_layernorm: bool = only_with(False, qk_layernorm=True)
+    """Weight decay also on the norms of queries and keys (Qwen3-Next)."""
     adam_beta1: float = only_with(0.9, optimizer=("adam", "apex-adam", "muon"))
     """Decay rate of Adam's first moment."""
     adam_beta2: float = only_with(0.95, optimizer=("adam", "apex-adam", "muon"))

@@ -4,6 +4,7 @@ checkpoint."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from smp.config import OptimizerConfig
@@ -21,8 +22,9 @@ def learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> 
 
     - cosine: (1 + cos(pi p)) / 2 of the way back up to ``lr`` (Loshchilov & Hutter 2017).
     - linear: 1 - p.
-    - WSD: ``lr`` until ``lr_wsd_decay_iters`` before the end, then 2 x 0.5^p - 1 with p counted over these
-      (Megatron's default shape; Hu et al. 2024, arXiv 2404.06395).
+    - WSD (Hu et al. 2024, arXiv 2404.06395): ``lr`` until ``lr_wsd_decay_iters`` before the end, then with p counted
+      over these by ``lr_wsd_decay_style``: exponential 2 x 0.5^p - 1, linear 1 - p, cosine as above, minus_sqrt
+      1 - sqrt(p) (Hagele et al. 2024, arXiv 2405.18392).
     - constant: ``lr`` for ever.
 
     Where lengths are in samples, ``consumed`` takes the place of i - 1 iterations.
@@ -42,7 +44,7 @@ def learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> 
     assert parts.decay is not None, "resolved before"
     if done >= parts.decay:
         return optim.min_lr
-    return optim.min_lr + (optim.lr - optim.min_lr) * _height(optim.lr_decay_style, parts, parts.decay, done)
+    return optim.min_lr + (optim.lr - optim.min_lr) * _height(optim, parts, parts.decay, done)
 
 
 def decoupled_learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> float:
@@ -54,12 +56,21 @@ def decoupled_learning_rate(optim: OptimizerConfig, iteration: int, consumed: in
     return learning_rate(replace(optim, lr=optim.decoupled_lr, min_lr=least), iteration, consumed)
 
 
-def _height(style: str, parts: Lengths, end: int, done: int) -> float:
+def _height(optim: OptimizerConfig, parts: Lengths, end: int, done: int) -> float:
     """Where between ``min_lr`` (0) and ``lr`` (1) the rate is, after the warm-up and before the end."""
+    style: str = optim.lr_decay_style
+    share = (done - parts.warmup) / (end - parts.warmup)
     if style == "WSD":
         assert parts.final is not None, "resolved before"
         # Negative before the last stretch begins, where the rate is still the full one.
-        share = 1 - (end - done) / parts.final
-        return 2 * math.pow(0.5, max(0.0, share)) - 1
-    share = (done - parts.warmup) / (end - parts.warmup)
-    return (1 + math.cos(math.pi * share)) / 2 if style == "cosine" else 1 - share
+        style, share = optim.lr_wsd_decay_style, max(0.0, 1 - (end - done) / parts.final)
+    return _SHAPES[style](share)
+
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
+    "linear": lambda share: 1 - share,
+    "exponential": lambda share: 2 * math.pow(0.5, share) - 1,
+    "minus_sqrt": lambda share: 1 - math.sqrt(share),
+}
+"""By the share of the way down that is behind."""

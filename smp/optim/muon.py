@@ -94,10 +94,16 @@ def vocabulary_of(model: nn.Module) -> set[nn.Parameter]:
     return found
 
 
-def vectors_of(model: nn.Module) -> set[nn.Parameter]:
+_QUERY_KEY_NORMS = ".query_norm.weight", ".key_norm.weight"
+
+
+def vectors_of(model: nn.Module, *, query_key_norms: bool = True) -> set[nn.Parameter]:
     """Parameters without weight decay: those with one dimension, and experts' biases, which are stacked into
-    matrices."""
-    return {p for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith(".bias")}
+    matrices; norms of queries and keys only with ``query_key_norms``."""
+    found = {name: p for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith(".bias")}
+    return {
+        p for name, p in found.items() if query_key_norms or not name.endswith(_QUERY_KEY_NORMS) or ".indexer." in name
+    }
 
 
 class Muon(torch.optim.Optimizer):

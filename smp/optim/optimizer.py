@@ -36,7 +36,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that ``config`` names, over all trainable parameters of a parallelized model.
 
-    Weight decay skips biases and tensors with one dimension (norms).
+    Weight decay skips biases and tensors with one dimension (norms), but for what ``apply_wd_to_qk_layernorm`` says.
 
     Args:
         model: any module, after ``parallelize`` or ``shard``.
@@ -97,7 +97,7 @@ def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def _optimizer_of(model: nn.Module, config: OptimizerConfig, copier: Copier | None, seed: int) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = matrices_of(model) if config.optimizer == "muon" else set()
-    vectors = vectors_of(model)
+    vectors = vectors_of(model, query_key_norms=not config.apply_wd_to_qk_layernorm)
     decayed = [p for p in parameters if p not in vectors and p not in matrices]
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": config.weight_decay},

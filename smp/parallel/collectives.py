@@ -360,6 +360,56 @@ def start_exchange(x: torch.Tensor, sent: list[int], received: list[int], group:
     return lambda: _EndExchange.apply(rows, sent, received, group, back)
 
 
+class _StartGather(torch.autograd.Function):
+    """What is under way; its adjoint sums what the end's backward pass has begun to send back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, back: Any) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.back = group, back
+        return tuple(start_shift(x, group, step) for step in range(1, group.size))
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own, *others = ctx.back.pop()
+        for other in others:
+            own = own + wait(other, ctx.group)
+        return own, None, None
+
+
+class _EndGather(torch.autograd.Function):
+    """All ranks' rows, once those of the others are there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, back: Any, *coming: torch.Tensor) -> torch.Tensor:
+        ctx.group, ctx.back = group, back
+        by_distance = [x, *(wait(other, group) for other in coming)]
+        return torch.cat([by_distance[(group.rank - rank) % group.size] for rank in range(group.size)])
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parts, group = grad.unflatten(0, (ctx.group.size, -1)), ctx.group
+        back = [start_shift(parts[(group.rank - step) % group.size], group, -step) for step in range(1, group.size)]
+        ctx.back.append((parts[group.rank], *back))
+        return None, None, None, *([None] * (group.size - 1))
+
+
+def start_gather(x: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
+    """Begin :data:`gather_tokens`. What is returned waits for it and gives the rows of all ranks.
+
+    On a CPU these are messages between each two ranks: gloo makes an all-reduce of a reduce-scatter, which sends twice
+    the bytes. As of :func:`start_exchange`, what is computed in between runs while they travel, and its backward pass
+    while gradients do. (Compiled code, and a GPU, gather at once.)
+    """
+    if group.size == 1 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        rows = gather_tokens(x, group)
+        return lambda: rows
+    back: list[tuple[torch.Tensor, ...]] = []  # gradients under way
+    coming = _StartGather.apply(x, group, back)
+    return lambda: _EndGather.apply(x.detach(), group, back, *coming)
+
+
 def sum_over(x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     """The sum over the ranks of all groups, one after the other, without a gradient."""
     for group in groups:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from smp.config import Config, Layout
 from smp.config.batch import count_micro_batches
+from smp.config.layer_specs import LayerSpec
 from smp.config.layers import layer_specs
 from smp.config.rules.fp8 import layers_in_bf16
 from smp.config.rules.mtp import mtp_layers
@@ -80,32 +81,35 @@ class StepModel:
         return self._with_pipeline(self.plan) if self.plan else self._without_pipeline()
 
     def _mean_passes(self) -> tuple[Pass, Pass]:
-        """A block's forward and backward pass for one micro-batch; the mean over kinds of blocks, with experts or
-        without, in FP8 or not."""
+        """A block's forward and backward pass for one micro-batch; the mean over kinds of blocks, by their mixer, of so
+        many parts, with experts or without, in FP8 or not."""
         model, forward, backward = self.config.model, Pass(), Pass()
         layers = range(model.num_layers)
         in_bf16 = layers_in_bf16(self.config.parallel, model.num_layers)
         specs = layer_specs(model)
-        kinds = [(specs[layer].has_experts, self.fp8 is not None and layer not in in_bf16) for layer in layers]
+        in_8_bits = [self.fp8 is not None and layer not in in_bf16 for layer in layers]
+        blocks = zip(specs[: model.num_layers], in_8_bits, strict=True)
+        kinds = [(type(spec.mixer), spec.parts, spec.has_experts, eight) for spec, eight in blocks]
         for kind, number in Counter(kinds).items():
-            experts, fp8 = kind
-            ahead, back = self._block_passes(self.blocks[kinds.index(kind)], experts=experts, fp8=fp8)
+            first = kinds.index(kind)
+            ahead, back = self._block_passes(self.blocks[first], specs[first], fp8=in_8_bits[first])
             forward, backward = forward + ahead * (number / len(layers)), backward + back * (number / len(layers))
         return forward, backward
 
-    def _block_passes(self, block: Sequence[Parameter], *, experts: bool, fp8: bool) -> tuple[Pass, Pass]:
+    def _block_passes(self, block: Sequence[Parameter], spec: LayerSpec, *, fp8: bool) -> tuple[Pass, Pass]:
         flops = forward_flops(self.config.model, self.config.data.seq_length or 1)
         # What is left of a layer's FLOPs without its matrix products is attention's.
         attended = flops.layer - sum(p.flops for each in self.blocks for p in each) / len(self.blocks)
         attention = attended * self.tokens / self.layout.tp / (self.peak * self.device.attention_share)
         products, gradients = self._products(block, fp8=fp8)
-        elementwise, exchange = self._elementwise(experts=experts), self._expert_exchange() if experts else 0.0
+        elementwise, exchange = self._elementwise(spec), self._expert_exchange() if spec.has_experts else 0.0
         rounding = self._rounding(block) if fp8 else (0.0, 0.0)
         context = self._context_exchange(attention)
-        tensor = self._tensor_collectives(in_8_bits=1 if fp8 else 0)
+        tensor = self._tensor_collectives(spec.parts, in_8_bits=1 if fp8 else 0)
         ahead = Pass(products, attention, elementwise + rounding[0], tensor, context[0], exchange)
         # half of the backward pass's collectives of tensor parallelism run during products of weight gradients
-        tensor = self._tensor_collectives(in_8_bits=1 if fp8 and self.fp8 and self.fp8.all_products else 0) / 2
+        all_in_8_bits = fp8 and self.fp8 is not None and self.fp8.all_products
+        tensor = self._tensor_collectives(spec.parts, in_8_bits=1 if all_in_8_bits else 0) / 2
         back = Pass(gradients, 2.5 / 0.85 * attention, 2 * elementwise + rounding[1], tensor, context[1], exchange)
         ahead, back = ahead.issued(OPERATIONS, self.device), back.issued(2 * OPERATIONS, self.device)
         granularity = self.config.parallel.recompute_granularity
@@ -140,7 +144,7 @@ class StepModel:
         block, and before it a projection between norms, which a rank computes of its own tokens."""
         model, last = self.config.model, self.config.model.num_layers - 1
         fp8 = self.fp8 is not None and last not in layers_in_bf16(self.config.parallel, model.num_layers)
-        ahead, back = self._block_passes(self.blocks[last], experts=layer_specs(model)[last].has_experts, fp8=fp8)
+        ahead, back = self._block_passes(self.blocks[last], layer_specs(model)[last], fp8=fp8)
         split = self._slices()
         products = sum(self._product(p) for p in prediction_parameters(model, 0)) / split
         numbers = self.tokens * 10 * model.hidden_size / split  # three norms, and both results side by side
@@ -172,20 +176,21 @@ class StepModel:
         # smaller tiles, or a product that is split along its inner dimension, fill a wave in part at most half empty
         return flops / (rate * max(filled, 0.5))
 
-    def _elementwise(self, *, experts: bool) -> float:
+    def _elementwise(self, spec: LayerSpec) -> float:
         """Seconds that norms, RoPE, activation and residuals of a forward pass read and write memory; with experts also
         what sorts rows by them, and sums what comes back."""
         model, tp, split = self.config.model, self.layout.tp, self._slices()
         assert model.ffn_hidden_size is not None, "resolved before"
-        rotated = 2 * self._rotated() // tp
-        wide, sorted_ = model.ffn_hidden_size, 0
-        if experts:
+        rotated = 0 if spec.mixer is None else 2 * self._rotated() // tp
+        wide, sorted_ = 0 if spec.feed_forward is None else model.ffn_hidden_size, 0
+        if spec.has_experts:
             wide = (model.moe_shared_expert_intermediate_size or 0) + model.moe_router_topk * (
                 model.moe_ffn_hidden_size or 0
             )
             sorted_ = (3 * model.moe_router_topk + 1) * model.hidden_size  # read and written, then read and summed
         activation = (3 if model.gated else 2) * wide // tp
-        numbers = 10 * model.hidden_size // split + rotated + activation + sorted_  # two norms, two sums: 2 x 2 + 2 x 3
+        branches = (spec.mixer is not None) + (spec.feed_forward is not None)
+        numbers = 5 * branches * model.hidden_size // split + rotated + activation + sorted_  # a norm 2, a sum 3
         return self.tokens * numbers * self.width / (self.device.bandwidth * self.device.memory_share)
 
     def _slices(self) -> int:
@@ -202,12 +207,12 @@ class StepModel:
         assert model.kv_channels is not None, "resolved before"
         return (heads + (model.num_query_groups or heads)) * model.kv_channels
 
-    def _tensor_collectives(self, in_8_bits: int = 0) -> float:
-        """Seconds of the four of a forward pass, or of two all-reduces, which move as much. Under sequence parallelism
-        gathers move ``in_8_bits`` bytes of a number; 0: as many as the others."""
+    def _tensor_collectives(self, parts: int, in_8_bits: int = 0) -> float:
+        """Seconds of those of a forward pass of so many parts: each has two, or an all-reduce, which moves as much.
+        Under sequence parallelism gathers move ``in_8_bits`` bytes of a number; 0: as many as the others."""
         bytes_ = self.tokens * self.config.model.hidden_size * self.width
         gathered = bytes_ * in_8_bits / self.width if in_8_bits and self.config.parallel.sequence_parallel else bytes_
-        return 2 * self._collective(bytes_, "tp") + 2 * self._collective(gathered, "tp")
+        return parts * (self._collective(bytes_, "tp") + self._collective(gathered, "tp"))
 
     def _expert_exchange(self) -> float:
         """Seconds of both all-to-alls of a pass, which nothing hides."""
@@ -277,7 +282,7 @@ class StepModel:
         matrix = vocabulary_matrix(self.config.model, "head", has_product=True)
         rows, _ = matrix.local_shape(self.layout)
         passes = self.tokens * rows * 4 * 6 / (self.device.bandwidth * self.device.memory_share)
-        one = Pass(products=3 * self._product(matrix), elementwise=passes, tensor=self._tensor_collectives() / 2)
+        one = Pass(products=3 * self._product(matrix), elementwise=passes, tensor=self._tensor_collectives(1))
         return one * (1 + self.predictions)
 
     def _without_pipeline(self) -> StepTime:

@@ -178,6 +178,7 @@ def test_what_is_translated_or_kept_shows_in_the_line(flag: str, tmp_path: Path)
         "--batch-size": "4",
     }
     base = [*BASE.split(), *(["--position-embedding-type", "rope"] if flag.startswith("--rotary") else [])]
+    base += ["--qk-layernorm", "--normalization", "RMSNorm"] if flag == "--no-weight-decay-cond-type" else []
     plain = translate(base, 1)
     for value in [special[flag]] if flag in special else values_of(flag) or ["2"]:
         try:
@@ -221,6 +222,68 @@ LLAMA_8B = (
     "--eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6 "
     "--ckpt-format torch_dist --distributed-timeout-minutes 60 --save {run} --load {run} --tensorboard-dir logs "
 )
+HYBRID = (
+    "--use-mcore-models --hybrid-layer-pattern MMM*MMM*MMM*MMM* --spec megatron.core.models.hybrid.hybrid_layer_specs "
+    "hybrid_stack_spec --hidden-size 1024 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
+    "--ffn-hidden-size 4096 --kv-channels 128 --squared-relu --untie-embeddings-and-output-weights --init-method-std "
+    "0.02 --position-embedding-type none --attention-dropout 0.0 --hidden-dropout 0.0 --disable-bias-linear "
+    "--normalization RMSNorm --bf16 --seq-length 64 --max-position-embeddings 64 --train-samples 8000 "
+    "--lr-decay-style WSD --lr-decay-samples 8000 --lr-warmup-samples 400 --lr-wsd-decay-style minus_sqrt "
+    "--lr-wsd-decay-samples 1600 --micro-batch-size 1 --global-batch-size 8 --lr 8e-4 --min-lr 8e-6 --weight-decay "
+    "0.1 --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 --eval-interval 400 --eval-iters 5 --mock-data "
+    "--vocab-size 1000 --no-mmap-bin-files --num-workers 2 --no-create-attention-mask-in-dataloader "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --tensor-model-parallel-size 1 "
+    "--pipeline-model-parallel-size 1 --ddp-num-buckets 1 --attention-backend flash --ckpt-format torch_dist --load "
+    "ck --save ck --save-interval 1000 --log-interval 5 --log-params-norm --log-num-zeros-in-grad --log-throughput "
+    "--log-progress --tensorboard-dir tb --distributed-timeout-minutes 10 --exit-duration-in-mins 55 "
+    "--disable-gloo-process-groups "
+)
+"""examples/training_scripts/train_hybrid.sh, but for its data and paths."""
+NANO = (
+    "--moe-router-score-function sigmoid --moe-grouped-gemm --num-experts 128 --moe-router-topk 6 "
+    "--moe-aux-loss-coeff 1e-4 --moe-router-topk-scaling-factor 2.5 --moe-router-enable-expert-bias "
+    "--moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss --moe-shared-expert-intermediate-size 3712 "
+    "--moe-permute-fusion --moe-flex-dispatcher-backend hybridep --moe-token-dispatcher-type flex "
+    "--moe-hybridep-num-sms 32 --moe-router-fusion --num-workers 1 --disable-gloo-process-groups --ckpt-format "
+    "torch_dist --load ck --save ck --save-interval 500 --save-retain-interval 2000 --ckpt-fully-parallel-save "
+    "--ckpt-fully-parallel-load --async-save --use-persistent-ckpt-worker --ckpt-assume-constant-structure "
+    "--squared-relu --no-mmap-bin-files --distributed-timeout-minutes 10 --exit-duration-in-mins 1430 "
+    "--no-create-attention-mask-in-dataloader --overlap-grad-reduce --overlap-param-gather "
+    "--tensor-model-parallel-size 1 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 "
+    "--pipeline-model-parallel-size 1 --use-distributed-optimizer --high-priority-stream-groups ep --ddp-num-buckets "
+    "24 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation --hybrid-layer-pattern "
+    "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME --spec megatron.core.models.hybrid.hybrid_layer_specs "
+    "hybrid_stack_spec --hidden-size 2688 --num-attention-heads 32 --group-query-attention --num-query-groups 2 "
+    "--mamba-num-heads 64 --untie-embeddings-and-output-weights --init-method-std 0.0173 --position-embedding-type "
+    "none --ffn-hidden-size 1856 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 --train-samples "
+    "122070313 --lr-decay-style WSD --lr-warmup-samples 1024000 --lr-decay-samples 122070313 --lr-wsd-decay-style "
+    "minus_sqrt --lr-wsd-decay-samples 18310547 --tokenizer-type NullTokenizer --vocab-size 131072 --mock-data "
+    "--distributed-backend nccl --micro-batch-size 1 --global-batch-size 768 --lr 1.2e-3 --min-lr 1.2e-5 "
+    "--weight-decay 0.1 --clip-grad 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --disable-bias-linear "
+    "--normalization RMSNorm --adam-beta1 0.9 --adam-beta2 0.95 --log-interval 1 --log-params-norm "
+    "--log-num-zeros-in-grad --log-throughput --log-device-memory-used --eval-interval 1000 --eval-iters 14 --bf16 "
+    "--use-mcore-models --enable-experimental --manual-gc --manual-gc-interval 100 --use-fused-weighted-squared-relu "
+    "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native --exit-interval 1000 --tensorboard-dir tb "
+    "--use-transformer-engine-op-fuser --log-memory-interval 1000 --log-progress --log-energy --logging-level 20 "
+    "--check-weight-hash-across-dp-replicas-interval 20000 --disable-straggler-on-startup --straggler-minmax-count 16 "
+    "--timing-log-option minmax --attention-backend flash --te-rng-tracker "
+)
+"""Nemotron 3 Nano, without its FP8, which takes no Mamba-2, on 8 processes."""
+QWEN3_NEXT = (
+    "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 5120 --num-attention-heads 16 --kv-channels 256 "
+    "--group-query-attention --num-query-groups 2 --qk-layernorm --attention-output-gate --swiglu --normalization "
+    "RMSNorm --apply-layernorm-1p --norm-epsilon 1e-6 --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope --rotary-percent 0.25 --rotary-base 10000000 --experimental-attention-variant "
+    "gated_delta_net --linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 128 "
+    "--linear-value-head-dim 128 --linear-num-key-heads 16 --linear-num-value-heads 32 --num-experts 512 "
+    "--moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate --moe-router-topk "
+    "10 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-3 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --no-weight-decay-cond-type qwen3_next --seq-length 4096 "
+    "--max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --train-iters 10 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 151936 --bf16 --expert-model-parallel-size 8 --attention-dropout 0 "
+    "--hidden-dropout 0 --init-method-std 0.02 --use-distributed-optimizer "
+)
+"""What the change that brought the gated delta net to Megatron gives, with the sizes of the 80B."""
 FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather "
 DECOUPLED = "--decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 "
 
@@ -653,3 +716,27 @@ def test_without_the_switch_all_unknown_flags_are_told_with_the_tables_answers()
     assert message.endswith("--from-megatron takes a whole line of Megatron's")
     with pytest.raises(ConfigError, match="--from-megatron is for pretrain_gpt.py"):
         load_config(["--from-megatron"], PRESETS)
+
+
+OF_THE_RUN = ("max_position_embeddings", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "init_method_std")
+
+
+def test_hybrid_lines_become_the_models_that_megatron_trains() -> None:
+    def sized(name: str, got: ModelConfig) -> ModelConfig:
+        wanted = resolve_model(replace(ModelConfig(), **PRESETS[name]))
+        return replace(wanted, **{name: getattr(got, name) for name in OF_THE_RUN})
+
+    model = resolved(HYBRID, 8).model
+    assert (model.num_layers, model.hybrid_layer_pattern) == (16, "MMM*" * 4)
+    assert (model.mamba_num_heads, model.mamba_head_dim, model.mamba_state_dim) == (32, 64, 128)
+    config = resolved(NANO, 8)
+    assert config.model == sized("nemotron-3-nano-30b-a3b", config.model)
+    assert config.optim.lr_wsd_decay_style == "minus_sqrt"
+    for flag in ("--experimental-attention-variant", "--linear-attention-type"):
+        config = resolved(QWEN3_NEXT.replace("--experimental-attention-variant", flag), 8)
+        assert config.model == sized("qwen3-next-80b-a3b", config.model)
+        assert config.optim.apply_wd_to_qk_layernorm
+    pure = resolved(HYBRID.replace("MMM*" * 4, "M" * 8), 8).model
+    assert (pure.num_layers, pure.hybrid_layer_pattern) == (8, "M" * 8)
+    old = HYBRID.replace("--hybrid-layer-pattern " + "MMM*" * 4, "--num-layers 48 --hybrid-attention-ratio 0.08")
+    assert "--hybrid-attention-ratio 0.08: --hybrid-layer-pattern says what each layer is" in refusal(old, 8)

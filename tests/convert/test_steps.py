@@ -12,14 +12,14 @@ from smp.convert.huggingface.config import resolved
 from smp.convert.load import load_hf
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
-from tests.convert.tiny import DELTA_RULES, SPARSE, STATE_SPACE, VOCAB, save_theirs, their_model
+from tests.convert.tiny import DELTA_RULES, HYBRID, SPARSE, STATE_SPACE, VOCAB, save_theirs, their_model
 from tests.fake_group import fake_context
 
 pytest.importorskip("transformers")
 STEPS, OPTIONS = 6, {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-5}
 
 
-@pytest.mark.parametrize("kind", [*STATE_SPACE, *DELTA_RULES, *SPARSE])
+@pytest.mark.parametrize("kind", [*HYBRID, *STATE_SPACE, *DELTA_RULES, *SPARSE])
 def test_losses_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     save_theirs(kind, tmp_path)
     theirs = their_model(kind).train()

@@ -242,13 +242,14 @@ _FALCON_H1_FACTORS |= {"ssm_out_multiplier": 0.8, "ssm_multipliers": [0.7, 1.5, 
 _FALCON_H1_FACTORS |= {"mlp_multipliers": [1.4, 0.6]}
 _NEMOTRON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, **_IDS}
 _NEMOTRON |= {"num_key_value_heads": 2, "intermediate_size": 52, "mamba_num_heads": 8, "mamba_head_dim": 6}
-_NEMOTRON |= {"n_groups": 4, "ssm_state_size": 7, "layer_norm_epsilon": 0.3, "max_position_embeddings": 64}
+_NEMOTRON |= {"n_groups": 4, "ssm_state_size": 7, "layer_norm_epsilon": 0.3, "max_position_embeddings": 128}
 # Widths of experts are multiples of 8: transformers' product of all experts in bf16 wants rows of 16 bytes.
 STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": (
         "Mamba2",
         {**_MAMBA, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 5}
-        | {"layer_norm_epsilon": 0.3, "time_step_limit": [0.05, 0.9], "conv_kernel": 3},
+        | {"layer_norm_epsilon": 0.3, "time_step_limit": [0.05, 0.9], "conv_kernel": 3}
+        | {"tie_word_embeddings": False},  # tied and with random weights it says one word again and again
     ),
     "granite-hybrid": ("GraniteMoeHybrid", {**_GRANITE, "num_local_experts": 0}),
     "granite-hybrid-moe": (

@@ -97,6 +97,20 @@ def test_a_state_is_carried_on(rule: str) -> None:
 
 
 @of_each_rule
+def test_what_nothing_fades_in_and_what_writes_nothing(rule: str) -> None:
+    """Decays of 1, as of a rule without a gate, and keys of 0, as of padding: fp32 results and gradients are those of
+    the steps, and no NaN. (fla-org/flash-linear-attention#104, AI-Hypercomputer/maxtext#5295)"""
+    step_by_step, chunked = RULES[rule]
+    tokens = [x.float() for x in drawn(100)[:5]]
+    tokens[3] = torch.zeros_like(tokens[3])
+    for x in tokens[:2]:
+        x[:, :30] = 0.0
+    got = differentiated(chunked, tokens, None)
+    want = differentiated(step_by_step, [x.double() for x in tokens], None)
+    assert max(errors([x.double() for x in got], want)) <= 2e-6
+
+
+@of_each_rule
 def test_packed_documents_are_separate_ones(rule: str) -> None:
     chunked = RULES[rule][1]
     *tokens, _ = drawn(70)

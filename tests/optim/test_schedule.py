@@ -71,6 +71,16 @@ def test_wsd_stays_then_decays_by_megatrons_default_shape() -> None:
     assert learning_rate(optim, 92) < 1.0
 
 
+@pytest.mark.parametrize(
+    ("style", "height"), [("linear", 0.75), ("cosine", 0.85355339), ("minus_sqrt", 0.5), ("exponential", 0.68179283)]
+)
+def test_wsd_decays_by_each_of_megatrons_shapes(style: str, height: float) -> None:
+    """A quarter of the decay behind, at 96; and at both ends."""
+    optim = schedule("WSD", lr_wsd_decay_style=style)
+    assert learning_rate(optim, 96) == pytest.approx(0.1 + 0.9 * height)
+    assert learning_rate(optim, 91) == 1.0 and 0.1 < learning_rate(optim, 110) < 0.35
+
+
 @pytest.mark.parametrize("style", ["cosine", "linear", "WSD"])
 def test_the_floor_is_reached_after_the_decay_and_kept(style: str) -> None:
     optim = schedule(style)

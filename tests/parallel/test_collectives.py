@@ -12,6 +12,7 @@ PAIRS = {
     "copy_to_group": (6, 6, True, False),
     "reduce_from_group": (6, 6, False, True),
     "gather_tokens": (2, 6, False, False),
+    "start_gather": (2, 6, False, False),
     "reduce_scatter_tokens": (6, 2, False, False),
     "split_tokens": (6, 2, True, False),
 }
@@ -31,7 +32,9 @@ def inner_products(rank: int, world: int) -> dict[str, tuple[float, float]]:
         mine, shared = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(99)
         x = torch.randn(rows_in, 4, generator=shared if same_in else mine, dtype=torch.float64, requires_grad=True)
         y = torch.randn(rows_out, 4, generator=shared if same_out else mine, dtype=torch.float64)
-        result = getattr(collectives, name)(x, group)
+        result = (
+            collectives.start_gather(x, group)() if name == "start_gather" else getattr(collectives, name)(x, group)
+        )
         result.backward(y)
         assert x.grad is not None
         # a tensor that all ranks hold is one vector: it counts once

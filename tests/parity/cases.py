@@ -191,6 +191,13 @@ _DSA: dict[str, Any] = {
     **{"v_head_dim": 5, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6, "dsa_indexer_topk": 4},
     **{"dsa_indexer_head_dim": 8, "dsa_indexer_loss_coeff": 0.7},
 }
+_FALCON_H1: dict[str, Any] = {  # attention and Mamba-2 in each layer
+    **{"linear_attention_type": "mamba2", "linear_attention_parallel": True, "linear_conv_kernel_dim": 3},
+    **{"mamba_num_heads": 8, "mamba_num_groups": 4, "mamba_head_dim": 3, "mamba_state_dim": 5},
+    **{"mamba_rms_norm": False, "ssm_multipliers": "0.7 1.5 1.2 0.8 2.0"},
+    **{"attention_out_multiplier": 0.7, "ssm_out_multiplier": 1.3, "softmax_scale": 0.6, "logit_scale": 0.5},
+    **{"embedding_multiplier": 3.0, "norm_epsilon": 1e-3},
+}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {  # of all three at once
         **{"swiglu": False, "geglu": True, "tanh_gelu": True, "apply_layernorm_1p": True, "qk_layernorm": True},
@@ -243,13 +250,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **{"linear_attention_type": "mamba2", "mamba_num_heads": 8, "mamba_num_groups": 1, "mamba_head_dim": 3},
         **{"mamba_state_dim": 5, "norm_epsilon": 1e-3, "linear_attention_freq": "2"},
     },
-    "falcon h1": {  # attention and Mamba-2 in each layer
-        **{"linear_attention_type": "mamba2", "linear_attention_parallel": True, "linear_conv_kernel_dim": 3},
-        **{"mamba_num_heads": 8, "mamba_num_groups": 2, "mamba_head_dim": 3, "mamba_state_dim": 5},
-        **{"mamba_rms_norm": False, "ssm_multipliers": "0.7 1.5 1.2 0.8 2.0", "mlp_multipliers": "1.4 0.6"},
-        **{"attention_out_multiplier": 0.7, "ssm_out_multiplier": 1.3, "softmax_scale": 0.6, "logit_scale": 0.5},
-        **{"embedding_multiplier": 3.0, "norm_epsilon": 1e-3},
-    },
+    "falcon h1": {**_FALCON_H1, "mlp_multipliers": "1.4 0.6"},
+    "falcon h1 experts": _FALCON_H1,
     "delta net and attention": {  # in every other layer
         **{"linear_attention_type": "gated_delta_net", "linear_attention_freq": "2", "linear_attention_parallel": True},
         **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 5, "norm_epsilon": 1e-3},

@@ -31,6 +31,18 @@ QUIET = "--no-tensorboard --no-progress-bar --log-interval 1"
 HYBRID = "--linear-attention-type gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4 "
 HYBRID += "--linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 5 --attention-output-gate "
 HYBRID += "--norm-epsilon 1e-3"
+KIMI = "--linear-attention-type kda --linear-attention-freq 2 --linear-num-key-heads 4 --linear-num-value-heads 4 "
+KIMI += "--linear-key-head-dim 6 --linear-value-head-dim 6 --norm-epsilon 1e-3"
+MAMBA = "--linear-attention-type mamba2 --mamba-num-heads 8 --mamba-num-groups 4 --mamba-head-dim 6 "
+MAMBA += "--mamba-state-dim 5 --norm-epsilon 1e-3"
+FALCON_H1 = f"{MAMBA} --linear-attention-parallel --no-mamba-rms-norm --ssm-out-multiplier 0.7"
+LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+LATENT += "--qk-layernorm"
+DSA = f"{LATENT} --q-lora-rank 12 --experimental-attention-variant dsa --dsa-indexer-n-heads 4 "
+DSA += "--dsa-indexer-head-dim 8 --dsa-indexer-topk 6 --dsa-indexer-use-sparse-loss"
+PATTERN = "--hybrid-layer-pattern M*-M --mamba-num-heads 8 --mamba-num-groups 4 --mamba-head-dim 6 --mamba-state-dim 5 "
+PATTERN += "--norm-epsilon 1e-3 --position-embedding-type none"
+MIXERS = (HYBRID, KIMI, f"{MAMBA} --linear-attention-freq 2", FALCON_H1, DSA)
 LLAMA = (
     "",
     "--qk-layernorm",
@@ -38,7 +50,8 @@ LLAMA = (
     "--parallel-residual --rotary-percent 0.5",
     "--use-rope-scaling --rope-original-max-position 64",
     "--no-disable-bias-linear --no-swiglu --squared-relu",
-    HYBRID,
+    PATTERN,
+    *MIXERS,
 )
 GPT2 = "--normalization LayerNorm --no-swiglu --position-embedding-type learned_absolute --no-disable-bias-linear"
 GPT2_MORE = ("", "--tanh-gelu", "--window-size 3", "--qk-layernorm", "--parallel-residual --squared-relu")
@@ -80,8 +93,8 @@ BESIDE_EXPERTS = (
     "--no-swiglu --squared-relu",
     "--no-swiglu --no-disable-bias-linear --tanh-gelu",
     "--attention-chunk-size 6 --no-rope-freq 2",
-    HYBRID,
-    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm",
+    *MIXERS,
+    LATENT,
 )
 SCHEDULES = (
     "--lr-decay-style constant",

@@ -13,9 +13,11 @@ from smp.config import Layout
 from smp.models.presets import PRESETS
 from smp.pipeline.actions import Op
 from smp.planner import machine
+from smp.planner.devices import DEVICES
 from smp.planner.machine import MachineTimes, Timed, alike, host_time, is_free, kind_of, time_calls, timed_calls
 from smp.planner.measured import Recorded, step_time
 from smp.planner.record import Calls, Collective, Operator, Place, TensorLike, like
+from smp.planner.step_time import StepModel
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
 
@@ -64,6 +66,28 @@ def test_collectives_are_recorded_with_their_bytes() -> None:
     assert found[FORWARD, Collective("tp", "reduce-scatter", 2, 64 * 32 * 4)] == 2 * 2 + 1  # and the embedding's
     assert found[BACKWARD, Collective("tp", "all-reduce", 2, 2 * 32 * 4)] == 2  # gradients of a block's norms together
     assert found[BACKWARD, Collective("tp", "all-reduce", 2, 32 * 4)] == 1  # and of the last one
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--hybrid-layer-pattern M*-E --num-layers 4 --num-experts 4 --moe-router-topk 2 --mamba-num-groups 2", 4),
+        ("--linear-attention-type mamba2 --linear-attention-parallel --mamba-num-groups 2", 2 * 3),
+        ("", 2 * 2),
+    ],
+)
+def test_the_formula_counts_the_collectives_of_a_run(flags: str, parts: int) -> None:
+    """Of layers of one part, of two mixers and an MLP, and of one mixer and an MLP."""
+    words = f"{SMALL} {flags} --mamba-head-dim 8 --mamba-state-dim 4" if "mamba" in flags else f"{SMALL} {flags}"
+    words += " --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4"
+    config = read_settings(shlex.split(words), PRESETS, 2)
+    layout, whole = Layout.from_config(config.parallel, 2), 64 * 32 * 4
+    calls = Recorded.of(config, layout).ranks[0]
+    for kind in ("all-gather", "reduce-scatter"):  # and the head's, and the embedding's
+        assert calls[FORWARD, Collective("tp", kind, 2, whole)] == parts + 1
+    model, device = StepModel(config, layout, DEVICES["h100"]), DEVICES["h100"]
+    once = device.fabric.ring(whole, 2, 1)
+    assert model.forward.tensor * config.model.num_layers == pytest.approx(2 * parts * once)
 
 
 def test_a_step_is_the_sum_of_its_calls_and_of_the_host_between_them() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from smp.config import Layout
+from smp.config.layers import layer_specs
 from smp.kernels import Kernels
 from smp.kernels.experts import grouped
 from smp.layers.context_parallel.cost import bytes_sent
@@ -19,7 +20,7 @@ from smp.pipeline.stage_plan import plan_pipeline
 from smp.pipeline.validate_schedule import peak_activations, peak_losses
 from smp.training.cost.fake_step import fake_gpu_step, fake_step
 from smp.training.cost.memory import estimate_memory, largest_memory
-from smp.training.exchange import exchange_of, exchanged
+from smp.training.exchange import exchange_of, exchanged, recurrence_bytes
 from smp.training.settings import read_settings
 from tests.training.measured_memory import compare, fake, settings
 
@@ -131,6 +132,30 @@ def test_the_memory_of_models_that_was_added_up_by_hand(world: int, flags: str, 
     layout = Layout.from_config(config.parallel, world)
     found = fake_gpu_step(config, layout)
     assert found.peak / 2**30 == pytest.approx(gib, abs=0.05)
+
+
+RECURRENCES = {
+    "gated delta net": "--linear-attention-type gated_delta_net --linear-num-key-heads 4 --linear-num-value-heads 8 "
+    "--linear-key-head-dim 16 --linear-value-head-dim 8",
+    "kimi": "--linear-attention-type kda --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 8 "
+    "--linear-value-head-dim 8",
+    "mamba2": "--linear-attention-type mamba2 --mamba-num-heads 8 --mamba-num-groups 4 --mamba-head-dim 8 "
+    "--mamba-state-dim 16",
+}
+
+
+@pytest.mark.parametrize(("kind", "cp"), [("p2p", 2), ("p2p", 4), ("a2a", 4)])
+@pytest.mark.parametrize("mixer", RECURRENCES)
+def test_what_a_recurrence_exchanges_is_what_the_formula_says(mixer: str, kind: str, cp: int) -> None:
+    """Of each micro-batch, each way as many, to the byte; and all are messages from process to process: gloo would make
+    an all-reduce of a reduce-scatter, which sends twice as much. (a2a also gathers the tokens' numbers.)"""
+    flags = f"{RECURRENCES[mixer]} --bf16 --context-parallel-size {cp} --cp-comm-type {kind} --global-batch-size 4"
+    config = settings(f"{flags} --num-layers 1 --hidden-size 64 --seq-length 64", cp)
+    traffic = fake(config, cp).counts.traffic
+    states, heads = recurrence_bytes(config, layer_specs(config.model)[0].mixer)
+    sent = {kind: of.sent for (group, kind), of in traffic.items() if group == "cp" and of.calls}
+    assert sent.pop("all-to-all") == 2 * 2 * (heads if kind == "a2a" else states)
+    assert sent.keys() == ({"all-gather"} if kind == "a2a" else set())
 
 
 @pytest.mark.parametrize(

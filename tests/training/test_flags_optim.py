@@ -19,16 +19,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 
 def adamw_by_hand(
-    run: Run, beta1: float, beta2: float, eps: float, decay: float, rates: list[float] | None = None
+    run: Run,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    rates: list[float] | None = None,
+    decayed: tuple[str, ...] = (),
 ) -> Tensors:
-    """Final weights after the run's gradients at the run's rates (Loshchilov & Hutter 2019, algorithm 2)."""
+    """Final weights after the run's gradients at the run's rates (Loshchilov & Hutter 2019, algorithm 2); vectors decay
+    whose names end in one of ``decayed``."""
     out = {}
     for name, start in run.initial.items():
         w, m, v = start.double(), torch.zeros(()), torch.zeros(())
         for t, (grads, lr) in enumerate(zip(run.grads, rates or run.rates, strict=True), 1):
             g = grads[name].double()
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-            w = w * (1 - lr * (decay if w.ndim > 1 else 0.0))
+            w = w * (1 - lr * (decay if w.ndim > 1 or name.endswith(decayed) else 0.0))
             w = w - lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps)
         out[name] = w
     return out
@@ -209,16 +216,32 @@ RATES: dict[str, tuple[str, list[float]]] = {
         "--lr-decay-style WSD --lr-wsd-decay-iters 4",
         [0.008] * 4 + [0.008 * (2 * 0.5 ** (i / 4) - 1) for i in range(4)],
     ),
+    "lr_wsd_decay_style": (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style minus_sqrt",
+        [0.008] * 4 + [0.008 * (1 - (i / 4) ** 0.5) for i in range(4)],
+    ),
 }
 
 
-@proves("min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters")
+@proves(
+    *("min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters"),
+    "lr_wsd_decay_style",
+)
 @pytest.mark.parametrize("name", RATES)
 def test_the_schedule_is_what_was_asked_for_and_what_the_weights_got(runs: Runs, name: str) -> None:
     flags, rates = RATES[name]
     run = runs(DECAY + flags)
     assert run.rates == pytest.approx(rates, abs=1e-12)
     assert distance(run.final, adamw_by_hand(run, 0.9, 0.95, 1e-8, 0.1)) < 2e-6
+
+
+@proves("apply_wd_to_qk_layernorm")
+def test_norms_of_queries_and_keys_decay_where_that_is_asked_for(runs: Runs) -> None:
+    run = runs("--weight-decay 3 --lr 0.01 --qk-layernorm --apply-wd-to-qk-layernorm")
+    by_hand = adamw_by_hand(run, 0.9, 0.95, 1e-8, 3, decayed=("query_norm.weight", "key_norm.weight"))
+    assert distance(run.final, by_hand) < 2e-6 < distance(run.final, adamw_by_hand(run, 0.9, 0.95, 1e-8, 3))
+    refused = runs.fresh("--apply-wd-to-qk-layernorm")
+    assert refused.code == 2 and "has no effect without --qk-layernorm" in refused.errors[0]
 
 
 @proves("clip_grad")

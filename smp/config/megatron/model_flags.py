@@ -8,12 +8,23 @@ from __future__ import annotations
 import math
 import re
 
+from smp.config.layer_pattern import ATTENTION, EXPERTS, MAMBA, MLP, OF_ATTENTION, OF_FEED_FORWARD
 from smp.config.megatron.line import Line, leave
+from smp.config.rules.linear import OF_MAMBA
 
 
 def positions(line: Line) -> None:
     if "--no-position-embedding" in line.given and not line.says("position_embedding_type", "rope"):
         line.put("--position-embedding-type", "none")
+
+
+def layer_pattern(line: Line) -> None:
+    """Megatron counts the layers by the letters."""
+    letters = line.one("--hybrid-layer-pattern") or line.one("--hybrid-override-pattern")
+    if letters is not None:
+        line.put("--hybrid-layer-pattern", letters)
+        if "--num-layers" not in line.given and "num_layers" not in line.words:
+            line.put("--num-layers", str(len(letters)))
 
 
 def heads(line: Line) -> None:
@@ -45,6 +56,22 @@ def gelu(line: Line) -> None:
     fused = "--no-bias-gelu-fusion" not in line.given and not line.says("disable_bias_linear")
     if plain and (fused or "--openai-gelu" in line.given) and "tanh_gelu" not in line.words:
         line.put("--tanh-gelu")
+
+
+def unused_parts(line: Line) -> None:
+    """Settings of what no letter of a pattern asks for: lines say them all the same."""
+    words = line.words.get("hybrid_layer_pattern")
+    letters = set() if words is None else set(words[-1])
+    if not letters:
+        return
+    if MAMBA not in letters:
+        leave(line, OF_MAMBA, "no layer has Mamba-2")
+    if ATTENTION not in letters:
+        leave(line, (*OF_ATTENTION, "num_query_groups", "kv_channels"), "no layer has attention")
+    if not letters & {MLP, EXPERTS}:
+        biases = ("disable_bias_linear",) if ATTENTION in letters else ()
+        names = [name for name in ("ffn_hidden_size", *OF_FEED_FORWARD) if name not in biases]
+        leave(line, names, "no layer has an MLP or experts")
 
 
 def query_norm(line: Line) -> None:
@@ -105,6 +132,6 @@ def _is_number(text: str) -> bool:
         return False
 
 
-BEFORE_DEFAULTS = (positions, heads, window, latent_yarn, experts)
-AFTER_DEFAULTS = (gelu, query_norm, recompute)
+BEFORE_DEFAULTS = (positions, layer_pattern, heads, window, latent_yarn, experts)
+AFTER_DEFAULTS = (gelu, query_norm, unused_parts, recompute)
 """These ask for settings that a line may leave to Megatron's defaults."""

@@ -61,9 +61,10 @@ MODEL: tuple[Row, ...] = (
         "--cross-entropy-loss-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --apply-rope-fusion "
         "--cross-entropy-fusion-impl:1 --disable-jit-fuser --use-fused-weighted-squared-relu "
         "--use-te-activation-func --fused-residual-rmsnorm --gradient-accumulation-fusion --bias-gelu-fusion "
-        "--masked-softmax-fusion --bias-swiglu-fusion --bias-dropout-fusion",
+        "--masked-softmax-fusion --bias-swiglu-fusion --bias-dropout-fusion --use-transformer-engine-op-fuser",
         _KERNELS,
     ),
+    left_out("--te-rng-tracker", "random numbers are functions of the seed, and need no tracker"),
     chosen(
         "--attention-backend:1",
         {
@@ -105,8 +106,7 @@ MODEL: tuple[Row, ...] = (
         "take vanilla or learnable: a sink whose score is always 0 does not exist",
     ),
     refused(
-        "--fp32-residual-connection --qk-clip --qk-clip-alpha:1 --qk-clip-threshold:1 --log-max-attention-logit "
-        "--no-weight-decay-cond-type:1",
+        "--fp32-residual-connection --qk-clip --qk-clip-alpha:1 --qk-clip-threshold:1 --log-max-attention-logit",
         _NO,
     ),
     becomes("--export-moe-apply-probs-on-input", "--moe-apply-probs-on-input"),
@@ -163,8 +163,9 @@ MODEL: tuple[Row, ...] = (
         "--disable-dsa-indexer-rotate-activation --no-dsa-indexer-rotate-activation",
         "the Hadamard rotation in front of FP8 changes no score without FP8, and is not there",
     ),
-    same("--hybrid-layer-pattern:1 --mamba-state-dim:1 --mamba-head-dim:1 --mamba-num-groups:1 --mamba-num-heads:1"),
-    becomes("--hybrid-override-pattern:1", "--hybrid-layer-pattern {}"),
+    same("--mamba-state-dim:1 --mamba-head-dim:1 --mamba-num-groups:1 --mamba-num-heads:1"),
+    derived("--hybrid-layer-pattern:1", "--hybrid-layer-pattern; where there is no --num-layers, one for each letter"),
+    derived("--hybrid-override-pattern:1", "--hybrid-layer-pattern, as its name was"),
     left_out("--is-hybrid-model --disable-mamba-mem-eff-path", "--hybrid-layer-pattern says it; " + _KERNELS),
     refused("--hybrid-attention-ratio:1 --hybrid-mlp-ratio:1", "--hybrid-layer-pattern says what each layer is"),
     left_out("--cache-mla-latents --mla-down-proj-fusion", "latents are kept while text is generated; " + _KERNELS),

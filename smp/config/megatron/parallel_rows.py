@@ -125,9 +125,9 @@ PARALLEL: tuple[Row, ...] = (
     becomes("--fp8-param", "--fp8-param-gather"),
     refused(
         "--fp8-quantizer-factory:1 --fp8-output-proj --fp8-dot-product-attention --fp8-multi-head-attention "
-        "--fp4-param-gather --fp4-param --fp4-quantizer-factory:1 --te-precision-config-file:1 --te-rng-tracker "
+        "--fp4-param-gather --fp4-param --fp4-quantizer-factory:1 --te-precision-config-file:1 "
         "--kitchen-config-file:1 --kitchen-recipe-number:1 --use-kitchen-attention --kitchen-attention-backend:1 "
-        "--use-transformer-engine-op-fuser --quant-recipe:1",
+        "--quant-recipe:1",
         _FP8,
     ),
     chosen(

@@ -19,7 +19,8 @@ TRAINING: tuple[Row, ...] = (
         "--profile-step-end:1 --lr:1 --min-lr:1 --decoupled-lr:1 --decoupled-min-lr:1 "
         "--step-batch-size-schedule:+ --lr-decay-samples:1 --lr-warmup-samples:1 --lr-wsd-decay-samples:1 "
         "--lr-decay-iters:1 --lr-warmup-iters:1 --lr-warmup-init:1 --lr-warmup-fraction:1 "
-        "--lr-wsd-decay-iters:1 --weight-decay:1 --adam-beta1:1 --adam-beta2:1 --adam-eps:1 --sgd-momentum:1 "
+        "--lr-wsd-decay-iters:1 --lr-wsd-decay-style:1 --apply-wd-to-qk-layernorm "
+        "--weight-decay:1 --adam-beta1:1 --adam-beta2:1 --adam-eps:1 --sgd-momentum:1 "
         "--clip-grad:1 --exp-avg-dtype:1 --exp-avg-sq-dtype:1 --muon-momentum:1 "
         "--muon-scale-mode:1 --muon-num-ns-steps:1 --muon-extra-scale-factor:1"
     ),
@@ -30,7 +31,6 @@ TRAINING: tuple[Row, ...] = (
         {style: f"--lr-decay-style {style}" for style in ("cosine", "linear", "WSD", "constant")},
         "--lr-decay-style takes cosine, linear, WSD and constant",
     ),
-    chosen("--lr-wsd-decay-style:1", {"exponential": ""}, "the final decay of WSD is exponential"),
     chosen(
         "--optimizer:1",
         {"adam": "--optimizer adam", "sgd": "--optimizer sgd", "muon": "--optimizer muon"},
@@ -54,7 +54,11 @@ TRAINING: tuple[Row, ...] = (
         "--weight-decay is constant",
         {"constant": ""},
     ),
-    refused("--apply-wd-to-qk-layernorm", "norms have no weight decay"),
+    chosen(
+        "--no-weight-decay-cond-type:1",
+        dict.fromkeys(("apply_wd_to_qk_layernorm", "qwen3_next"), "--apply-wd-to-qk-layernorm"),
+        "--no-weight-decay-cond-type takes apply_wd_to_qk_layernorm (qwen3_next)",
+    ),
     refused(
         "--lion-beta1:1 --lion-beta2:1 --soap-beta1:1 --soap-beta2:1 --use-emerging-optimizers",
         _OPTIMIZERS,
@@ -101,10 +105,11 @@ TRAINING: tuple[Row, ...] = (
     refused("--yaml-cfg:1", "--config: the same names, types and checks as flags"),
     refused(
         "--error-injection-rate:1 --error-injection-type:1 --enable-ft-package --ft-num-warmup-iters:1 "
-        "--calc-ft-timeouts --simulated-fault:1 --enable-straggler-detector --disable-straggler-on-startup "
-        "--straggler-ctrlr-port:1 --run-workload-inspector-server",
+        "--calc-ft-timeouts --simulated-fault:1 --enable-straggler-detector --straggler-ctrlr-port:1 "
+        "--run-workload-inspector-server",
         _RESTARTS,
     ),
+    left_out("--disable-straggler-on-startup", "--log-straggler measures, and stops nothing"),
     chosen(
         "--rerun-mode:1",
         {"disabled": "", "validate_results": "--rerun-mode validate_results"},

@@ -120,7 +120,7 @@ def optimizer_keys(section: str) -> dict[str, Key]:
         "warmup_style": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES)),
         "lr_decay_steps": to("lr_decay_iters"),
         "lr_wsd_decay_steps": to("lr_wsd_decay_iters"),
-        "lr_wsd_decay_style": nothing("WSD decays in one way here; take recipes.lr_decay_style"),
+        "lr_wsd_decay_style": to("lr_wsd_decay_style"),
         "min_lr": to("min_lr"),
         "min_lr_ratio": min_lr(section),
         "num_cycles": only((0.5,), "cosine goes down once"),

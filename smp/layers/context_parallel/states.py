@@ -4,7 +4,8 @@ A rank's tokens are pieces of sequences: runs of tokens that follow each other. 
 it is affine, S -> M S + B, and its outputs are o + P S. Each rank computes M, B, o and P of its pieces at once. M and B
 of all pieces are gathered, the states before each follow one from the other, and o + P S is left. Zig-zag pieces need
 no order of their own, and a piece in which a document begins has M = 0 by itself. Of a delta rule M is a matrix; of
-Mamba-2, whose states only fade, a number.
+Mamba-2, whose states only fade, a number. Heads are computed some at a time, and what these make of states travels
+while the next are computed, in the backward pass as well.
 
 Bytes sent by each rank: (cp - 1) x pieces x heads x key_dim (key_dim + value_dim) x 4 each way, or without the first
 key_dim where M is a number, whatever the length, and for the convolution the last tokens of each piece. An all-gather
@@ -13,6 +14,7 @@ of tokens would be their number times more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,7 +24,7 @@ import torch
 
 from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.transfer import to_device
-from smp.parallel.collectives import Group, gather_tokens
+from smp.parallel.collectives import Group, start_gather
 
 _SHORTEST = 64
 """Tokens of a row, to which pieces are cut at the least."""
@@ -63,28 +65,37 @@ class StatesPlan:
 
     def tokens_before(self, x: torch.Tensor, cp: Group) -> torch.Tensor:
         """The tokens before each row, (rows, conv - 1, channels), of x (rows, length, channels)."""
-        last = gather_tokens(_taken(x.flatten(0, 1), self.last), cp)
+        last = start_gather(_taken(x.flatten(0, 1), self.last), cp)()
         return last[self.before].view(self.rows, -1, x.shape[2])
 
-    def states_before(self, added: torch.Tensor, factor: torch.Tensor, cp: Group) -> torch.Tensor:
-        """The state before each row, (rows, heads, key_dim, value_dim), of what each makes of it.
+    def start_states_before(self, added: torch.Tensor, factor: torch.Tensor, cp: Group) -> Callable[[], torch.Tensor]:
+        """Begin to exchange what each row makes of the state before it. What is returned gives those states, (rows,
+        heads, key_dim, value_dim).
 
         Args:
             added: B, (rows, heads, key_dim, value_dim).
             factor: M, (rows, heads, key_dim, key_dim), or (rows, heads, 1, 1) where it is a number.
             cp: the ranks.
         """
-        is_number, shapes = factor.shape[3] == 1, (added.shape[1:], factor.shape[1:])
+        shapes = added.shape[1:], factor.shape[1:]
         # A piece that is none changes nothing.
         nothing = torch.eye(factor.shape[3], dtype=factor.dtype, device=factor.device).expand_as(factor[:1])
-        # (rows, heads, key_dim x value_dim + the elements of M): both in one message
-        sent = torch.cat((added.flatten(2), factor.flatten(2)), 2)
         none = torch.cat((torch.zeros_like(added[:1]).flatten(2), nothing.flatten(2)), 2)
-        # (rows of all ranks + 1, heads, ...): the last one stands for pieces that do not exist.
-        whole = torch.cat((gather_tokens(sent, cp), none)).split([x[1] * x[2] for x in shapes], dim=2)
-        added, factor = (x.unflatten(2, shape[1:]) for x, shape in zip(whole, shapes, strict=True))
-        # S -> M S + B from piece to piece, for all sequences at once. As many steps as a sequence
-        # has pieces, whatever its length. Every rank does all of them, so there is no second exchange.
+        # (rows, heads, key_dim x value_dim + the elements of M): both in one message
+        arrive = start_gather(torch.cat((added.flatten(2), factor.flatten(2)), 2), cp)
+
+        def ended() -> torch.Tensor:
+            # (rows of all ranks + 1, heads, ...): the last one stands for pieces that do not exist.
+            whole = torch.cat((arrive(), none)).split([x[1] * x[2] for x in shapes], dim=2)
+            return self._states(*(x.unflatten(2, shape[1:]) for x, shape in zip(whole, shapes, strict=True)))
+
+        return ended
+
+    def _states(self, added: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """Of the rows of all ranks and one that is none, the state before each of this rank's."""
+        is_number = factor.shape[3] == 1
+        # S -> M S + B from piece to piece, for all sequences at once. As many steps as a sequence has pieces, whatever
+        # its length. Every rank does all of them, so there is no second exchange.
         state = added.new_zeros(self.steps.shape[1], *added.shape[1:])
         found = []
         for step in self.steps:

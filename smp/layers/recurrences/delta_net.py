@@ -26,8 +26,7 @@ from smp.kernels.token_layout import TokenLayout
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import RMSNorm
 from smp.layers.parameter import SHARD_ROWS, Constant, LogUniform, local, tp_parameter
-from smp.layers.recurrences.mixer import RecurrentMixer, StatesBefore, Tokens
-from smp.parallel.collectives import Group
+from smp.layers.recurrences.mixer import Ended, RecurrentMixer, StatesBefore, Tokens
 from smp.parallel.context import ParallelContext
 
 _EPS = 1e-6
@@ -51,7 +50,6 @@ class DeltaRuleMixer(RecurrentMixer):
         tokens: Tokens,
         begins: torch.Tensor | None,
         state: torch.Tensor | None,
-        heads: Group | None,
     ) -> Pair:
         return gated_delta_rule(q, k, v, self._decay(tokens), tokens.rate, begins, state, self.backend)
 
@@ -63,7 +61,7 @@ class DeltaRuleMixer(RecurrentMixer):
         tokens: Tokens,
         begins: torch.Tensor | None,
         states_before: StatesBefore,
-    ) -> torch.Tensor:
+    ) -> Ended:
         """Outputs of pieces. One pass gives what a piece adds to the state before it and what it multiplies that state
         with: the first state is [0 | 1] and zeros follow the values, so the factor is in the columns behind the sum."""
         # (rows, heads, key_dim, value_dim + key_dim): [0 | 1]
@@ -74,10 +72,14 @@ class DeltaRuleMixer(RecurrentMixer):
         # (rows, length, heads, value_dim + key_dim) and (rows, heads, key_dim, value_dim + key_dim)
         both, maps = gated_delta_rule(q, k, v, self._decay(tokens), tokens.rate, begins, first)
         widths = self.value_dim, self.key_dim
-        out, factor = both.split(widths, dim=3)
-        before = states_before(*maps.split(widths, dim=3))  # (rows, heads, key_dim, value_dim)
-        # (rows, heads, length, key_dim) @ (rows, heads, key_dim, value_dim)
-        return out + (factor.transpose(1, 2) @ before).transpose(1, 2)
+        before = states_before(*maps.split(widths, dim=3))
+
+        def ended() -> torch.Tensor:
+            out, factor = both.split(widths, dim=3)
+            # (rows, heads, length, key_dim) @ (rows, heads, key_dim, value_dim)
+            return out + (factor.transpose(1, 2) @ before()).transpose(1, 2)
+
+        return ended
 
     def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _unit(q) * self.key_dim**-0.5, _unit(k)

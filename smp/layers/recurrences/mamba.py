@@ -28,7 +28,7 @@ from smp.kernels.token_layout import TokenLayout
 from smp.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from smp.layers.norm import SplitRMSNorm
 from smp.layers.parameter import SHARD_ROWS, Constant, LogUniform, StepUniform, local, tp_parameter
-from smp.layers.recurrences.mixer import RecurrentMixer, StatesBefore, Tokens, of_rank, times
+from smp.layers.recurrences.mixer import Ended, RecurrentMixer, StatesBefore, Tokens, of_rank, times
 from smp.parallel.collectives import Group
 from smp.parallel.context import ParallelContext
 
@@ -128,10 +128,8 @@ class Mamba2(RecurrentMixer):
         tokens: Tokens,
         begins: torch.Tensor | None,
         state: torch.Tensor | None,
-        heads: Group | None,
     ) -> Pair:
-        out, last = state_space(q, k, v, tokens.g, tokens.rate, begins, state)
-        return self._skipped(out, v, heads), last
+        return state_space(q, k, v, tokens.g, tokens.rate, begins, state)
 
     def _of_pieces(
         self,
@@ -141,7 +139,7 @@ class Mamba2(RecurrentMixer):
         tokens: Tokens,
         begins: torch.Tensor | None,
         states_before: StatesBefore,
-    ) -> torch.Tensor:
+    ) -> Ended:
         """Outputs of pieces. What comes from before a piece only fades: by a number for each token and head, 0 behind a
         border."""
         out, added = state_space(q, k, v, tokens.g, tokens.rate, begins)
@@ -151,13 +149,18 @@ class Mamba2(RecurrentMixer):
             total = total.masked_fill(begins.cumsum(1)[..., None] > 0, -torch.inf)
         kept = total.exp().to(tokens.g.dtype)  # (rows, length, heads)
         # ``kept`` at the last token is what the whole piece leaves of the state before it: M, a number.
-        before = states_before(added, kept[:, -1, :, None, None])  # (rows, heads, state_dim, head_dim)
-        by_group = before.unflatten(1, (q.shape[2], -1)).transpose(2, 3).flatten(3)  # (rows, groups, state_dim, ...)
-        # All heads of a group in one product: they share q.
-        read = (q.to(before.dtype).transpose(1, 2) @ by_group).transpose(1, 2).flatten(2).view_as(v)
-        return self._skipped(out + kept[..., None] * read, v)
+        states = states_before(added, kept[:, -1, :, None, None])
 
-    def _skipped(self, out: torch.Tensor, v: torch.Tensor, heads: Group | None = None) -> torch.Tensor:
+        def ended() -> torch.Tensor:
+            before = states()  # (rows, heads, state_dim, head_dim)
+            by_group = before.unflatten(1, (q.shape[2], -1)).transpose(2, 3).flatten(3)  # (rows, groups, ...)
+            # All heads of a group in one product: they share q.
+            read = (q.to(before.dtype).transpose(1, 2) @ by_group).transpose(1, 2).flatten(2).view_as(v)
+            return out + kept[..., None] * read
+
+        return ended
+
+    def _skipped(self, out: torch.Tensor, v: torch.Tensor, heads: Group | None) -> torch.Tensor:
         """``out`` with D v added."""
         factor = local(self.skip, v.dtype)
         factor = factor if heads is None else of_rank(factor, heads)

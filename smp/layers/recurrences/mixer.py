@@ -29,8 +29,14 @@ from smp.parallel.collectives import Group
 from smp.parallel.context import ParallelContext
 
 CONVOLVED = ("query", "key", "value")
-StatesBefore = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(what each piece of a cut sequence adds to the state before it, what it multiplies it with) -> the states before."""
+Ended = Callable[[], torch.Tensor]
+"""What waits for messages and gives a result."""
+StatesBefore = Callable[[torch.Tensor, torch.Tensor], Ended]
+"""Begins an exchange: (what each piece of a cut sequence adds to the state before it, what it multiplies it with) ->
+the states before."""
+_SHARES = 8, 4, 2
+"""Parts of the heads of a cut sequence, the first that divides them: states of one travel while the next is computed,
+so that only the last one's may be waited for."""
 
 
 class Tokens(NamedTuple):
@@ -128,9 +134,8 @@ class RecurrentMixer(nn.Module, ABC):
         tokens: Tokens,
         begins: torch.Tensor | None,
         state: torch.Tensor | None,
-        heads: Group | None,
     ) -> Pair:
-        """The rule: outputs and the state after the last token; ranks of ``heads`` share what this one has."""
+        """The rule: outputs and the state after the last token."""
 
     @abstractmethod
     def _of_pieces(
@@ -141,8 +146,12 @@ class RecurrentMixer(nn.Module, ABC):
         tokens: Tokens,
         begins: torch.Tensor | None,
         states_before: StatesBefore,
-    ) -> torch.Tensor:
+    ) -> Ended:
         """Outputs of pieces of sequences, whose states before follow from what all pieces make of theirs."""
+
+    def _skipped(self, out: torch.Tensor, v: torch.Tensor, heads: Group | None) -> torch.Tensor:
+        """Outputs with what values add to them past the states; ranks of ``heads`` share what this one has."""
+        return out
 
     def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys as the rule takes them."""
@@ -179,11 +188,11 @@ class RecurrentMixer(nn.Module, ABC):
             # The last conv - 1 tokens before these, and the state after them.
             before, state = cache.states(self._states(tokens))
         q, k, v = self._convolved(tokens.mixed, before, documents.places, heads)
-        out, last = self._read(q, k, v, tokens, documents.begins, state, heads)
+        out, last = self._read(q, k, v, tokens, documents.begins, state)
         if cache is not None and documents.valid is not None:
             assert before is not None
             cache.keep(_last_tokens(tokens.mixed, before, documents.valid), last)
-        return out
+        return self._skipped(out, v, heads)
 
     def _by_states(self, tokens: Tokens, documents: Documents, plan: StatesPlan) -> torch.Tensor:
         """See :mod:`smp.layers.context_parallel.states`."""
@@ -192,7 +201,9 @@ class RecurrentMixer(nn.Module, ABC):
         # The convolution needs the last tokens of the piece before, which may be another rank's.
         q, k, v = self._convolved(rows.mixed, plan.tokens_before(rows.mixed, self.cp), documents.places)
         v = v.to(rows.g.dtype)  # what is multiplied with a state later is not rounded before
-        out = self._of_pieces(q, k, v, rows, documents.begins, partial(plan.states_before, cp=self.cp))
+        start = partial(plan.start_states_before, cp=self.cp)
+        begun = [self._of_pieces(*part, documents.begins, start) for part in _by_heads(q, k, v, rows)]
+        out = self._skipped(torch.cat([ended() for ended in begun], 2), v, None)
         return plan.to_tokens(out.to(rows.mixed.dtype), tokens.mixed.shape[0])
 
     def _convolved(
@@ -227,6 +238,23 @@ class RecurrentMixer(nn.Module, ABC):
         last = tokens.mixed.new_empty((1, self.conv - 1, tokens.mixed.shape[2]), device="meta")
         state = tokens.rate.new_empty((1, tokens.rate.shape[2], self.key_dim, self.value_dim), device="meta")
         return last, state
+
+
+def _by_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: Tokens
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Tokens]]:
+    """The same by parts of the heads. Compiled code waits for messages at once, and a GPU issues operations of a part
+    for longer than its links carry the states: there they are one."""
+    keys, heads = q.shape[2], v.shape[2]
+    shares = () if torch.compiler.is_compiling() or v.device.type != "cpu" else _SHARES
+    count = next((n for n in shares if heads % n == 0 and (keys % n == 0 or n % keys == 0)), 1)
+    of_keys = min(count, keys)  # parts of the same keys follow each other
+    queries, all_keys = q.chunk(of_keys, 2), k.chunk(of_keys, 2)
+    parts = zip(*(x.chunk(count, 2) for x in (v, tokens.g, tokens.rate)), strict=True)
+    return [
+        (queries[n * of_keys // count], all_keys[n * of_keys // count], values, Tokens(tokens.mixed, g, rate))
+        for n, (values, g, rate) in enumerate(parts)
+    ]
 
 
 def times(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ class Ranks:
     def __init__(self, cp: int) -> None:
         self.cp, self.sent = cp, list[list[torch.Tensor]]()
 
-    def __call__(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
         """The same calls in the same order on every rank."""
         if len(self.sent) == self.calls:
             self.sent.append([])
@@ -31,7 +33,8 @@ class Ranks:
             self.sent[self.calls].append(x)
         found = self.sent[self.calls]
         self.calls += 1
-        return torch.cat([*found, *(torch.zeros_like(x) for _ in range(self.cp - len(found)))])
+        whole = torch.cat([*found, *(torch.zeros_like(x) for _ in range(self.cp - len(found)))])
+        return lambda: whole
 
     calls = 0
 
@@ -76,13 +79,13 @@ def of_rank(
     first = torch.cat((torch.zeros(KEY, VALUE), torch.eye(KEY)), 1).double().expand(len(v), HEADS, -1, -1)
     both, maps = step_by_step(q, k, torch.nn.functional.pad(v, (0, KEY)), g, beta, begins, first)
     out, factor = both.split((VALUE, KEY), dim=3)
-    before = plan.states_before(*maps.split((VALUE, KEY), dim=3), cp)
+    before = plan.start_states_before(*maps.split((VALUE, KEY), dim=3), cp)()
     return plan.to_tokens(out + torch.einsum("rlhk,rhkv->rlhv", factor, before), BATCH)
 
 
 def check(cut: SequenceCut, documents: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, cp, gather = drawn(cut.length), cut.cp, Ranks(cut.cp)
-    monkeypatch.setattr(states, "gather_tokens", gather)
+    monkeypatch.setattr(states, "start_gather", gather)
     want, rows = whole(tensors, documents), torch.arange(BATCH)[:, None]
     plans = [states_plan(cut, rank, CONV, CPU) for rank in range(cp)]
     assert len({(plan.rows, plan.length) for *_, plan in plans}) == 1, "an all-gather takes equal parts"
