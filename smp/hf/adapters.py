@@ -1,4 +1,4 @@
-"""LoRA adapters of peft in a model that is transformed: ``transform(get_peft_model(model, LoraConfig(...)))``.
+"""LoRA adapters of peft in a transformed model: ``transform(get_peft_model(model, LoraConfig(...)))``.
 
 An adapter computes ``B A x`` next to a layer's ``W x``. Its factors are cut as the layer is, so what crosses links has
 the adapter's rank, never the model's width:
@@ -25,26 +25,29 @@ from torch.distributed.tensor import DTensor
 
 from smp.config.schema import ConfigError
 
+# PeftModel.base_model (a LoraModel) .model is the transformers model: names begin with this.
 _PREFIX = "base_model.model."
+# peft wraps a layer ``x`` as ``x.base_layer``, with factors in ``x.lora_A.<adapter>`` and
+# ``x.lora_B.<adapter>``.
 _INSIDE = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)$")
 _KNOWN = {("tuners.lora.model", "LoraModel"), ("tuners.lora.layer", "Linear")}
 
 
 def base_of(model: Any) -> tuple[Any, str]:
-    """The transformers model that peft has wrapped, and what stands before the names of its modules; or ``model``."""
+    """The transformers model inside peft's, and the prefix of its modules' names; without peft ``model`` and ""."""
     return (model.get_base_model(), _PREFIX) if _is_peft(model) else (model, "")
 
 
 def faces_of(model: Any) -> list[Any]:
-    """What a script may call: the model, and inside of peft's the one that ``merge_and_unload`` gives back. (peft calls
-    that one's ``forward``, so its hooks run only after that.)"""
+    """The modules that a script may call: the model, and with peft also the inner one, which ``merge_and_unload``
+    returns. (peft calls the inner one's ``forward``, so hooks of that run only after unloading.)"""
     base, _ = base_of(model)
     return [model] if base is model else [model, base]
 
 
 def target_of(name: str) -> str:
-    """The layer that an adapter's part belongs to: ``attn.q_proj.lora_A.default`` -> ``attn.q_proj``; others are
-    themselves."""
+    """The layer that a part of an adapter belongs to, ``attn.q_proj.lora_A.default`` -> ``attn.q_proj``; other names
+    are returned as they are."""
     return _INSIDE.sub("", name)
 
 
@@ -54,14 +57,15 @@ def is_adapter(name: str) -> bool:
 
 
 def layer_under(module: nn.Module) -> nn.Module:
-    """The layer that an adapted one wraps, whose parameters it shows as its own; others are themselves."""
+    """The layer that an adapted one wraps, whose weight and bias peft shows as its own; other layers are returned as
+    they are."""
     base = module._modules.get("base_layer")
     return module if base is None or not type(module).__module__.startswith("peft.") else base
 
 
 def in_adapter_file(model: Any) -> Callable[[str], bool]:
-    """Whether a tensor of this name may go into the file that ``save_pretrained`` writes: with peft the adapters', and
-    the embedding and head, which peft adds when they have adapters; without it all."""
+    """A predicate on tensor names: whether ``save_pretrained`` may write it. With peft the adapters, and the embedding
+    and head, which peft adds when they have adapters; without peft all."""
     base, _ = base_of(model)
     if base is model:
         return lambda name: True
@@ -71,7 +75,7 @@ def in_adapter_file(model: Any) -> Callable[[str], bool]:
 
 
 def with_adapters(model: nn.Module, rows: Mapping[str, str], pattern_of: Any) -> dict[str, str]:
-    """``rows`` of the model without adapters as rows of ``model`` with them.
+    """``rows`` (pattern: style) of a model without adapters as the rows of ``model`` with them.
 
     Raises:
         ConfigError: as :func:`check`.
@@ -86,8 +90,11 @@ def with_adapters(model: nn.Module, rows: Mapping[str, str], pattern_of: Any) ->
         style = rows.get(pattern_of(target.removeprefix(prefix)))
         if target == name or style is None:
             continue
+        # The wrapped layer's row moves to its base_layer; the wrapper itself has no weight.
         full.pop(pattern_of(target), None)
         part = name.removeprefix(f"{target}.").partition(".")[0]
+        # y = W x + B A x. Column-parallel: B is cut by rows as W, A is whole on every rank.
+        # Row-parallel: A is cut by columns as W, and B is whole, applied after the sum.
         own = {"lora_A": "rowwise", "lora_B": "colwise"} if style in ("colwise", "rowwise") else {}
         whole = part != "base_layer" and own.get(part) != style
         full[pattern_of(name)] = "replicate" if whole else style
@@ -95,7 +102,7 @@ def with_adapters(model: nn.Module, rows: Mapping[str, str], pattern_of: Any) ->
 
 
 def check(model: Any) -> None:
-    """What peft has added can be cut and saved.
+    """Check that what peft has added can be cut and saved.
 
     Raises:
         ConfigError: for anything of peft's but plain LoRA on linear layers.
@@ -105,6 +112,8 @@ def check(model: Any) -> None:
     for adapter, config in model.peft_config.items():
         bias = getattr(config, "bias", "none")
         if bias != "none":
+            # bias "all" or "lora_only" trains biases of the base model, which the adapter file
+            # would have to hold.
             raise ConfigError(f"adapter {adapter}: bias is {bias!r}: smp.transform takes LoraConfig(bias='none')")
     for name, module in model.named_modules():
         kind = type(module)
@@ -113,6 +122,7 @@ def check(model: Any) -> None:
         known = (kind.__module__.removeprefix("peft."), kind.__name__) in _KNOWN
         if not known and any(True for _ in module.parameters()):
             raise ConfigError(f"{name} ({kind.__name__}): of peft, smp.transform takes LoRA on linear layers")
+        # lora_variant: DoRA, aLoRA and others compute more than B A x.
         if getattr(module, "lora_variant", None):
             raise ConfigError(f"{name}: smp.transform takes plain LoRA, without variants such as use_dora")
         if getattr(module, "merged_adapters", None):
@@ -120,7 +130,7 @@ def check(model: Any) -> None:
 
 
 def install(model: nn.Module) -> None:
-    """Adapters of ``model``, which is cut, merge into their layers in place."""
+    """Let adapters of ``model``, which is cut, merge into their layers in place."""
     for module in model.modules():
         if type(module).__module__.startswith("peft.tuners.") and hasattr(type(module), "merge"):
             layer: Any = module
@@ -128,6 +138,7 @@ def install(model: nn.Module) -> None:
 
 
 def _merge(layer: Any, model: nn.Module, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    # fully_shard keeps DTensors in the weights: B A of two sharded factors needs the whole of one.
     fsdp2 = any(isinstance(module, FSDPModule) for module in model.modules())
     if fsdp2 or not all(_is_whole_matrix(part) for part in _parts(layer)):
         raise ConfigError(
@@ -148,8 +159,8 @@ def _parts(layer: Any) -> list[Any]:
 
 
 def _is_whole_matrix(linear: Any) -> bool:
-    """FSDP1 leaves a piece of a flat tensor in a weight's place, or no parameter at all: two pieces of equal size would
-    multiply to one number."""
+    """Whether a layer's weight is a matrix. FSDP1 leaves a piece of its flat tensor there, or no parameter: two pieces
+    of equal size would multiply to a number without an error."""
     return isinstance(linear.weight, nn.Parameter) and linear.weight.ndim == 2
 
 

@@ -1,4 +1,4 @@
-"""Attention of 16-bit models on a CPU, computed in 32 bits.
+"""Attention of 16-bit models on CPUs, computed in fp32.
 
 torch's attention on CPUs takes several times as long backwards in bf16 as in fp32: three tenths of a training step of a
 small Llama. Queries, keys and values are made fp32 before it, and its result 16-bit after it. Models in fp32
@@ -19,7 +19,8 @@ NAME = "smp_sdpa_fp32"
 
 
 def install(model: Any) -> str:
-    """Enter Hugging Face's registry of attention functions for ``model``; returns what was done, or nothing."""
+    """Register the function in transformers' table of attention functions for ``model``. Returns a note for the user,
+    or ""."""
     base, _ = base_of(model)
     config = getattr(base, "config", None)
     if config is None or getattr(config, "model_type", None) not in FAMILIES:  # others ask whether it is "sdpa"
@@ -30,7 +31,9 @@ def install(model: Any) -> str:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    # The mask is made for sdpa: transformers chooses it by the same name.
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    # The internal field: the property's setter would set all sub-configs, too.
     config._attn_implementation_internal = NAME
     return "attention in 32 bits where the model is in 16"
 
@@ -44,7 +47,8 @@ def _attention(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """(batch, heads or groups, length, head_dim) -> (batch, length, heads, head_dim)."""
+    """(batch, heads or groups, length, head_dim) -> (batch, length, heads, head_dim), transformers' order of
+    results."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if query.dtype not in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""``smp.clip_grad_norm_``: the norm of the whole gradient, whatever each rank holds of it.
+"""``smp.clip_grad_norm_``: the L2 norm of the whole gradient, however it is sharded.
 
 The arithmetic is that of every run (``smp.optim.optimizer.clip_gradients``). Here is what a script can get wrong and a
 run cannot: it gives parameters and no model, or has not sharded them; and FSDP 1, which clips by its own flat buffers.
@@ -32,16 +32,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
         raise ConfigError(f"clip_grad_norm_: the model, not its parameters (a {type(model).__name__})")
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm {max_norm}: give a number above 0; float('inf') only measures")
+    # FSDP1 holds gradients in flat buffers, which only its own method reads.
     if (root := fsdp1.root_of(model)) is not None:
         return root.clip_grad_norm_(max_norm)
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    # DDP averages gradients itself; but experts of expert parallelism have ranks of their own.
     if state.ep_size > 1 or not isinstance(model, DistributedDataParallel):
         check_sharded(named)
     return clip_gradients([parameter for _, parameter in named], max_norm)
 
 
 def check_sharded(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Check that with several data ranks ``fully_shard`` has seen these parameters, so that it sums their gradients.
+    """Check that ``fully_shard`` has seen these parameters where there are several data ranks: it averages their
+    gradients.
 
     Raises:
         ConfigError: with the first that it has not seen.
@@ -52,6 +55,8 @@ def check_sharded(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     experts = "fully_shard(experts, mesh=smp.state.expert_mesh) of every layer, then " if state.ep_size > 1 else ""
     for name, parameter in named:
         mesh = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+        # Sharded on the data mesh, or for experts on the smaller expert mesh: subsets of mesh
+        # dimensions.
         if not any(wanted <= set(mesh or ()) for wanted in meshes):
             raise ConfigError(
                 f"{name} is not sharded, so each of the {state.data_mesh.size()} data ranks has another gradient: "

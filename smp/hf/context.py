@@ -1,4 +1,4 @@
-"""Context parallelism in a transformed model: each rank has some tokens of every sequence.
+"""Context parallelism in a transformed model: each rank has a part of the tokens of every sequence.
 
 The script cuts its batch with :func:`cut_sequence`. A sequence of n tokens lies in 2 x cp chunks, and rank r holds
 chunks r and 2 x cp - 1 - r, as SMP v2 scripts cut it. The model then gets its position ids and the labels of the
@@ -47,12 +47,13 @@ FAMILIES = (
     "smollm3",
     "starcoder2",
 )
-"""Model types that were compared. In others something else than causal attention may mix tokens."""
+"""Model types that tests compared. In others something other than causal attention may mix tokens, such as
+convolutions."""
 
 
 @dataclass
 class CutContext:
-    """How sequences are cut and what attention exchanges.
+    """How sequences are cut, and the attention over them.
 
     Attributes:
         core: attention over cut sequences.
@@ -65,9 +66,10 @@ class CutContext:
     layouts: dict[tuple[Any, ...], TokenLayout] = field(default_factory=dict)
 
     def layout(self, batch: int, length: int, spec: AttentionSpec, like: torch.Tensor) -> TokenLayout:
-        """The layout of ``batch`` sequences with ``length`` tokens on each rank."""
+        """The layout of ``batch`` sequences with ``length`` tokens on each rank, prepared once for each shape."""
         key = (batch, length, spec.window, like.dtype, like.device)
         if key not in self.layouts:
+            # Scripts with a new length in every step would keep plans for ever.
             if len(self.layouts) >= 32:
                 self.layouts.clear()
             cut = cut_sequences(batch, length * self.group.size, self.group.size)
@@ -77,7 +79,8 @@ class CutContext:
 
 
 def cut_sequence(whole: torch.Tensor) -> torch.Tensor:
-    """This rank's tokens of sequences, (batch, length, ...) -> (batch, length / cp, ...). Labels are cut unshifted.
+    """This rank's tokens of sequences, (batch, length, ...) -> (batch, length / cp, ...). Labels are cut the same way,
+    unshifted.
 
     Raises:
         ConfigError: 2 x context_parallel_degree does not divide the length.
@@ -90,12 +93,14 @@ def cut_sequence(whole: torch.Tensor) -> torch.Tensor:
             f"a sequence of {whole.shape[1]} tokens cannot be cut into 2 x {size} chunks for context_parallel_degree "
             f"{size}; the next length that can is {whole.shape[1] + -whole.shape[1] % (2 * size)}"
         )
+    # Chunks r and 2 cp - 1 - r: with a causal mask every rank then has the same number of scores to
+    # compute.
     chunks = whole.chunk(2 * size, dim=1)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)
 
 
 def check(model: nn.Module, comm_type: str) -> None:
-    """The sequences of ``model`` can be cut.
+    """Check that sequences of ``model`` can be cut.
 
     Raises:
         ConfigError: with the reason.
@@ -111,10 +116,13 @@ def check(model: nn.Module, comm_type: str) -> None:
     if kind not in FAMILIES or not hasattr(base, "loss_function"):
         raise ConfigError(f"{what}: not for {type(base).__name__} ({kind}); compared are {', '.join(FAMILIES)}")
     loss = getattr(base.loss_function, "__name__", None)
+    # Only of this loss is it known that labels are shifted by one, and how num_items_in_batch
+    # divides.
     if loss != "ForCausalLMLoss":
         raise ConfigError(
             f"{what}: {type(base).__name__} has {loss}: cut sequences train causal language models (ForCausalLMLoss)"
         )
+    # Soft caps and chunked attention (Llama 4) are not in the attention that exchanges keys.
     for number in ("attn_logit_softcapping", "attention_chunk_size"):
         if getattr(config, number, None):
             raise ConfigError(f"{what}: config.{number} is {getattr(config, number)}: cut sequences have none")
@@ -125,7 +133,7 @@ def check(model: nn.Module, comm_type: str) -> None:
 
 
 def install(model: nn.Module, comm_type: str) -> None:
-    """Give ``model`` attention over cut sequences."""
+    """Give ``model`` attention over cut sequences. Nothing without context parallelism."""
     mesh = state.context.cp
     if mesh is None:
         return
@@ -136,8 +144,10 @@ def install(model: nn.Module, comm_type: str) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _no_mask)
     base, _ = base_of(model)
     context = CutContext(context_parallel_attention(DEFAULT_ATTENTION, mesh, cast(CommType, comm_type)), Group.of(mesh))
+    # All layers share one config, and each looks its attention function up by this name.
     base.config._attn_implementation_internal = NAME
     for module in model.modules():
+        # Attention functions are called with the attention module only: the context hangs there.
         if hasattr(module, "is_causal") or module in faces_of(model):
             module.smp_context = context  # type: ignore[assignment]
         if _follows_length(module):
@@ -145,13 +155,14 @@ def install(model: nn.Module, comm_type: str) -> None:
             module.register_forward_hook(_without_last_position)
     for face in faces_of(model):
         face.register_forward_pre_hook(_complete, with_kwargs=True)
+    # A script may call the inner model (model.model) without positions: refused there.
     if base.base_model is not base:
         base.base_model.register_forward_pre_hook(_with_positions, with_kwargs=True)
     base.generate = _refuse_generate
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The attention function knows which tokens see which."""
+    """No mask: attention over cut sequences derives it from the layout."""
 
 
 def _refuse_generate(*_: Any, **__: Any) -> None:
@@ -170,7 +181,7 @@ def _attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """(batch, heads or groups, length / cp, head_dim) -> (batch, length / cp, heads, head_dim)."""
+    """(batch, heads or groups, length / cp, head_dim) -> (batch, length / cp, heads, head_dim); no scores."""
     context: CutContext = module.smp_context
     batch, _, length, _ = query.shape
     if attention_mask is not None or dropout or softcap or key.shape[2] != length:
@@ -178,6 +189,7 @@ def _attention(
     spec = AttentionSpec(window=sliding_window, scale=scaling)
     layout = context.layout(batch, length, spec, query)
     # Gathered heads may lie head by head; what is exchanged is sent as it lies.
+    # [batch x length / cp, heads or groups, head_dim]
     q, k, v = (rearrange(x, "b h n d -> (b n) h d").contiguous() for x in (query, key, value))
     out, _ = context.core(q, k, v, layout, spec)
     return out.unflatten(0, (batch, length)), None
@@ -191,12 +203,13 @@ def _with_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a forward pass over cut sequences, with what follows from the cut."""
+    """Forward arguments with positions, shifted labels and token count added."""
     group: Group = model.smp_context.group
     if (chosen := base_of(model)[0].config._attn_implementation) != NAME:
         raise ConfigError(f"attention became {chosen} after smp.transform, and would see this rank's tokens only")
     signature = inspect.signature(model.forward)
     given: dict[str, Any] = dict(signature.bind(*args, **kwargs).arguments)
+    # transformers passes unknown arguments on by **kwargs: num_items_in_batch comes that way.
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
     given |= given.pop(rest, {})
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
@@ -220,13 +233,16 @@ def _complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         count = given.get("num_items_in_batch")
         if count is None:
             valid = (given["shift_labels"] != ignore).sum()
+            # The loss is a sum over this rank's tokens / count. FSDP averages over all data ranks,
+            # of which cp share one sequence: without count / cp the gradient would be cp times too
+            # small.
             count = wait(start_all_reduce(valid, group), group)
         given["num_items_in_batch"] = count / group.size
     return (), given
 
 
 def _follows_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding takes its frequencies by the longest position that it is given."""
+    """Whether a rotary embedding chooses its frequencies by the largest position (dynamic NTK, LongRoPE)."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)
@@ -234,7 +250,8 @@ def _follows_length(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _WithLastPosition:
-    """Before such an embedding: one more position, the last of whole sequences, which one rank alone has."""
+    """Forward pre-hook of such an embedding: appends the last position of the whole sequence, which only one rank
+    has."""
 
     group: Group
 
@@ -250,18 +267,21 @@ def _without_last_position(module: nn.Module, args: Any, output: tuple[torch.Ten
 
 
 def positions(length: int, group: Group) -> torch.Tensor:
-    """int64 (1, length): where in its sequence each token of this rank stands."""
+    """Position of each of this rank's tokens in its sequence, int64 (1, length)."""
     chunk = length // 2
     first, last = group.rank * chunk, (2 * group.size - 1 - group.rank) * chunk
     return torch.cat((torch.arange(first, first + chunk), torch.arange(last, last + chunk)))[None]
 
 
 def shifted(labels: torch.Tensor, group: Group, ignore: int) -> torch.Tensor:
-    """int64 (batch, length / cp): the label of each token's successor, also where another rank holds that."""
+    """The label of the token after each of this rank's, which may be on another rank, int64 (batch, length / cp)."""
     chunk = labels.shape[1] // 2
+    # The successor of a chunk's last token is the first token of the next chunk.
     firsts = torch.stack((labels[:, 0], labels[:, chunk]))  # (2, batch)
     everyone = wait(start_all_gather(firsts, group), group).view(group.size, 2, -1)
+    # Rank r's first chunks are 0 .. cp - 1 in order, its second ones 2 cp - 1 down to cp.
     in_order = torch.cat((everyone[:, 0], everyone[:, 1].flip(0)))  # (2 x cp, batch), by chunk
+    # After the last chunk nothing follows.
     in_order = F.pad(in_order, (0, 0, 0, 1), value=ignore)
     behind = in_order[torch.tensor([group.rank + 1, 2 * group.size - group.rank], device=labels.device)]
     first, last = labels.split(chunk, 1)

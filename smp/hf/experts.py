@@ -31,6 +31,7 @@ from smp.config.schema import ConfigError
 from smp.layers.moe.dispatch import Dispatch
 from smp.parallel.collectives import Group, copy_to_group, reduce_from_group
 
+# transformers' names of the arguments of ``experts(...)``; a module is recognised by them.
 _INTERFACE = ["hidden_states", "top_k_index", "top_k_weights"]
 _INTERFACES = (_INTERFACE, ["hidden_states", "router_indices", "routing_weights"])  # GPT-OSS has other words for it
 _BALANCING = (None, "none", "aux_loss")
@@ -39,7 +40,7 @@ _ONLY = {"smp_moe": True, "moe_z_loss_coeff": 0.0, "global_token_shuffle": False
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """SMP v2's, for ``transform(config=)``. Its defaults change nothing: the router is Hugging Face's.
+    """SMP v2's ``MoEConfig`` for ``transform(config=)``. Its defaults change nothing: the router is Hugging Face's.
 
     Attributes:
         smp_moe: True: there is one implementation.
@@ -77,7 +78,7 @@ class MoEConfig:
 
 
 def check_config(model: Any, config: Any) -> None:
-    """``config`` is for ``model``.
+    """Check that ``config`` fits ``model``.
 
     Raises:
         ConfigError: it is no MoEConfig; the model has no experts, or not the loss that is asked for.
@@ -94,7 +95,7 @@ def check_config(model: Any, config: Any) -> None:
 
 
 def apply_config(model: Any, config: MoEConfig | None) -> None:
-    """Switch the model's own auxiliary loss on or off, if that is asked for."""
+    """Switch the model's own auxiliary loss on or off, if asked for."""
     kind = None if config is None else config.moe_load_balancing
     if config is None or kind is None or not hasattr(model, "router_aux_loss_coef"):
         return
@@ -103,12 +104,13 @@ def apply_config(model: Any, config: MoEConfig | None) -> None:
 
 
 def dense(module: nn.Module) -> bool:
-    """Whether experts compute all tokens each, sorted by experts (Llama 4): ``experts(hidden_states)``."""
+    """Whether each expert computes all rows it is given, already sorted by experts: ``experts(hidden_states)`` (Llama
+    4)."""
     return _kind(module) == _INTERFACE[:1]
 
 
 def are_experts(module: nn.Module, ranks: int) -> bool:
-    """Whether ``module`` has the interface, and ``ranks`` divide its experts."""
+    """Whether ``module`` has the interface and its experts can be divided by ``ranks``."""
     try:
         return not dense(module) and own_experts("", module, ranks, "") > 0
     except ConfigError:
@@ -116,19 +118,21 @@ def are_experts(module: nn.Module, ranks: int) -> bool:
 
 
 def _kind(module: nn.Module) -> list[str] | None:
-    """The arguments of its forward pass, if they are those of experts."""
+    """The argument names of its forward pass if they are those of experts, else None."""
+    # [1:]: without self.
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     found = next((known for known in _INTERFACES if arguments[:3] == known), None)
     return arguments if arguments == _INTERFACE[:1] else found
 
 
 def own_experts(name: str, module: nn.Module, ranks: int, degrees: str) -> int:
-    """How many of the experts of ``module`` each of ``ranks`` has.
+    """How many of the experts of ``module`` each of ``ranks`` gets.
 
     Raises:
         ConfigError: the module is not as the interface says, or the ranks do not divide its experts.
     """
     total = getattr(module, "num_experts", None)
+    # Every parameter must have the experts first: cutting dimension 0 then cuts by experts.
     stacked = [p.shape[:1] == (total,) for p in module.parameters(recurse=False)]
     below = any(True for child in module.children() for _ in child.parameters())
     matrices = any(p.ndim > 2 for p in module.parameters(recurse=False))
@@ -151,7 +155,7 @@ def combined(
     tp: Group,
     ep: Group | None,
 ) -> torch.Tensor:
-    """What the chosen experts, of all ranks, make of ``x``.
+    """The weighted sum of the chosen experts' outputs, experts being spread over all ranks.
 
     Args:
         compute: the interface, for this rank's experts.
@@ -165,27 +169,36 @@ def combined(
     Returns:
         (tokens, hidden).
     """
+    # Identity forwards; the backward sums over tp, since each rank computes only its own experts'
+    # part of these gradients.
     x, weights = copy_to_group(x, tp), copy_to_group(weights, tp)
     dispatch = Dispatch.of(chosen, own * tp.size * (1 if ep is None else ep.size), ep)
     rows = dispatch.to_experts(x)  # (n, hidden), by experts; those of one place in ep are neighbours over tp
     counts = dispatch.counts.tolist()
     first = own * tp.rank
+    # Of the rows of this place in ep only those of this tp rank's experts are computed here.
     before, number = sum(counts[:first]), sum(counts[first : first + own])
     kinds = torch.arange(own, device=x.device).repeat_interleave(dispatch.counts[first : first + own])
     made = _computed(compute, rows.narrow(0, before, number), kinds)
+    # Zero rows for the others, so that the sum over tp is complete: each row is computed by one
+    # rank.
     made = F.pad(made, (0, 0, before, len(rows) - before - number))
+    # Weights in fp32: the k products of a token are summed in it.
     return reduce_from_group(dispatch.from_experts(made, weights.float()), tp).to(x.dtype)
 
 
 def _computed(compute: Callable[..., torch.Tensor], rows: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    """Rows (n, hidden), each by the expert of this rank that ``kinds`` (n,) says."""
+    """Rows (n, hidden) through this rank's experts; ``kinds`` (n,) are numbers of experts."""
     # Of no row at all a gradient is zero, not none: ranks must agree on what they reduce.
     missing = 0 if len(rows) else 1
     rows, kinds = F.pad(rows, (0, 0, 0, missing)), F.pad(kinds, (0, missing))
+    # One expert with weight 1 for each row: routing weights are applied after the rows have
+    # travelled back.
     made = compute(rows, kinds[:, None], rows.new_ones(len(rows), 1))
     return made[: len(rows) - missing]
 
 
+# Identity whose gradient is multiplied by a factor.
 class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -198,6 +211,6 @@ class _Scaled(torch.autograd.Function):
 
 
 def averaged(part: torch.Tensor, ep: Group | None) -> torch.Tensor:
-    """A parameter of experts, whose gradient is the mean over ``ep``: its rows came from all these ranks, and FSDP
-    takes the mean over the others only."""
+    """A parameter of experts whose gradient is averaged over ``ep``: rows came from all of its ranks, and FSDP averages
+    only over the other data ranks."""
     return part if ep is None else _Scaled.apply(part, 1 / ep.size)

@@ -1,4 +1,4 @@
-"""What a loop around a tensor-parallel model may get wrong without an error, refused in one line.
+"""Mistakes around a tensor-parallel model that raise no error by themselves, refused in one line.
 
 Ranks of one group compute one forward pass together. Other rows on one of them, or another draw while sampling, would
 give numbers that belong to no batch; and what attention returns of its scores is about the heads of one rank.
@@ -26,11 +26,12 @@ from smp.parallel.agree import gather
 from smp.parallel.collectives import Group, gather_features
 
 _SCORES = ("attentions", "cross_attentions", "decoder_attentions", "encoder_attentions")
+# Integer types of the same width: sums of bits are exact, and NaNs compare.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def install(model: Any, group: Group, device_type: str) -> None:
-    """Watch ``model``, which is cut over ``group`` and computes on this kind of device."""
+    """Watch ``model``, which is cut over ``group`` and computes on devices of this type."""
     base, _ = base_of(model)
     if hasattr(base, "generate"):
         base.generate = MethodType(_Generate(group, device_type), base)
@@ -43,15 +44,15 @@ def install(model: Any, group: Group, device_type: str) -> None:
 
 
 def _train(module: nn.Module, model: nn.Module, mode: bool = True) -> nn.Module:
-    """``module.train`` of one that drops: whatever part of ``model`` is set to training, however it is then called."""
+    """``module.train`` of a module with dropout: checks when any part of ``model`` is set to training."""
     if mode:
         check_dropout(model)
     return type(module).train(module, mode)
 
 
 def refuse_ddp(model: Any) -> None:
-    """DistributedDataParallel around ``model``, which is cut, ends in one line: it would average parts of different
-    ranks. Its constructor iterates over this attribute of the module that it is given."""
+    """Let DistributedDataParallel around ``model``, which is cut, end in one line: it would average parts of different
+    ranks. Its constructor iterates over this attribute of the module."""
     for face in faces_of(model):
         face._ddp_params_and_buffers_to_ignore = _NoDDP()
 
@@ -66,8 +67,9 @@ class _NoDDP:
 
 @dataclass
 class _FirstPass:
-    """Before the first forward pass of each kind, training and evaluation: all ranks of the group were given the same,
-    and in training nothing is dropped. Later ones are not compared, which would cost a message each.
+    """Before the first forward pass in training and the first in evaluation: check that all ranks of the group were
+    given the same tensors, and in training that nothing is dropped. Later passes are not compared, as each would cost a
+    message.
 
     Attributes:
         group: the ranks of the model; ``smp.init`` may have divided ranks anew since.
@@ -96,20 +98,22 @@ class _FirstPass:
 
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape and bits, the bits weighed by their place."""
+    """Shape, dtype, and the sum of the bits, each weighted by its position."""
     if isinstance(tensor, DTensor) or tensor.is_meta:
         return ()
     bits = tensor.detach().contiguous().flatten()
     if bits.dtype.is_complex:
         bits = torch.view_as_real(bits).flatten()
     bits = bits.view(_BITS[bits.element_size()]).long()
+    # Weighted: a permutation of the same values must give another sum. int64 wraps around, the same
+    # on every rank.
     places = torch.arange(1, bits.numel() + 1, device=bits.device)
     return tuple(tensor.shape), str(tensor.dtype), int((bits * places).sum())
 
 
 @dataclass(frozen=True)
 class _Generate:
-    """``generate`` as the class's own, whose ranks draw the same tokens.
+    """The class's own ``generate``, with a check that ranks of a group draw the same tokens.
 
     Attributes:
         group: the ranks of the model.
@@ -124,6 +128,7 @@ class _Generate:
         config = given.get("generation_config") or model.generation_config
         if kwargs.get("do_sample", getattr(config, "do_sample", False)):
             numbers = torch.get_rng_state()
+            # Sampling draws on the device where the model computes: its generator counts, too.
             if self.device_type != "cpu":
                 numbers = torch.cat((numbers, torch.get_device_module(self.device_type).get_rng_state()))
             if len(set(gather(_mark(numbers), self.group.process_group))) > 1:
@@ -136,7 +141,7 @@ class _Generate:
 
 @dataclass(frozen=True)
 class _WholeScores:
-    """After a forward pass with ``output_attentions``: the scores of all heads.
+    """Forward hook: with ``output_attentions`` the scores of all heads are gathered.
 
     Attributes:
         group: the ranks that have some heads each.
@@ -165,4 +170,5 @@ class _WholeScores:
             raise ConfigError(
                 f"output_attentions: {tuple(scores.shape)} is not of {self.heads} heads, of which a rank has some"
             )
+        # gather_features joins the last dimension: heads are moved there and back.
         return gather_features(scores.movedim(1, -1), self.group).movedim(-1, 1)

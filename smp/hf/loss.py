@@ -1,4 +1,4 @@
-"""The loss of a transformed causal language model over this rank's part of the vocabulary.
+"""The loss of a transformed causal language model, computed from this rank's part of the vocabulary.
 
 The cross-entropies are those of ``smp.layers.heads.cross_entropy``, as in ``smp.layers.heads.head``. What is here puts
 them into a forward pass that is Hugging Face's: it calls its head and its loss itself, with labels that are not shifted
@@ -50,7 +50,7 @@ from smp.parallel.collectives import Group, copy_to_group
 GATHERED, VOCAB_PARALLEL, CHUNKED = "gathered", "vocab_parallel", "chunked"
 LOSSES = (GATHERED, VOCAB_PARALLEL, CHUNKED)
 _BETWEEN = ("logits_scaling", "logit_scale", "final_logit_softcapping")
-"""Numbers of configs by which models change their logits."""
+"""Config fields by which models scale or cap their logits before the loss."""
 
 
 @dataclass
@@ -73,19 +73,22 @@ class Targets:
         ignore_index: int = IGNORE_INDEX,
         **_: Any,
     ) -> Targets:
-        """The targets in the arguments of a forward pass, read as transformers' ``ForCausalLMLoss`` does."""
+        """The targets from the arguments of a forward pass, read as transformers' ``ForCausalLMLoss`` does."""
         if shift_labels is None:
+            # Labels arrive unshifted: position i predicts label i + 1, the last one nothing.
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         shifted = shift_labels.flatten()
         shifted = shifted.masked_fill(shifted == ignore_index, IGNORE_INDEX)
         valid = (shifted != IGNORE_INDEX).sum()
+        # num_items_in_batch: the trainer's count over all micro-batches, so that accumulation gives
+        # the mean over all tokens.
         divisor = valid if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         return Targets(shifted, divisor.to(shifted.device))
 
 
 @dataclass
 class ParallelLoss:
-    """The part of the vocabulary that this rank has, and what the running forward pass wants of it.
+    """This rank's part of the vocabulary, and what the running forward pass asks of it.
 
     Attributes:
         targets: None while logits are Hugging Face's.
@@ -103,11 +106,12 @@ class ParallelLoss:
     weight: torch.Tensor | None = None
 
     def forget(self) -> None:
+        # Kept tensors would hold the graph of this micro-batch until the next one.
         self.targets = self.head = self.value = self.weight = None
 
 
 def check(model: nn.Module, kind: str, tp_size: int, plan: Plan) -> None:
-    """``kind`` works for ``model``, which is not cut yet, with the cuts of ``plan``.
+    """Check that ``kind`` works for ``model``, not cut yet, with the cuts of ``plan``.
 
     Raises:
         ConfigError: with the reason.
@@ -128,12 +132,14 @@ def check(model: nn.Module, kind: str, tp_size: int, plan: Plan) -> None:
         raise ConfigError(f"{what}: the loss of {type(base).__name__} is {function}, not ForCausalLMLoss")
     name = next(name for name, module in model.named_modules() if module is head)
     step = plan.steps.get(name)
+    # The vocabulary-parallel loss needs rows of the head on each rank.
     if tp_size > 1 and (step is None or step.cuts["weight"] != 0):
         raise ConfigError(f"{what}: {name} is {step.style if step else REPLICATE}: its rows are not cut over the ranks")
     if kind == CHUNKED and head.bias is not None:
         raise ConfigError(f"{what}: the head has a bias; loss={VOCAB_PARALLEL!r} takes one")
     text = base.config.get_text_config()
     between = next((number for number in _BETWEEN if getattr(text, number, None) is not None), None)
+    # The chunked loss never has the logits that such a model would scale.
     if kind == CHUNKED and between is not None:
         raise ConfigError(
             f"{what}: {type(base).__name__} computes between its head and its loss (config.{between}); "
@@ -150,7 +156,9 @@ def install(model: nn.Module, kind: str, group: Group) -> None:
     kernels, _ = choose_kernels("auto", torch.device(state.device_type))
     vocabulary = head.weight.shape[0]
     shard = VocabShard.of(group, vocabulary // group.size, vocabulary)
+    # Head and model share one state: the model's forward sets the targets, and the head reads them.
     base.smp_loss = head.smp_loss = ParallelLoss(kind, shard, kernels.cross_entropy)
+    # A forward that the cut has installed already is kept for calls without labels.
     head.smp_whole = vars(head).get("forward")
     head.forward = MethodType(_head, head)
     base.loss_function = MethodType(_loss, base)
@@ -159,12 +167,13 @@ def install(model: nn.Module, kind: str, group: Group) -> None:
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The forward pass of a model of this class, which says to head and loss what is asked."""
+    """The forward pass of a model of this class, which passes the targets to head and loss."""
     signature = inspect.signature(kind.forward)
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
 
     @wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Positional arguments count, too: labels may be one of them.
         arguments = signature.bind(self, *args, **kwargs).arguments
         arguments |= arguments.pop(rest, {})
         loss: ParallelLoss = self.smp_loss
@@ -172,6 +181,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
         if arguments.get("labels") is None or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         wanted = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+        # For the time of this call only.
         loss.targets = Targets.of(**{name: arguments[name] for name in wanted if arguments.get(name) is not None})
         try:
             return _with_logits(inner(*args, **kwargs), loss)
@@ -182,7 +192,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 
 
 def _with_logits(output: Any, loss: ParallelLoss) -> Any:
-    """The model's output, whose logits say what they are."""
+    """The model's output with logits as the table above says."""
     if not hasattr(output, "logits"):
         raise ConfigError(f"transform(loss={loss.kind!r}): call the model without return_dict=False")
     values = dict(output.items())
@@ -196,25 +206,31 @@ def _with_logits(output: Any, loss: ParallelLoss) -> Any:
 
 
 def _head(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """(..., hidden) -> this rank's columns (..., ids/tp), or what stands for them."""
+    """(..., hidden) -> this rank's columns (..., ids/tp), or for "chunked" an expanded zero of the shape of logits."""
     loss: ParallelLoss = module.smp_loss
     if loss.targets is None:
         return products.forward(module, hidden) if module.smp_whole is None else module.smp_whole(hidden)
+    # local_weight_and_bias gives this rank's rows as plain tensors; ``weight`` stays the DTensor
+    # for the output.
     loss.weight = home_of(module, "weight")["weight"] if module.smp_whole else module.weight
     weight, bias = local_weight_and_bias(module) if module.smp_whole else (module.weight, module.bias)
+    # The loss depends on all vocabulary parts: the gradient of hidden states is a sum over ranks.
     hidden = copy_to_group(hidden, loss.shard.group)
     if loss.kind == VOCAB_PARALLEL:
         return linear(hidden, weight, bias)
     loss.value = _chunked(hidden.flatten(0, -2), weight, loss)
+    # An expanded zero takes no memory, and goes through the model's own code as logits do.
     loss.head = hidden.new_zeros(()).expand(*hidden.shape[:-1], loss.shard.vocab_size)
     return loss.head
 
 
 def _chunked(hidden: torch.Tensor, weight: torch.Tensor, loss: ParallelLoss) -> torch.Tensor:
-    """The loss, a chunk of tokens at a time, in the head's own forward pass: FSDP may free its weight after it."""
+    """The loss, a chunk of tokens at a time, within the head's own forward pass: FSDP may free the head's weight after
+    it."""
     targets = loss.targets
     assert targets is not None
     device = hidden.device.type
+    # linear_cross_entropy is a custom function: autocast does not reach into it.
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -230,7 +246,7 @@ def _chunked(hidden: torch.Tensor, weight: torch.Tensor, loss: ParallelLoss) -> 
 
 
 def _loss(model: Any, logits: torch.Tensor, labels: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    """``model.loss_function``: of what the head gave."""
+    """``model.loss_function``: the loss from what the head returned."""
     loss: ParallelLoss = model.smp_loss
     targets = loss.targets
     if targets is None:
@@ -238,6 +254,7 @@ def _loss(model: Any, logits: torch.Tensor, labels: torch.Tensor | None = None, 
 
         return ForCausalLMLoss(logits, labels, *args, **kwargs)
     if loss.kind == CHUNKED:
+        # A model that changed the logits (scaling, slicing) has another tensor here.
         if logits is not loss.head:
             raise ConfigError(
                 f"transform(loss={CHUNKED!r}): {type(model).__name__} computes between its head and its loss; "

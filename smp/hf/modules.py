@@ -1,5 +1,5 @@
-"""Forward passes of transformed modules. Their classes and names stay; parameters rest as DTensors, products and
-collectives run on plain tensors.
+"""Forward passes of transformed modules. Their classes and names stay; parameters are stored as DTensors, while
+products and collectives run on plain tensors.
 
 A linear layer's input gradient is a sum over the ranks. Layers next to each other that read the same tensor (query, key
 and value; gate and up) share one all-reduce for it: their parent's :class:`Boundary` knows the tensor.
@@ -43,7 +43,7 @@ from smp.parallel.collectives import (
 
 @dataclass
 class Boundary:
-    """The inputs that a module's children have in common while its forward pass runs.
+    """The inputs that a module's children share while its forward pass runs.
 
     Attributes:
         active: it runs.
@@ -56,18 +56,22 @@ class Boundary:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def copied(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        """``x``, whose gradient is summed over the group, once for all that ask for it."""
+        """``x`` with its gradient summed over the group, by one all-reduce for all children that ask for it."""
         if not self.active:
             return copy_to_group(x, group)
+        # By identity: query, key and value projections get the same tensor object.
         for known, copy in self.seen:
             if known is x:
                 return copy
+        # Under sequence parallelism the shared input's gradient is reduce-scattered; any other
+        # input's would be lost.
         if self.tokens and self.seen:
             raise ConfigError("sequence_parallel: a column layer reads something else than its module's input")
         copy = copy_to_group(x, group)
         self.seen.append((x, copy))
         return copy
 
+    # In a copy.deepcopy of a model the children share a boundary of their own, found by the memo.
     def __deepcopy__(self, memo: dict[int, Any]) -> Boundary:
         return memo.setdefault(id(self), Boundary())
 
@@ -88,7 +92,7 @@ class Region:
 
 @dataclass
 class Cut:
-    """How one module computes.
+    """How one module computes its forward pass.
 
     Attributes:
         step: of the plan.
@@ -120,16 +124,18 @@ class Cut:
 
 
 def install(model: nn.Module, plan: Plan, group: Group, ep: Group | None) -> None:
-    """Give every module of ``plan`` its forward pass and its numbers."""
+    """Give every module of ``plan`` its forward pass and its attributes."""
     boundaries = {name: Boundary() for name in plan.boundaries}
     for name in plan.steps.keys() | plan.boundaries | plan.borrowed.keys():
         step = plan.steps.get(name, Step("boundary", {}))
+        # An adapter's factors share the boundary of the layer that they adapt.
         inside = boundaries.get(target_of(name).rpartition(".")[0]) or Boundary()
         module: Any = model.get_submodule(name)
         exchanging = ep if step.style == EXPERTS else None
         module.smp_cut = Cut(step, group, inside, boundaries.get(name), tuple(module.children()), ep=exchanging)
         module.smp_cut.borrowed = plan.borrowed.get(name, ())
         module.forward = MethodType(_forward_of(step), module)
+        # generate and the Trainer inspect the signature of a whole model's forward.
         if hasattr(module, "save_pretrained"):
             module.forward = _OfModel(module)
     for name, methods in plan.methods.items():
@@ -138,13 +144,13 @@ def install(model: nn.Module, plan: Plan, group: Group, ep: Group | None) -> Non
             setattr(module, method, partial(_method, module, method))
     for name, numbers in plan.numbers.items():
         module = model.get_submodule(name)
-        module.smp_whole = {attribute: getattr(module, attribute) for attribute in numbers}  # for first values
+        module.smp_whole = {attribute: getattr(module, attribute) for attribute in numbers}  # for twins
         for attribute, value in numbers.items():
             setattr(module, attribute, value)
 
 
 class _OfModel:
-    """The forward pass of a whole model, with the arguments of its class: ``generate`` asks for their names.
+    """A whole model's forward pass with the signature of its class: ``generate`` asks for argument names.
 
     Args:
         module: whose forward pass has been replaced.
@@ -172,7 +178,7 @@ def _forward_of(step: Step) -> Any:
 
 
 def home_of(module: Any, name: str) -> dict[str, Any]:
-    """Where an own parameter is: while FSDP1 computes, among plain attributes."""
+    """The dict that holds an own parameter: while FSDP1 computes, that of plain attributes."""
     if name not in vars(module):
         return module._parameters
     if not module.smp_cut.fsdp1:
@@ -184,9 +190,10 @@ def home_of(module: Any, name: str) -> dict[str, Any]:
 
 
 def _plain(module: Any, name: str, summed_over: Group | None = None) -> torch.Tensor:
-    """This rank's part of an own parameter."""
+    """This rank's part of an own parameter, as a plain tensor; its gradient is summed over ``summed_over``."""
     parameter = home_of(module, name)[name]
     if name in module.smp_cut.lent:
+        # A parent's forward pass has made it plain already.
         return parameter
     assert isinstance(parameter, DTensor), name
     if not _gathered(parameter):
@@ -195,13 +202,16 @@ def _plain(module: Any, name: str, summed_over: Group | None = None) -> torch.Te
 
 
 def _gathered(parameter: DTensor) -> bool:
-    """FSDP2 has made it whole for the forward pass that runs, or does not know of it."""
+    """Whether FSDP2 has gathered the parameter for the forward pass that runs, or does not shard it: only the tp and ep
+    dimensions of the mesh are left."""
     return {"ep", "tp"}.issuperset(parameter.device_mesh.mesh_dim_names or ("",))
 
 
 def local_weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, in) and (out,), of the rows that this rank uses."""
+    """Weight (out, in) and bias (out,), of the rows that this rank uses."""
     step, group = module.smp_cut.step, module.smp_cut.group
+    # Shared key/value heads: ranks use some rows each of a weight that all have, so gradients are
+    # summed.
     summed_over = group if step.heads else None
     weight = _plain(module, "weight", summed_over)
     bias = _plain(module, "bias", summed_over) if "bias" in step.cuts else None
@@ -212,7 +222,7 @@ def local_weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | Non
 
 
 def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
-    """(..., in) -> (..., out/tp), or (..., out) when the columns are gathered."""
+    """(..., in) -> (..., out/tp), or (..., out) when the outputs are gathered."""
     cut: Cut = module.smp_cut
     _check_region(module, cut)
     weight, bias = local_weight_and_bias(module)
@@ -225,17 +235,21 @@ def _row(module: Any, input: torch.Tensor) -> torch.Tensor:
     cut: Cut = module.smp_cut
     _check_region(module, cut)
     weight, bias = local_weight_and_bias(module)
+    # The bias comes after the sum, or it would be added tp times.
     part = split_features(input, cut.group) if cut.step.style == "rowwise_split_input" else input
     out = product(module, part, weight)
     if not (cut.tokens and module.training):
         out = reduce_from_group(out, cut.group)
         return out if bias is None else out + bias
+    # reduce_scatter_tokens works on dimension 0; transformers has the batch there.
     out = reduce_scatter_tokens(out.transpose(0, 1), cut.group).transpose(0, 1)  # (batch, n/tp, out)
+    # Each rank has some of the tokens, so the bias has a part of its gradient on each.
     return out if bias is None else out + sum_gradient(bias, cut.group)
 
 
 def _embedding(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """ids (...) -> (..., hidden). The class's own forward looks up the rows of this rank; others' become zero."""
+    """ids (...) -> (..., hidden). The class's own forward looks up this rank's rows; the others' are zero before the
+    sum."""
     group: Group = module.smp_cut.group
     padding, vocabulary = module.padding_idx, home_of(module, "weight")["weight"].shape[0]
     rows = vocabulary // group.size
@@ -244,7 +258,9 @@ def _embedding(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> t
     row = input - first
     elsewhere = (row < 0) | (row >= rows)
     row = row.masked_fill(elsewhere, 0).masked_fill(unknown, -1)
+    # The class zeroes the gradient of its padding row: only on the rank that has it.
     if padding is not None:
+        # Put back after the call: the number is the whole table's for everyone else.
         module.padding_idx = padding - first if first <= padding < first + rows else None
     try:
         part = _with_plain_parameters(module, row, *args, **kwargs)
@@ -257,30 +273,33 @@ def _experts(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor
     """(tokens, hidden), and (tokens, k) twice -> (tokens, hidden)."""
     cut: Cut = module.smp_cut
     compute = partial(_with_plain_parameters, module)
+    # num_experts was divided when the model was cut: it is the number on this rank.
     own = module.num_experts
     return experts.combined(compute, hidden_states, top_k_index, top_k_weights, own, cut.group, cut.ep)
 
 
 def _dense_experts(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """(experts x tokens, hidden), of each expert all tokens -> the same. Each rank computes its experts' rows."""
+    """(experts x tokens, hidden), with all tokens for each expert -> the same. Each rank computes its experts' rows."""
     group: Group = module.smp_cut.group
     return gather_rows(_with_plain_parameters(module, split_tokens(hidden_states, group)), group)
 
 
 def _latent(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """(..., in) -> (..., latent + rope)."""
+    """(..., in) -> (..., latent + rope). DeepSeek's compressed keys with the rotary part at the end."""
     cut: Cut = module.smp_cut
     latent, rope = _with_plain_parameters(module, *args, **kwargs).tensor_split((-cut.step.summed,), -1)
+    # The latent part goes through layers whose inputs sum its gradient; the rotary part is read by
+    # each rank's heads directly, so its gradient is summed here.
     return torch.cat((latent, copy_to_group(rope, cut.group)), -1)
 
 
 def _method(module: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """A method of the class besides its forward pass, which reads parameters as that one does."""
+    """A method of the class, other than its forward pass, run with plain parameters."""
     return _called_with_plain_parameters(module, getattr(type(module), method), *args, **kwargs)
 
 
 def _with_plain_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward. Its parameters are plain tensors in it, and those of modules below it that it reads."""
+    """The class's own forward, in which its parameters, and those of modules below that it reads, are plain tensors."""
     return _called_with_plain_parameters(module, type(module).forward, *args, **kwargs)
 
 
@@ -289,10 +308,13 @@ def _called_with_plain_parameters(module: Any, call: Callable[..., Any], *args: 
     _check_region(module, cut)
     # A child that is a unit of FSDP by itself has its parameters only while its own forward pass runs.
     # What a module further up has lent is plain already.
+    # resting: as DTensors.
     resting_ones = [(child, name) for child, name in cut.borrowed if name not in child.smp_cut.lent]
     borrowed = [(child, name) for child, name in resting_ones if _gathered(home_of(child, name)[name])]
     read = [*((module, name) for name in cut.step.cuts), *borrowed]
     homes = [home_of(owner, name) for owner, name in read]
+    # Put back in the finally block: an exception in a forward pass must not leave plain tensors in
+    # the model.
     resting = [home[name] for home, (_, name) in zip(homes, read, strict=True)]
     if cut.around is not None:
         _check_children(module, cut.children)
@@ -302,6 +324,7 @@ def _called_with_plain_parameters(module: Any, call: Callable[..., Any], *args: 
     try:
         for home, (owner, name) in zip(homes, read, strict=True):
             mean_over = owner.smp_cut.ep if owner.smp_cut.ep_mean else None
+            # The class's code sees plain tensors whose autograd goes back to the DTensors.
             home[name] = experts.averaged(_plain(owner, name, summed_over(owner)), mean_over)
         for child, name in borrowed:
             child.smp_cut.lent.add(name)
@@ -313,6 +336,8 @@ def _called_with_plain_parameters(module: Any, call: Callable[..., Any], *args: 
             home[name] = parameter
         if cut.around is not None:
             cut.around.active = False
+            # Inputs of this forward pass must not be taken for those of the next one, nor kept
+            # alive.
             cut.around.seen.clear()
 
 
@@ -325,25 +350,27 @@ def _check_region(module: Any, cut: Cut) -> None:
 
 
 def summed_over(module: Any) -> Group | None:
-    """The ranks whose gradients of a module's parameters are parts of a sum."""
+    """The ranks over which gradients of a module's parameters must be summed; None: they are complete on each rank."""
     cut: Cut = module.smp_cut
     parts = cut.step.style == SUMMED or (cut.tokens and module.training and cut.around is None)
     return cut.group if parts else None
 
 
 def _all_tokens(cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an attention or MLP, whose first is (batch, n/tp, hidden), with all tokens. Gradients are summed
-    when they are scattered, so columns do not sum them again."""
+    """The arguments of an attention or MLP with all tokens in place of (batch, n/tp, hidden). The gather's backward
+    sums gradients (reduce-scatter), so column layers do not sum them again."""
     kwargs = dict(kwargs)
     x = args[0] if args else kwargs.pop("hidden_states")
     whole = gather_tokens(x.transpose(0, 1), cut.group).transpose(0, 1)
     assert cut.around is not None
+    # (whole, whole): children find the gathered input as it is, without copy_to_group.
     cut.around.seen.append((whole, whole))
     return (whole, *args[1:]), kwargs
 
 
 def _check_children(module: nn.Module, before: tuple[nn.Module, ...]) -> None:
-    """A layer that something wrapped after it was cut (peft's adapters) would compute with a part as if it were all."""
+    """Raise ConfigError where a child has been replaced after the cut, such as by peft's adapters: it would treat a
+    part as the whole."""
     for (name, child), known in zip(module._modules.items(), before, strict=False):
         if child is not known and child is not getattr(known, "base_layer", None):  # peft has merged its adapter
             raise ConfigError(

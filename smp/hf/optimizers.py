@@ -1,4 +1,4 @@
-"""Optimizers of the process that have a model's parameters: built before ``smp.transform``, or unable to take parts."""
+"""Finds optimizers with a model's parameters: those built before ``smp.transform``, or that cannot train parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from smp.config.schema import ConfigError
 
 
 def refuse_built(model: nn.Module) -> None:
-    """An optimizer that has the parameters which are about to be replaced would train nothing, and say nothing.
+    """Refuse an optimizer that has the parameters which are about to be replaced: it would train nothing, without an
+    error.
 
     Raises:
         ConfigError: with its class.
@@ -26,9 +27,9 @@ def refuse_built(model: nn.Module) -> None:
 
 
 def check(model: nn.Module) -> None:
-    """Check that optimizers of a transformed model can train it, at its first forward pass of training. One that is not
-    found then (built later, or with the parameters of a model that is one group of ``fully_shard``, which has gathered
-    it by now) ends at its own first step, with torch's error about placements.
+    """Check, in the first forward pass of training, that optimizers of a transformed model can train it. One that is
+    not found then (built later, or with the parameters of a model that is one unit of ``fully_shard``, gathered by now)
+    fails at its own first step with torch's error about placements.
 
     Raises:
         ConfigError: for Adafactor and subclasses of it.
@@ -42,11 +43,13 @@ def check(model: nn.Module) -> None:
 
 
 def _classes_with(model: nn.Module) -> list[type]:
-    """The classes of living optimizers that have one of its parameters."""
+    """Classes of living optimizers that have one of the model's parameters."""
     parameters = {id(parameter) for parameter in model.parameters()}
     return [
         type(thing)
+        # The garbage collector knows all living objects: a script passes its optimizer nowhere.
         for thing in gc.get_objects()
+        # type(), not isinstance(): objects may fake __class__, and proxies would be resolved by it.
         if issubclass(type(thing), torch.optim.Optimizer)
         for group in getattr(thing, "param_groups", ())
         if any(id(parameter) in parameters for parameter in group["params"])

@@ -28,7 +28,7 @@ from smp.hf.planning.rows import REPLICATE, ROW, SUMMED, pattern_of
 from smp.parallel.collectives import Group, gather_sequence, split_tokens
 
 _STREAM = ("hidden_states", "x", "input", "inputs")
-"""What blocks call the tokens that they get by name."""
+"""Keyword names of the token tensor in blocks' forward passes."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ def check(model: nn.Module, plan: Plan) -> Stream:
     _check_arguments(model, layers)
     whole = set()
     for block, module in _blocks(model, layers):
+        # Two kinds of blocks work on a rank's tokens: norms, and blocks that gather at their
+        # columns and scatter at their rows. All others get all tokens around them.
         if _is_token_wise(module, block, plan) or _gathers_and_scatters(model, block, layers, plan):
             continue
         _check_closed(block, module, plan)
@@ -65,7 +67,7 @@ def check(model: nn.Module, plan: Plan) -> Stream:
 
 
 def _check_arguments(model: nn.Module, layers: str) -> None:
-    """Layers get nothing of all tokens besides what blocks read, which have all of them."""
+    """Refuse layers that get inputs of all tokens apart from the residual stream (Gemma 3n's per-layer inputs)."""
     for layer in model.get_submodule(layers).children():
         for name in inspect.signature(type(layer).forward).parameters:
             if name.startswith("per_layer_input"):
@@ -75,7 +77,7 @@ def _check_arguments(model: nn.Module, layers: str) -> None:
 
 
 def _decoder_layers(model: Any) -> str:
-    """The name of the list of layers; of a model with several (towers for images) that of its decoder."""
+    """The name of the list of layers; for a model with several (vision towers) that of its decoder."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and _layers(module)]
     decoder = model.get_decoder() if len(lists) > 1 and hasattr(model, "get_decoder") else None
     if decoder is not None and decoder is not model:
@@ -87,7 +89,7 @@ def _decoder_layers(model: Any) -> str:
 
 
 def _blocks(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
-    """What the layers call: their children, or those of lists among them."""
+    """(name, module) of the blocks of layers: their children, with lists among these opened."""
     waiting = [(f"{layers}.{number}", layer) for number, layer in model.get_submodule(layers).named_children()]
     while waiting:
         name, module = waiting.pop(0)
@@ -100,7 +102,7 @@ def _blocks(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_token_wise(module: nn.Module, block: str, plan: Plan) -> bool:
-    """Norms, activations and scales: nothing in them has a matrix, and every rank has them whole."""
+    """Whether a block has no matrices and every rank has it whole: norms, activations, scales."""
     vectors = all(parameter.ndim < 2 for parameter in module.parameters())
     return vectors and all(plan.steps[name].style == REPLICATE for name in _steps_in(block, plan))
 
@@ -110,7 +112,8 @@ def _steps_in(block: str, plan: Plan) -> list[str]:
 
 
 def _gathers_and_scatters(model: nn.Module, block: str, layers: str, plan: Plan) -> bool:
-    """Whether a block is as Llama's attention and MLP: columns that read what the block gets, and rows that end it."""
+    """Whether a block is like Llama's attention and MLP: column-parallel layers that read its input, and row-parallel
+    ones at its end."""
     steps = _steps_in(block, plan)
     ends = {_boundary_of(name, plan, layers) for name in steps if plan.steps[name].style in ROW}
     for name in steps:
@@ -124,7 +127,7 @@ def _gathers_and_scatters(model: nn.Module, block: str, layers: str, plan: Plan)
 
 
 def _check_closed(block: str, module: nn.Module, plan: Plan) -> None:
-    """Columns that are cut stay within the block: what leaves it, or comes in, is whole."""
+    """Check that columns which are cut stay within the block: what enters and leaves it must be whole."""
     styles = [plan.steps[name].style for name in _steps_in(block, plan)]
     if ("colwise" in styles) != ("rowwise" in styles):
         has = "columns that are cut and no rowwise layer" if "colwise" in styles else "a rowwise layer and no columns"
@@ -135,18 +138,19 @@ def _check_closed(block: str, module: nn.Module, plan: Plan) -> None:
 
 
 def _layers(modules: nn.ModuleList) -> bool:
+    # transformers' decoder layers all inherit from this class.
     kinds = [kind.__name__ for module in modules for kind in type(module).__mro__]
     return len(modules) > 0 and kinds.count("GradientCheckpointingLayer") == len(modules)
 
 
 def _boundary_of(name: str, plan: Plan, layers: str) -> str | None:
-    """The attention or MLP, of a layer, that a module is part of: not the layer itself, nor what is around it."""
+    """The attention or MLP inside a layer that a module is part of; None: the layer itself, or outside."""
     layer = f"{layers}.{name.removeprefix(f'{layers}.').partition('.')[0]}"
     return next((top for top in _above(name)[:-1] if top in plan.boundaries and top.startswith(f"{layer}.")), None)
 
 
 def install(model: Any, plan: Plan, stream: Stream, group: Group) -> None:
-    """Cut the residual stream of ``model``, whose modules have their forward passes."""
+    """Cut the residual stream of ``model``, whose modules have their new forward passes already."""
     stack: Any = model.get_submodule(stream.layers)
     regions = {name: Region() for name in stream.whole}
     for name, module in model.named_modules():
@@ -159,12 +163,14 @@ def install(model: Any, plan: Plan, stream: Stream, group: Group) -> None:
         if _is_layer(name, stream.layers):
             cut.around = None  # its blocks gather tokens, not the layer
         inside = _boundary_of(name, plan, stream.layers) is not None
+        # Norms (outside of boundaries) have some tokens each: their gradients are sums over ranks.
         cut.tokens = cut.around is not None or cut.step.style in ROW or not inside
         if cut.around is not None:
             cut.around.tokens = True
     for name, region in regions.items():
         block = model.get_submodule(name)
         block.register_forward_pre_hook(_AllTokens(group, region), with_kwargs=True)
+        # always_call: the region must be left also when the block raised.
         block.register_forward_hook(_OwnTokens(group, region), always_call=True)
     stack[0].register_forward_pre_hook(_Split(group, tuple(stack.named_modules())[1:]), with_kwargs=True)
     stack[-1].register_forward_hook(_Gather(group))
@@ -176,14 +182,15 @@ def _is_layer(name: str, layers: str) -> bool:
 
 
 def _above(name: str) -> list[str]:
-    """A module's name and those of the modules around it."""
+    """A module's name and the names of all modules around it."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 @dataclass(frozen=True)
 class _AllTokens:
-    """Before a block that computes on all tokens. Its ranks then compute the same, so gradients are cut, not summed."""
+    """Forward pre-hook of a block that computes on all tokens. All ranks compute the same then, so the gather's
+    backward cuts gradients and does not sum them."""
 
     group: Group
     region: Region
@@ -210,7 +217,7 @@ class _AllTokens:
 
 @dataclass(frozen=True)
 class _OwnTokens:
-    """After such a block: this rank's tokens of what it gives."""
+    """Forward hook of such a block: this rank's tokens of its output."""
 
     group: Group
     region: Region
@@ -220,6 +227,7 @@ class _OwnTokens:
         first = output[0] if isinstance(output, tuple) else output
         if tokens is None or first is None:  # in evaluation; it has failed
             return output
+        # Experts flatten (batch, tokens) to rows.
         flat = first.ndim == 2 and first.shape[0] == tokens[0] * tokens[1]
         x = first.unflatten(0, tokens) if flat else first
         if x.ndim < 3 or x.shape[:2] != tokens:
@@ -227,6 +235,7 @@ class _OwnTokens:
                 f"sequence_parallel: {type(module).__name__} gives {tuple(first.shape)} for {tokens[0]} x {tokens[1]} "
                 "tokens, not the residual stream"
             )
+        # split_tokens works on dimension 0; transformers has the batch there.
         own = split_tokens(x.transpose(0, 1), self.group).transpose(0, 1).contiguous()  # (batch, n/tp, ...)
         own = own.flatten(0, 1) if flat else own
         return (own, *output[1:]) if isinstance(output, tuple) else own
@@ -234,7 +243,7 @@ class _OwnTokens:
 
 @dataclass(frozen=True)
 class _Split:
-    """Before the first of the layers.
+    """Forward pre-hook of the first layer: this rank's tokens.
 
     Attributes:
         parts: all modules of all layers, and their names.
@@ -264,7 +273,7 @@ class _Split:
 
 @dataclass(frozen=True)
 class _Gather:
-    """After the last layer; what follows is the same on all ranks, so gradients are cut."""
+    """Forward hook of the last layer: all tokens again. What follows is the same on all ranks, so gradients are cut."""
 
     group: Group
 

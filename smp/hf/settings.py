@@ -116,6 +116,7 @@ def layout_of(settings: Settings, world_size: int) -> Layout:
             f"hybrid_shard_degree {shard} does not divide {data} data ranks ({world_size} processes / "
             f"tensor_parallel_degree {tp})"
         )
+    # Ranks with parts of one sequence have the same weights, so FSDP shards over them, too.
     cp = settings.context_parallel_degree
     if shard % cp:
         raise ConfigError(
@@ -166,6 +167,7 @@ def _check_type(key: str, value: Any) -> None:
     wanted = bool if isinstance(default, bool) else int
     if key == "random_seed" and value is None:
         return
+    # type(), not isinstance(): True is an int in Python.
     if type(value) is not wanted:
         raise ConfigError(f"{key} is {'true or false' if wanted is bool else 'an integer'}, not {value!r}")
 

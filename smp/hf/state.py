@@ -27,7 +27,7 @@ from smp.parallel.node_group import within_nodes
 
 
 class State:
-    """What ``smp.init`` decided. Reading it before is an error."""
+    """What ``smp.init`` decided. Reading it earlier raises ConfigError."""
 
     def __init__(self) -> None:
         self._made: tuple[Settings, ParallelContext] | None = None
@@ -46,7 +46,11 @@ class State:
         super().__setattr__(name, value)
 
     def reset(self) -> None:
-        """Forget it: ``smp.init`` may be called again. Models that were transformed before keep their ranks.
+        """Forget what ``smp.init`` decided: it may be called again. Models transformed before keep their ranks.
+
+        Groups are kept for the next ``init`` with the same layout, so that a loop over models does not collect threads.
+        They are not destroyed: DTensor's caches compare meshes by value, so a later model would get the groups of an
+        earlier one.
 
         Groups stay for the next ``init`` that divides ranks in the same way, so that a loop over models has no more
         threads at its end. They are not destroyed: DTensor's caches hold meshes, which are equal whatever groups they
@@ -58,12 +62,12 @@ class State:
 
     @property
     def settings(self) -> Settings:
-        """The nine keys."""
+        """The keys of ``smp.init``."""
         return self._needed()[0]
 
     @property
     def context(self) -> ParallelContext:
-        """Meshes and groups, as the rooms below ask for them."""
+        """Meshes and groups."""
         return self._needed()[1]
 
     def _needed(self) -> tuple[Settings, ParallelContext]:
@@ -91,7 +95,7 @@ class State:
         return dist.get_world_size()
 
     def _degree(self, name: str) -> int:
-        """A degree as given to ``init``; before it as assigned."""
+        """A degree as given to ``init``; before ``init`` as assigned by the script."""
         if self._made is None and name in self._set_before:
             return self._set_before[name]
         return int(getattr(self.settings, name))
@@ -232,11 +236,11 @@ class Ranker:
     writers: dist.ProcessGroup | None
 
     def get_rep_rank(self, rank: int) -> int:
-        """The copy that ``rank`` has a part of."""
+        """Number of the model copy of which ``rank`` has a part."""
         return rank // self.replica_size
 
     def get_rep_groups(self) -> list[list[int]]:
-        """Ranks that hold the same, for every part of the model."""
+        """Ranks with the same shards, for every part of the model."""
         return [list(range(part, self.world_size, self.replica_size)) for part in range(self.replica_size)]
 
 
@@ -250,7 +254,7 @@ state = State()
 
 
 def is_initialized() -> bool:
-    """Whether ``smp.init`` was called, or a run of transformers' model did so, and its process group is still there."""
+    """Whether ``smp.init`` (or a run of transformers' model) has set the state, and its process group still exists."""
     return state._made is not None and state._world is dist.group.WORLD
 
 
@@ -274,9 +278,11 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
     device_type = "cuda" if torch.cuda.is_available() and _sends_from_gpus() else "cpu"
     if device_type == "cuda" and not torch.cuda.is_initialized():
         _use_own_gpu()  # NCCL sends what ranks compare from the current one
+    # On all ranks or none: a wrong key on one rank would leave the others waiting.
     settings, unused = on_all_or_none(lambda: read(config, state._set_before), ConfigError, "smp.init")
     _check_same(settings)
     layout = layout_of(settings, dist.get_world_size())
+    # Shared memory replaces gloo between CPU ranks of one host.
     on_cpu = device_type == "cpu" and "gloo" in str(dist.get_backend_config()) and dist.get_world_size() > 1
     context, state._ranker = _groups(layout, device_type, tuple(gather(socket.gethostname())) if on_cpu else ())
     state._made, state._world = (settings, context), dist.group.WORLD
@@ -296,7 +302,7 @@ def init(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> No
 
 
 def adopt(context: ParallelContext) -> None:
-    """``smp.init`` by a run that has its groups already."""
+    """Set the state from a run that has its groups already, instead of ``smp.init``."""
     fsdp, tp, ep = context.fsdp, context.tp.size(), 1 if context.ep is None else context.ep.size()
     degree = 1 if fsdp is None else fsdp.size(fsdp.ndim - 1)
     settings = Settings(
@@ -309,11 +315,12 @@ def adopt(context: ParallelContext) -> None:
 
 
 def _groups(layout: Layout, device_type: str, hosts: tuple[str, ...]) -> tuple[ParallelContext, Ranker]:
-    """Groups and ranker of an earlier ``init`` that divided the ranks of this default group in the same way, unless one
-    of them failed; else new ones. Ranks of CPUs on one of the ``hosts`` exchange through memory."""
+    """Groups and ranker of an earlier ``init`` with the same layout and default group, unless one of them failed; else
+    new ones. CPU ranks on one of the ``hosts`` exchange through shared memory."""
     key = layout, device_type, hosts
     world, context, ranker = state._kept.get(key, (None, None, None))
     usable = world is dist.group.WORLD and context is not None and _is_sound(context)
+    # Making groups is a collective: every rank must decide alike.
     if not every_rank(usable):
         backend = within_nodes(Topology.of(hosts)) if hosts else lambda ranks: None
         context, ranker = build_context(layout, device_type, backend=backend), _make_ranker(layout)
@@ -323,13 +330,14 @@ def _groups(layout: Layout, device_type: str, hosts: tuple[str, ...]) -> tuple[P
 
 
 def _is_sound(context: ParallelContext) -> bool:
-    """Whether no collective through memory has failed; of gloo's and NCCL's torch says nothing."""
+    """Whether no collective through shared memory has failed; torch does not tell for gloo and NCCL."""
     memories = [getattr(mesh.get_group(), "memory", None) for mesh in context.meshes().values()]
     return all(memory is None or memory.sound for memory in memories)
 
 
 def _check_same(settings: Settings) -> None:
-    """Ranks that read other keys would divide themselves in another way, and wait for each other for ever."""
+    """Check that all ranks have the same settings: else they would divide themselves differently and wait for each
+    other."""
     ranks = gather(vars(settings))
     for rank, other in enumerate(ranks):
         for key, value in other.items():
@@ -338,7 +346,8 @@ def _check_same(settings: Settings) -> None:
 
 
 def _exchange(group: Any) -> str:
-    """In words, through what tensor-parallel ranks exchange: each group finds out whether it can share memory."""
+    """The name, for the user, of what tensor-parallel ranks exchange through; each group finds out whether it can share
+    memory."""
     if not all(gather(hasattr(group, "memory"))):
         return "gloo (some are on different hosts)"
     without = [rank for rank, shares in enumerate(gather(group.memory is not None)) if not shares]
@@ -349,8 +358,8 @@ def _exchange(group: Any) -> str:
 
 
 def _sends_from_gpus() -> bool:
-    """Whether the default group has a backend for GPUs, such as NCCL or this project's. gloo is for CPUs, although it
-    sends some tensors of a GPU."""
+    """Whether the default group has a GPU backend, such as NCCL or this project's. gloo is one for CPUs, although it
+    can send some GPU tensors."""
     backends = dict(part.split(":", 1) for part in str(dist.get_backend_config()).split(",") if ":" in part)
     return backends.get("cuda", "gloo") != "gloo"
 
@@ -366,4 +375,5 @@ def _make_process_group() -> None:
             _use_own_gpu()
         dist.init_process_group(backend)
     else:
+        # Without torchrun: a group of one process, with a store in memory and no port.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

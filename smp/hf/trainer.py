@@ -21,7 +21,9 @@ from smp.hf.state import state
 
 
 def announce(model: Any) -> None:
-    """Say on a transformers model that it is cut and how many ranks read different data.
+    """Mark a transformers model as cut, with the number of ranks that read different data.
+
+    A model that is not cut (one tensor-parallel rank) is left for Trainer to wrap.
 
     A model that nothing cuts (one tensor-parallel rank) stays Trainer's to wrap.
     """
@@ -30,6 +32,7 @@ def announce(model: Any) -> None:
     if not cut or not hasattr(base, "is_distributed_loading_by_transformers"):
         return
     base._is_distributed_loading_by_transformers = True
+    # Ranks with the same rows, which Trainer counts as one.
     base._tp_size = state.tp_size * state.cp_size
     base.config.distributed_config = _distributed_config(model, state.tp_size, state.dp_size)
 
@@ -38,8 +41,8 @@ def _distributed_config(model: nn.Module, tp_size: int, data_size: int) -> Any:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     class Cut(DistributedConfig):
-        """Trainer asks for the number of data ranks when it is built: the moment to see that something sums their
-        gradients, which Trainer does not do for a model that came cut."""
+        """Checks the model when Trainer asks for the number of data ranks, at its construction: gradients of data ranks
+        must be summed by FSDP, as Trainer leaves a cut model alone."""
 
         cut: nn.Module | None = None
 
@@ -65,8 +68,8 @@ def _distributed_config(model: nn.Module, tp_size: int, data_size: int) -> Any:
 
 
 def parallelism_config() -> Any:
-    """What ``TrainingArguments(parallelism_config=...)`` takes on machines without GPUs, where accelerate refuses
-    tensor parallelism; and everywhere for evaluation, whose rows the ranks of a tensor-parallel group all have."""
+    """The value for ``TrainingArguments(parallelism_config=...)``: on machines without GPUs, where accelerate refuses
+    tensor parallelism, and in general for evaluation, where all ranks of a tensor-parallel group have the same rows."""
     from accelerate import ParallelismConfig
 
     class OnAnyDevice(ParallelismConfig):  # type: ignore[misc]
@@ -86,8 +89,8 @@ def parallelism_config() -> Any:
 
 
 def _rows_once(accelerator: Any, tp_size: int) -> Any:
-    """``accelerator.gather_for_metrics``, which would give every row ``tp_size`` times and then drop too many of the
-    last batch: it takes what each process has for other rows."""
+    """``accelerator.gather_for_metrics`` with each row once: accelerate would return every row ``tp_size`` times, and
+    then cut too many from the last batch."""
     from accelerate.utils import recursively_apply
 
     def gather(tensors: Any) -> Any:
@@ -95,6 +98,7 @@ def _rows_once(accelerator: Any, tp_size: int) -> Any:
             rows = type(accelerator).gather(accelerator, mine)
             if mine.ndim == 0:  # a count of each process, which TRL divides by the tensor-parallel ranks itself
                 return rows
+            # [ranks, rows, ...]: tensor-parallel ranks are neighbours, so every tp_size-th is kept.
             return rows.unflatten(0, (accelerator.num_processes, -1))[::tp_size].flatten(0, 1)
 
         return recursively_apply(once, tensors)

@@ -1,4 +1,4 @@
-"""``smp.transform``: a Hugging Face model becomes tensor-parallel in place.
+"""``smp.transform``: makes a Hugging Face model tensor-parallel in place.
 
 The object stays: its class, the names of its parameters, ``forward``, ``generate``, ``save_pretrained``. Parameters
 become DTensors on the tensor-parallel mesh, so ``fully_shard`` adds the data dimensions and ``state_dict()`` has
@@ -87,6 +87,8 @@ def transform(
         ConfigError: in one line with the module's name, before anything is changed, for a model that would not be equal
             to itself before. After a failed ``verify`` the model must not be used.
     """
+    # Order matters from here on: all refusals before the first change, since a half-cut model
+    # cannot be restored.
     _check_types(model, dtype, rows)
     tp = Group.of(state.tp_mesh)
     verify = bool(rows) if verify is None else verify
@@ -103,12 +105,16 @@ def transform(
         verify,
         allow_whole_layers,
     )
+    # A refusal on one rank is raised on all.
     plan, streams, share = on_all_or_none(check, ConfigError, "smp.transform")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
+    # Same shapes and bits everywhere, or parts of different models would be put together.
     weights.check_alike(model, compare=not load_state_dict_from_rank0 and not on_meta)
+    # Before the cut: the reference output and gradients.
     expected = Expected.of(model) if verify else None
     _cut(model, plan, None if on_meta and not load_state_dict_from_rank0 else device, dtype, load_state_dict_from_rank0)
     model.smp_from_rank0 = load_state_dict_from_rank0  # type: ignore[assignment]
+    # Forward passes first: sequence parallelism and loss wrap or replace these.
     install(model, plan, tp, state.context.ep_group)
     experts.apply_config(adapters.base_of(model)[0], config)
     for stream in streams:
@@ -128,6 +134,7 @@ def transform(
     if expected is not None:
         expected.compare(model)
     if tp.size > 1:
+        # After the comparison: the guards count first forward passes.
         guards.install(model, tp, state.device_type)
     if plan.steps:
         guards.refuse_ddp(model)
@@ -147,8 +154,8 @@ def _decide(
     verify: bool,
     allow_whole_layers: bool,
 ) -> tuple[Plan, list[sequence.Stream], Share]:
-    """What will be done to each module, how the residual stream is cut, if it is, and how
-    much is cut. All that can be refused is refused here, before anything is changed."""
+    """The plan, the cut of the residual stream (if sequence-parallel), and the share that is cut. Everything that can
+    be refused is refused here, before the model is changed."""
     if verify and (from_rank0 or any(parameter.is_meta for parameter in model.parameters())):
         raise ConfigError("verify needs the weights: not with load_state_dict_from_rank0, nor on the meta device")
     experts.check_config(adapters.base_of(model)[0], config)
@@ -177,7 +184,7 @@ def _plan(model: nn.Module, rows: Mapping[str, str], tp: Group) -> Plan:
 def _cut(
     model: nn.Module, plan: Plan, device: torch.device | str | None, dtype: torch.dtype | None, from_rank0: bool
 ) -> None:
-    """Replace every parameter by this rank's part, one after the other; shared ones stay shared."""
+    """Replace every parameter by this rank's part, one at a time; shared ones stay shared."""
     source = weights.FromRankZero(state.tp_mesh.device_type) if from_rank0 else None
     made: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
@@ -190,7 +197,7 @@ def _cut(
             if id(parameter) not in made:
                 whole = parameter.data if source is None else source.tensor(parameter.data)
                 made[id(parameter)] = weights.part_of(whole, parameter, step.cuts.get(own), mesh, device, dtype)
-                made[-id(parameter)] = parameter  # alive, or its number could be another one's
+                made[-id(parameter)] = parameter  # kept alive: ids are reused
             module._parameters[own] = made[id(parameter)]
         for own, buffer in list(module._buffers.items()):
             if buffer is not None:
@@ -209,6 +216,7 @@ def _report(model: nn.Module, plan: Plan, linears: int, attends: str) -> tuple[D
         kind = type(model.get_submodule(name)).__name__
         key = (pattern_of(name), kind, step.style, step.note)
         counted[key] = counted.get(key, 0) + 1
+    # Divided numbers, such as heads, are changes of the model, too.
     for name, numbers in plan.numbers.items():
         kind = type(model.get_submodule(name)).__name__
         text = ", ".join(f"{attribute} = {value}" for attribute, value in numbers.items())

@@ -1,4 +1,4 @@
-"""The self-check of ``smp.transform``: the logits and every gradient of a small batch, before and after."""
+"""The self-check of ``smp.transform``: logits and gradients of a small batch, before and after."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from smp.config.schema import ConfigError
 from smp.parallel.agree import gather
 from smp.parallel.dtensor_box import local_box, local_part
 
+# Largest relative error by dtype: sums in another order round differently.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE = 3e-2
 """Tolerance of dtypes with 16 bits."""
@@ -20,21 +21,21 @@ _COARSE = 3e-2
 
 @dataclass(frozen=True)
 class Expected:
-    """What the model computed before: output, and gradients by name, whole."""
+    """Output and whole gradients (by name) of the model before it was cut."""
 
     output: torch.Tensor
     gradients: dict[str, torch.Tensor]
 
     @staticmethod
     def of(model: nn.Module) -> Expected:
-        """Run ``model``; its gradients are freed after."""
+        """Run ``model`` once; gradients are freed afterwards."""
         output = _run(model)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
         return Expected(output, gradients)
 
     def compare(self, model: nn.Module) -> None:
-        """Run it again.
+        """Run the transformed model and compare.
 
         Raises:
             ConfigError: on all ranks, with what differs most on any of them.
@@ -43,6 +44,8 @@ class Expected:
             errors = {"the output": _error(_run(model), self.output, 0.0)}
         except (RuntimeError, ValueError) as wrong:  # shapes that do not fit, on every rank
             raise ConfigError(f"the transformed {type(model).__name__} does not run: {wrong}") from wrong
+        # A gradient that should be zero has only rounding errors: small ones are compared with a
+        # floor.
         floor = 1e-3 * max((float(g.norm()) for g in self.gradients.values()), default=0.0)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
@@ -55,6 +58,7 @@ class Expected:
         model.zero_grad(set_to_none=True)
         error, what = max(max((error, what) for what, error in ranks.items()) for ranks in gather(errors))
         dtype = next(model.parameters()).dtype
+        # not <=: NaN counts as a difference.
         if not error <= _TOLERANCE.get(dtype, _COARSE):
             raise ConfigError(
                 f"the transformed {type(model).__name__} is not equal: {what} is off by {error:.1e}; a row is missing "
@@ -68,14 +72,14 @@ def _error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
 
 
 def _output_of(result: Any) -> torch.Tensor:
-    """The logits, or the first tensor that the model returns."""
+    """Logits, or the first tensor that the model returns."""
     if hasattr(result, "keys"):
         return result["logits"] if "logits" in result else next(iter(result.values()))
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
 def _run(model: Any) -> torch.Tensor:
-    """Forward and backward over two sequences of eight ids, the same on every rank; no dropout, no cache."""
+    """Forward and backward of two sequences of eight ids, the same on every rank, in evaluation mode."""
     if not hasattr(model, "get_input_embeddings"):
         raise ConfigError(f"{type(model).__name__} takes no input_ids that verify could make: verify=False")
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -86,6 +90,7 @@ def _run(model: Any) -> torch.Tensor:
     try:
         result = model(input_ids=ids)
         output = _output_of(result)
+        # A loss of all outputs with different weights, so that no gradient cancels by symmetry.
         weights = torch.linspace(-1, 1, output[0].numel(), device=device, dtype=torch.float32).view(output[0].shape)
         (output.float() * weights).mean().backward()
     finally:

@@ -1,4 +1,4 @@
-"""Weights of a transformed model that was built on the meta device: drawn, or read from a folder, part by part.
+"""Weights of a transformed model built on the meta device: drawn, or read from a folder, part by part.
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -65,9 +65,10 @@ def load_weights(model: nn.Module, folder: str | Path, leave: Collection[str] = 
 
 @torch.no_grad()
 def _fill(model: Any, store: PieceStore, leave: Collection[str]) -> list[str]:
-    """Returns what is stored and has no place in the model."""
+    """Fill the parameters from ``store``; returns names that are stored and have no place in the model."""
     twin = twin_of(model)
     rules = rules_of(twin)
+    # Rules are asked of a twin: names and shapes in the model itself are those of parts.
     sources = sources_of(twin, rules, store.tensors)
     tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in leave}
     _check_complete(model, tensors, {name for source in sources for name in source.targets}, store)
@@ -76,19 +77,20 @@ def _fill(model: Any, store: PieceStore, leave: Collection[str]) -> list[str]:
         if not filled.issuperset(id(tensors[name]) for name in source.targets if name in tensors):
             _fill_from(source, twin, tensors, store)
             filled |= {id(tensors[name]) for name in source.targets if name in tensors}
-    model._weight_conversions = [rule for rule in rules if rule.was_used()]  # what save_pretrained writes, turned round
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]  # save_pretrained reverses these
     used = {name for source in sources for names in source.stored.values() for name in names}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return [name for name in store.tensors if name not in used and not any(re.search(key, name) for key in ignored)]
 
 
 def _check_complete(model: Any, tensors: Mapping[str, Any], found: set[str], store: PieceStore) -> None:
-    """Every tensor of the model is found, under one of its names: tied parameters are in the files once."""
+    """Raise CheckpointError unless every tensor of the model is found, a tied one under any of its names."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     for shared in names.values():
+        # A buffer that transformers lists as computed need not be stored.
         computed = not isinstance(tensors[shared[0]], nn.Parameter) and any(re.search(k, shared[0]) for k in optional)
         if found.isdisjoint(shared) and not computed:
             raise CheckpointError(f"{store.where('')} has no tensor {shared[0]}")
@@ -100,6 +102,7 @@ def _fill_from(source: Source, twin: Any, tensors: Mapping[str, Any], store: Pie
     if source.rule is None:
         _read_part(source.stored[""][0], source.targets[0], first, store)
         return
+    # A stack of experts: only the rows of this rank's experts are read.
     stack = source.stacks(first.shape)
     if stack and box.empty:
         return
@@ -114,6 +117,8 @@ def _fill_from(source: Source, twin: Any, tensors: Mapping[str, Any], store: Pie
         _check_shape(name, size, tensor)
         box = local_box(tensor)
         for dim, (offset, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            # Dimension 0 of ``made`` begins at ``start``, which was read; the other dimensions are
+            # whole.
             made = made.narrow(dim, offset - (start if dim == 0 else 0), length)
         if not box.empty:
             local_part(tensor).copy_(made)
@@ -137,6 +142,7 @@ def _read_part(stored_name: str, name: str, tensor: torch.Tensor, store: PieceSt
     if box.empty:
         return
     straight = data.is_cpu and data.dtype == stored.dtype and data.is_contiguous()
+    # Without a copy, a tensor on the CPU is read into its own memory.
     read = data if straight else torch.empty(box.sizes, dtype=stored.dtype)
     store.read_into(stored_name, box.offsets, read)
     if not straight:
@@ -144,7 +150,7 @@ def _read_part(stored_name: str, name: str, tensor: torch.Tensor, store: PieceSt
 
 
 def allocate(model: nn.Module) -> None:
-    """Memory for all that is on the meta device; buffers get the values that their classes compute."""
+    """Allocate memory for all that is on the meta device; buffers get the values that their classes compute."""
     values = FirstValues(model)
     for name, module in model.named_modules():
         _allocate_own(values, name, module)
@@ -152,14 +158,18 @@ def allocate(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _allocate_own(values: FirstValues, name: str, module: nn.Module) -> list[str]:
-    """For one module; returns which of its own parameters had none. Their objects stay, so ties and FSDP's lists do."""
+    """Allocate one module's tensors; returns which parameters were on the meta device. Parameter objects stay the same,
+    so that ties and FSDP's lists of parameters hold."""
     missing = [own for own, p in module._parameters.items() if p is not None and p.is_meta]
     for own in missing:
         parameter = module._parameters[own]
         assert parameter is not None
         made = nn.Parameter(torch.empty_like(parameter, device=state.device_type), parameter.requires_grad)
         vars(made).update(vars(parameter))
+        # swap_tensors exchanges the contents of two tensor objects and keeps every reference to the
+        # first.
         torch.utils.swap_tensors(parameter, made)
+    # Buffers are computed twice, from 0 and from 1: what differs was not written by any rule.
     first = _computed(values, name, module, 0)
     for own, again in _computed(values, name, module, 1).items():
         if not torch.equal(first[own], again):
@@ -174,7 +184,7 @@ def _allocate_own(values: FirstValues, name: str, module: nn.Module) -> list[str
 
 
 def _computed(values: FirstValues, name: str, module: nn.Module, start: int) -> dict[str, torch.Tensor]:
-    """Buffers of ``module`` that are on the meta device, by transformers' rules; what these leave out is ``start``."""
+    """Buffers of ``module`` on the meta device, computed by transformers' rules from buffers full of ``start``."""
     meta = {own: buffer for own, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     empty = {own: torch.full(buffer.shape, start, dtype=buffer.dtype, device="cpu") for own, buffer in meta.items()}
     return values.buffers(name, empty) if empty else {}
@@ -212,16 +222,16 @@ class DelayedParamIniter:
         _ = self.values.writers  # of the whole model: FSDP1 takes it apart while it asks
 
     def init(self) -> None:
-        """All of it."""
+        """Draw all parameters of the model."""
         for module in self.model.modules():
             self._init(module)
 
     def get_param_init_fn(self) -> Callable[[nn.Module], None]:
-        """What initializes the own parameters of one module of the model."""
+        """The function that initializes the own parameters of one module (SMP v2's name; FSDP1's param_init_fn)."""
         return self._init
 
     def get_post_param_init_fn(self) -> Callable[..., None]:
-        """What ties weights again: nothing is to do, ties stay."""
+        """SMP v2's hook to tie weights again. Nothing to do: ties stay."""
         return lambda *_: None
 
     def count_num_params(self, module: nn.Module, *_: Any) -> int:
@@ -230,7 +240,8 @@ class DelayedParamIniter:
 
     @contextmanager
     def validate_params_and_buffers_inited(self, enabled: bool = True) -> Iterator[None]:
-        """After the block nothing is on the meta device, and the model has as many parameters as before.
+        """Check after the block that nothing is on the meta device, and that the model has as many parameters as
+        before.
 
         Raises:
             AssertionError: in SMP's words, if not.
@@ -253,6 +264,7 @@ class DelayedParamIniter:
         for own in _allocate_own(self.values, name, module):
             parameter, full = module._parameters[own], f"{name}.{own}" if name else own
             box = local_box(parameter)  # type: ignore[arg-type]
+            # Drawn whole on every rank, then cut: the bits do not depend on the layout.
             whole = self.values.draw(full, self.seed)
             for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 whole = whole.narrow(dim, first, size)

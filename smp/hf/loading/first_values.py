@@ -1,4 +1,4 @@
-"""First values of a model's parameters by transformers' own rules, each drawn by itself.
+"""First values of a model's parameters by transformers' own rules, each parameter drawn by itself.
 
 transformers asks every module, children before parents, for its first values, by the ``_init_weights`` of the nearest
 ``PreTrainedModel`` around it. A rule may write parameters of other modules than the one that it is asked for (GPT-2's
@@ -29,7 +29,7 @@ _ELSEWHERE = "build the model on the CPU, the same on every rank, or on rank 0 w
 
 @dataclass(frozen=True)
 class Rule:
-    """What gives first values to a module.
+    """One module and the rules that give it first values.
 
     Attributes:
         name: of the module.
@@ -54,7 +54,7 @@ class Rule:
 
 
 class FirstValues:
-    """The rules of ``model``, which may be cut, sharded, and on any device.
+    """The rules of ``model``, which may be cut, sharded and on any device.
 
     Attributes:
         rules: by the name of the module, in transformers' order.
@@ -69,17 +69,20 @@ class FirstValues:
             for own, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     self._home[_join(name, own)] = module, own
+                    # Views share a storage: a rule that writes a view writes the parameter.
                     self._storages[tensor.untyped_storage()._cdata] = _join(name, own)
         self._source = _sources_of_tied(model)
 
     @cached_property
     def writers(self) -> dict[str, list[Rule]]:
-        """Rules that write a parameter or buffer, in their order, by its name; a shared one has the first of its names.
+        """For each parameter or buffer the rules that write it, in order; shared tensors are under the first of their
+        names.
 
         Raises:
             ConfigError: a rule does not run without weights.
         """
         writers: dict[str, list[Rule]] = {}
+        # No GPU generators are saved: rules run on the meta device here and draw nothing.
         with torch.random.fork_rng(devices=[]):
             for rule in self.rules.values():
                 with _Written() as mode, _told_of_drawing(mode):
@@ -96,7 +99,7 @@ class FirstValues:
 
     @torch.no_grad()
     def draw(self, name: str, seed: int) -> torch.Tensor:
-        """All of a parameter, on the CPU: the same bits whatever else is drawn, before or after.
+        """A whole parameter on the CPU, with the same bits whatever is drawn before or after.
 
         Raises:
             ConfigError: no rule gives it a value, or not to all of it.
@@ -106,8 +109,10 @@ class FirstValues:
         module, own = self._home[name]
         meta = module._parameters[own]
         assert meta is not None
+        # NaN marks what no rule writes; integers have none.
         empty = torch.nan if meta.is_floating_point() else 0
         real = nn.Parameter(torch.full(meta.shape, empty, dtype=meta.dtype), requires_grad=False)
+        # Only this parameter is real: writes to others go to the meta device and cost nothing.
         module._parameters[own] = real
         try:
             for rule in rules:
@@ -126,7 +131,7 @@ class FirstValues:
         return real.detach()
 
     def buffers(self, name: str, empty: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Buffers of the module ``name``, by the rules that write them; what these leave stays as in ``empty``."""
+        """Buffers of the module ``name`` by the rules that write them; others keep their values of ``empty``."""
         module = self.rules[name].module
         asked = {rule.name for own in empty for rule in self.writers.get(_join(name, own), [])}
         meta = dict(module._buffers)
@@ -145,7 +150,8 @@ def _join(name: str, own: str) -> str:
 
 
 def _sources_of_tied(model: Any) -> dict[str, str]:
-    """The name of the parameter that a tied one is tied to, by names: transformers ties after it draws."""
+    """For each tied parameter the name of the one that it is tied to: transformers ties after drawing, so that one's
+    value stays."""
     targets = getattr(base_of(model)[0], "all_tied_weights_keys", None) or {}
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -158,8 +164,8 @@ def _sources_of_tied(model: Any) -> dict[str, str]:
 
 
 def _in_order(name: str, module: nn.Module, owner: Any) -> Iterator[Rule]:
-    """Rules in the order of transformers' ``initialize_weights``: children first, each by the rules of the model that
-    it is in."""
+    """Rules in the order of transformers' ``initialize_weights``: children first, each by the rules of the nearest
+    model around it."""
     owner = module if hasattr(module, "_init_weights") and hasattr(module, "initialize_weights") else owner
     for child_name, child in module.named_children():
         yield from _in_order(_join(name, child_name), child, owner)
@@ -168,7 +174,8 @@ def _in_order(name: str, module: nn.Module, owner: Any) -> Iterator[Rule]:
 
 @contextmanager
 def _told_of_drawing(written: _Written) -> Iterator[None]:
-    """torch's functions for first values, some of which do nothing without weights, tell ``written`` what they get."""
+    """Report every tensor that torch's initializers are given to ``written``: some of them do nothing on the meta
+    device."""
     from transformers import initialization
 
     functions: Any = initialization.TORCH_INIT_FUNCTIONS
@@ -187,7 +194,7 @@ def _told_of_drawing(written: _Written) -> Iterator[None]:
 
 
 class _Written(TorchDispatchMode):
-    """The storages of tensors that operations write in place."""
+    """A dispatch mode that collects the storages of tensors written in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,6 +204,7 @@ class _Written(TorchDispatchMode):
         given = dict(kwargs or {})
         for argument, value in zip(func._schema.arguments, args, strict=False):
             given[argument.name] = value
+        # alias_info of the operator's schema says which arguments it writes.
         for argument in func._schema.arguments:
             value = given.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):

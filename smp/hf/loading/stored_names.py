@@ -20,7 +20,7 @@ from smp.checkpoint import CheckpointError
 from smp.hf.loading.twins import twin_of
 
 Read = Callable[[str], torch.Tensor]
-"""All of a stored tensor, on the CPU."""
+"""Returns a stored tensor, whole, on the CPU."""
 
 
 @dataclass
@@ -39,7 +39,8 @@ class Source:
 
     def stacks(self, shape: torch.Size) -> bool:
         """Whether each row of a target of ``shape`` is made of one stored tensor of each pattern, so that a rank can
-        read its rows alone."""
+        read only its rows."""
+        # Any other operation may mix rows, and needs all of them.
         from transformers import core_model_loading as loading
 
         first, *others = self.rule.operations
@@ -52,7 +53,7 @@ class Source:
         return stacks and inside and all(len(names) == shape[0] for names in self.stored.values())
 
     def made(self, twin: Any, read: Read, rows: slice) -> dict[str, torch.Tensor]:
-        """The targets by name, whole, or of a stack some rows.
+        """The targets by name: whole, or of a stack the given rows.
 
         Args:
             twin: of the model, whole.
@@ -62,6 +63,7 @@ class Source:
         Raises:
             CheckpointError: transformers' rule does not fit what is stored.
         """
+        # A rule collects tensors: each use needs a fresh one.
         rule = deepcopy(self.rule)
         for pattern, names in self.stored.items():
             for name in names[rows]:
@@ -90,8 +92,8 @@ def rules_of(twin: Any, legacy: bool = True) -> list[Any]:
 
 
 def written_by(model: nn.Module) -> None:
-    """Let ``save_pretrained`` of ``model``, which ``fully_shard`` may have given another class, write the names that
-    its own class has in folders: what transformers would find for a model that it did not load."""
+    """Let ``save_pretrained`` of ``model`` write the names that its class has in folders. A model that was not loaded
+    has no rules for it, and after ``fully_shard`` its class is not one that transformers knows."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import PrefixChange
 
@@ -101,8 +103,8 @@ def written_by(model: nn.Module) -> None:
 
 
 def sources_of(twin: Any, rules: Iterable[Any], stored: Collection[str]) -> list[Source]:
-    """Where the tensors of the model of ``twin`` come from, by transformers' procedure; what is stored and belongs to
-    nothing is left out, as there."""
+    """The sources of the tensors of ``twin``'s model, found as transformers does; stored tensors that match nothing are
+    left out."""
     from transformers import core_model_loading as loading
 
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
@@ -110,8 +112,10 @@ def sources_of(twin: Any, rules: Iterable[Any], stored: Collection[str]) -> list
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     known, prefix = twin.state_dict(keep_vars=True), getattr(twin, "base_model_prefix", None)
     sources: dict[str, Source] = {}
+    # Natural order: experts.2 before experts.10, as rows of a stack.
     for name in sorted(stored, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
+        # A rule may also match a name that is the model's already: then without rules.
         if target not in known and name in known:
             target, pattern = loading.rename_source_key(name, [], [], prefix, known)
         if target not in known:

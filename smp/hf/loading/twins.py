@@ -1,4 +1,5 @@
-"""A model's twin: its classes and numbers as they were before anything was cut or sharded, without any weights.
+"""A model's twin: its classes and configuration before anything was cut or sharded, with all tensors on the meta
+device.
 
 What transformers knows of a model by its classes (how names in a folder become names of parameters, which first values
 it gives to which parameter) is asked of the twin: in the model itself parameters are parts, numbers of heads are
@@ -15,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def twin_of(model: nn.Module, tied: bool = True) -> nn.Module:
-    """The twin of ``model`` and of all modules below it: parameters are whole, parameters and buffers on the meta
-    device; with ``tied`` shared ones are shared."""
+    """The twin of ``model`` and all modules below: whole parameters and buffers, on the meta device. With ``tied``
+    shared tensors are shared in the twin, too."""
     made: dict[int, Any] = {}
     for module in model.modules():
         made[id(module)] = _shell(module)
@@ -32,6 +33,7 @@ def _shell(module: nn.Module) -> nn.Module:
     kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))  # not of fully_shard
     twin = cast(nn.Module, object.__new__(kind))
     vars(twin).update(vars(module))
+    # A replaced forward belongs to the cut model; smp_whole holds the numbers from before the cut.
     vars(twin).pop("forward", None)
     vars(twin).update(vars(module).get("smp_whole", {}))
     return twin

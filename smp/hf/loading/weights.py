@@ -1,4 +1,4 @@
-"""Weights of a transformed model: from all ranks or from rank 0, to and from whole tensors, and to a folder.
+"""Weights of a transformed model: from all ranks or rank 0, to and from whole tensors, and to a folder.
 
 ``state_dict()`` needs nothing: it has Hugging Face's names and DTensors of global shapes. ``load_state_dict`` cuts
 whole tensors, and ``save_pretrained`` gathers them, one at a time, to rank 0, which writes what transformers writes.
@@ -28,7 +28,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(model: nn.Module, *, compare: bool) -> None:
-    """All ranks hold the same parameters, and with ``compare`` the same bits: parts of different models make no model.
+    """Check that all ranks hold the same parameters, and with ``compare`` the same bits: parts of different models make
+    no model.
 
     Raises:
         ConfigError: with the first name that differs.
@@ -47,7 +48,7 @@ def check_alike(model: nn.Module, *, compare: bool) -> None:
 
 
 def _sum_of_bits(parameter: torch.Tensor) -> int:
-    """Exact in any order, so it does not depend on the number of threads."""
+    """The sum of all bits as integers: exact in any order, so independent of the number of threads."""
     data = parameter.detach().contiguous().flatten()
     return int(data.view(_BITS[data.element_size()]).sum(dtype=torch.int64))
 
@@ -63,7 +64,7 @@ class FromRankZero:
         self.device = device
 
     def tensor(self, mine: torch.Tensor) -> torch.Tensor:
-        """What rank 0 has in the place of ``mine``."""
+        """What rank 0 has in place of ``mine``, on every rank."""
         sent = mine.to(self.device) if dist.get_rank() == 0 else torch.empty_like(mine, device=self.device)
         sent = sent.contiguous()
         dist.broadcast(sent, 0)
@@ -78,24 +79,28 @@ def part_of(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.Parameter:
-    """This rank's part of a parameter, cut along ``dim`` over all ranks of ``mesh``; of one rank a plain parameter."""
+    """This rank's part of a parameter, cut along ``dim`` over all ranks of ``mesh``; on a single rank a plain
+    parameter."""
     dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
     if mesh.size() == 1:
         made = nn.Parameter(whole.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad)
     else:
+        # dim None: every rank has the whole.
         part = whole if dim is None else whole.chunk(mesh.size(), dim)[_place_in(mesh)]
         # A copy of its own: a view would keep the whole tensor alive.
         part = part.to(device=device, dtype=dtype, copy=True).contiguous()
+        # Of the whole tensor; without it from_local derives a stride from the part.
         stride = torch.empty(whole.shape, device="meta").stride()
         placements = [Replicate() if dim is None else Shard(dim)] * mesh.ndim
         tensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
         made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    # Attributes on parameter objects (transformers sets some) survive.
     vars(made).update(vars(parameter))
     return made
 
 
 def _place_in(mesh: DeviceMesh) -> int:
-    """Number of this rank in the mesh, counted with the last dimension fastest."""
+    """This rank's number in the mesh, row-major: the last dimension is fastest."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     place = 0
@@ -119,6 +124,7 @@ def _refuse_resize(*_: Any, **__: Any) -> None:
     raise ConfigError("resize_token_embeddings: the table is placed already: resize the model before smp.transform")
 
 
+# Pre-hooks get the dict before keys are compared and may replace its tensors.
 def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     if all(isinstance(tensor, DTensor) for tensor in state_dict.values()):
         return  # those around this module have cut them
@@ -137,7 +143,8 @@ def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    """All of it, over one dimension of the mesh after the other. (``full_tensor`` does the same, with a warning.)"""
+    """The whole tensor, gathered over one mesh dimension after the other. (``full_tensor`` does the same, with a
+    warning.)"""
     placements = list(tensor.placements)
     for dim in range(len(placements)):
         placements[dim] = Replicate()
@@ -146,13 +153,14 @@ def _gathered(tensor: DTensor) -> torch.Tensor:
 
 
 def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Whole tensors of the wanted names on the CPU of rank 0, elsewhere nothing; every rank calls this. Others hold one
-    tensor at a time. Tied parameters stay one tensor."""
+    """Whole tensors of the wanted names, on the CPU of rank 0; {} on others, which hold one tensor at a time. Every
+    rank calls this. Tied parameters stay one tensor."""
     whole: dict[str, torch.Tensor] = {}
     seen: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not wanted(name):
             continue
+        # The gather is a collective: skipped on all ranks alike, as names and ties are the same.
         if id(tensor) in seen:
             if dist.get_rank() == 0:
                 whole[name] = whole[seen[id(tensor)]]
@@ -167,8 +175,8 @@ def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool]) -> dict[st
 
 
 def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], **options: Any) -> None:
-    """Save as the class's own ``save_pretrained`` does; every rank calls it. Rank 0 writes, whatever
-    ``is_main_process`` is."""
+    """Save as the class's own ``save_pretrained`` does. Every rank calls it; rank 0 writes, whatever
+    ``is_main_process`` says."""
     options.pop("is_main_process", None)
 
     def check() -> None:
@@ -179,6 +187,7 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], **option
         if table is not None and table.ndim == 1:  # a piece
             raise ConfigError("save_pretrained: FullyShardedDataParallel has the weights: see FSDP.state_dict_type")
 
+    # A rank that raised alone would leave the others in the gathers below.
     on_all_or_none(check, ConfigError, "save_pretrained")
     written_by(self)
     whole = whole_state_dict(self, in_adapter_file(self))

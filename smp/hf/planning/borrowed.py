@@ -17,7 +17,7 @@ from smp.hf.planning.rows import REPLICATE, SUMMED, pattern_of
 
 _KIND = ("dtype", "device", "shape", "size", "dim", "ndim")
 _NOT_ITS_KIND = rf"\b(?!\.(?:{'|'.join(_KIND)})\b)"
-"""After a tensor's name: its numbers are wanted, not what is known of it without them."""
+"""After a tensor's name: its values are wanted, not only dtype, device or shape."""
 Borrowed = tuple[tuple[Any, str], ...]
 
 
@@ -72,7 +72,7 @@ def _deeper(
 
 
 def read_from_above(model: nn.Module, below: Collection[nn.Module]) -> bool:
-    """Whether a module reads parameters of one of ``below``."""
+    """Whether a module reads parameters of one of ``below`` in its own forward pass."""
     for module in model.modules():
         if any(module._modules[child] in below for child, _ in children_read(module)):
             return True
@@ -87,7 +87,7 @@ def read_from_above(model: nn.Module, below: Collection[nn.Module]) -> bool:
 
 
 def _read_deeper(source: str) -> Iterator[tuple[str, str]]:
-    """(path, attribute) of what may be a grandchild's parameter: each beginning of ``self.a.b.weight.norm``."""
+    """(path, attribute) of what may be a grandchild's parameter: each prefix of ``self.a.b.weight.norm``."""
     for chain in re.findall(r"\bself((?:\.\w+){3,})", source):
         words = chain.split(".")[1:]
         for end in range(2, len(words)):
@@ -96,23 +96,25 @@ def _read_deeper(source: str) -> Iterator[tuple[str, str]]:
 
 
 def whole_parameters(steps: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Names of own parameters that every rank has whole, by module, from a plan's steps."""
+    """Names of own parameters that every rank has whole, by module, from the steps of a plan."""
     return {name: tuple(step.cuts) for name, step in steps.items() if step.style in (REPLICATE, SUMMED)}
 
 
 def children_read(module: nn.Module) -> list[tuple[str, str]]:
-    """(child, own parameter) of all that the class of ``module`` reads of its children, or passes on."""
+    """(child, own parameter) for all of its children's parameters that the class of ``module`` reads or passes on."""
     own = {name: tuple(layer_under(child)._parameters) for name, child in module.named_children()}
     return _children_read(_source_of(type(module)), own)
 
 
 def _children_read(source: str, own: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    # The source decides, not a run: the model may be on the meta device, and a branch may depend on
+    # inputs.
     pairs = set(re.findall(rf"\bself\.(\w+)\.(\w+){_NOT_ITS_KIND}", source))
     return [(child, parameter) for child in own for parameter in own[child] if (child, parameter) in pairs]
 
 
 def _reads(module: nn.Module, method: str, own: tuple[str, ...], borrowed: Borrowed) -> bool:
-    """Whether a method's code names parameters of its module's own, or those that the module borrows."""
+    """Whether a method's code names parameters of its module or those that the module borrows."""
     source = _source(getattr(type(module), method))
     names = {id(below): re.escape(name) for name, below in module.named_modules()}
     words = [rf"{names[id(child)]}\.{parameter}" for child, parameter in borrowed]
@@ -121,7 +123,7 @@ def _reads(module: nn.Module, method: str, own: tuple[str, ...], borrowed: Borro
 
 
 def _methods_called(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """(child, method) of children whose own methods, other than their forward passes, a module's class calls."""
+    """(child, method) of children's own methods, other than forward, that a module's class calls."""
     children = dict(module.named_children())
     for child, method in dict.fromkeys(re.findall(r"\bself\.(\w+)\.(\w+)\(", _source_of(type(module)))):
         if (
@@ -133,7 +135,8 @@ def _methods_called(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _source_of(kind: type) -> str:
-    """Source of a class and those that it inherits from; of torch's only the one that reads what its children have."""
+    """The source of a class and its bases; of torch's own classes only MultiheadAttention, which reads its child's
+    parameters."""
     torchs = ("torch", "builtins")
     bases = [b for b in kind.__mro__ if b is nn.MultiheadAttention or not b.__module__.startswith(torchs)]
     return "".join(map(_source, bases))

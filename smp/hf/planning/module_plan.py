@@ -1,4 +1,4 @@
-"""What ``smp.transform`` will do to each module, decided before anything is touched; and what it refuses."""
+"""What ``smp.transform`` will do to each module, decided before the model is changed, and what it refuses."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from smp.hf.planning.rows import (
 from smp.hf.planning.unnamed import lent_rows, unnamed_experts, unnamed_rows
 from smp.layers.adapters.lora import Lora
 
+# Config fields that modules read in forward, where no nn.Dropout shows them.
 _DROPOUTS = (
     "activation_dropout",
     "attention_dropout",
@@ -47,7 +48,7 @@ _DROPOUTS = (
     "router_jitter_noise",
 )
 _POSITION_NOISE = ("pos_embed_jitter", "pos_embed_rescale", "pos_embed_shift")
-"""Of DINOv3, which moves positions by chance in training; None is none."""
+"""Fields of DINOv3, which perturbs positions in training; None: no noise."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ class Step:
 
 @dataclass
 class Plan:
-    """Steps by the module's name; numbers of modules to set; modules whose children share a collective; parameters that
-    modules read from those below them; and methods besides the forward pass that read parameters."""
+    """The plan of a model.
+
+    Steps by the module's name; attributes of modules to set; modules whose children share a collective; parameters that
+    modules read from those below them; and methods other than forward that read parameters."""
 
     steps: dict[str, Step] = field(default_factory=dict)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -93,11 +96,13 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     """
     base, _ = base_of(model)
     rows = rows_of(base, given)
+    # Later ones win: this file's guesses, then plans, then what must stay whole, then the caller.
     rows = unnamed_rows(base, rows, tp_size, ep_size) | rows | lent_rows(base) | dict(given or {})
     if not rows:
         raise no_rows(base)
     rows = with_adapters(model, rows, pattern_of)
     modules = dict(model.named_modules())
+    # Replicated modules first: no row below them counts.
     whole = _whole(modules, rows)
     _check_parameters_named(model, rows, whole)
     plan = Plan()
@@ -116,6 +121,7 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
         elif own := _own(module):
             cut = {} if name in whole else _cut_parameters(name, module, rows, tp_size)
             plan.steps[name] = Step(style or (OWN_PARAMETERS if cut else REPLICATE), dict.fromkeys(own) | cut)
+    # Checks follow when all steps are known: some compare modules with each other.
     _check_experts(model, plan, ep_size)
     _numbers(modules, rows, tp_size, plan)
     _check_regions(modules, rows, whole, plan)
@@ -132,6 +138,7 @@ def make_expert_plan(model: nn.Module, given: Mapping[str, str] | None, ep_size:
     Raises:
         ConfigError: with the module's name, for what would not be equal to the model before.
     """
+    # Without tensor parallelism only experts are cut: other rows have nothing to do.
     rows = expert_rows_of(model, given)
     rows = unnamed_experts(model, rows, ep_size) | rows
     modules, plan = dict(model.named_modules()), Plan()
@@ -147,18 +154,21 @@ def _experts(name: str, module: nn.Module, tp_size: int, ep_size: int, plan: Pla
     degrees = {"expert_parallel_degree": ep_size, "tensor_parallel_degree": tp_size}
     said = " x ".join(f"{key} {degree}" for key, degree in degrees.items() if degree > 1)
     try:
+        # transformers' forward loops over num_experts: with the divided number it runs this rank's
+        # experts.
         own = own_experts(name, module, tp_size * ep_size, said)
     except ConfigError as error:
         raise ConfigError(f"{error}; {_leave_whole(name)}") from None
     if dense(module) and ep_size > 1:
         raise ConfigError(f"{name}: every expert of {type(module).__name__} has all tokens: expert_parallel_degree 1")
+    # Experts are the stack's first dimension: cut 0.
     plan.numbers.setdefault(name, {})["num_experts"] = own
     note = f"{own} of {own * tp_size * ep_size} on each rank"
     return Step(EXPERTS, dict.fromkeys(_own(module), 0), note=note, dense=dense(module))
 
 
 def _check_experts(model: nn.Module, plan: Plan, ep_size: int) -> None:
-    """Expert parallelism has experts to cut, and nothing of peft's among them."""
+    """Raise ConfigError where expert parallelism has no experts to cut, or adapters of peft are in the model."""
     if ep_size == 1:
         return
     what = f"expert_parallel_degree {ep_size}"
@@ -173,7 +183,7 @@ def _own(module: nn.Module) -> list[str]:
 
 
 def _whole(modules: Mapping[str, nn.Module], rows: Mapping[str, str]) -> set[str]:
-    """Modules that a row replicates, and all below them."""
+    """Modules that a row replicates, and all modules below them."""
     tops = [name for name in modules if rows.get(pattern_of(name)) == REPLICATE]
     return {name for name in modules for top in tops if name == top or name.startswith(top + ".")}
 
@@ -183,7 +193,8 @@ def _leave_whole(name: str) -> str:
 
 
 def _check_parameters_named(model: nn.Module, rows: Mapping[str, str], whole: set[str]) -> None:
-    """Rows of parameters that no linear layer holds: vectors are cut (attention sinks), stacks belong to experts."""
+    """Check rows for parameters that no linear layer holds: vectors can be cut (attention sinks), stacks belong to
+    experts."""
     for name, parameter in model.named_parameters():
         style, owner = rows.get(pattern_of(name)), name.rpartition(".")[0]
         if style in (None, REPLICATE) or owner in whole or rows.get(pattern_of(owner)) == EXPERTS:
@@ -195,7 +206,7 @@ def _check_parameters_named(model: nn.Module, rows: Mapping[str, str], whole: se
 
 
 def _cut_parameters(name: str, module: nn.Module, rows: Mapping[str, str], tp_size: int) -> dict[str, int]:
-    """Own parameters of a module that a row cuts, and the dimension: they have a number for each head."""
+    """Own parameters of a module that a row cuts, with the dimension: vectors with a number for each head."""
     cut = [own for own in _own(module) if rows.get(pattern_of(f"{name}.{own}")) == "colwise"]
     for own in cut:
         if len(module.get_parameter(own)) % tp_size:
@@ -204,7 +215,8 @@ def _cut_parameters(name: str, module: nn.Module, rows: Mapping[str, str], tp_si
 
 
 def _latent(model: nn.Module, name: str, module: nn.Module) -> Step:
-    """The step for the keys of latent attention: the part that has the positions is one head's, which all ranks use."""
+    """The step for the compressed keys of latent attention (DeepSeek's MLA): the rotary part is one head that all ranks
+    use."""
     size = getattr(model.get_submodule(target_of(name).rpartition(".")[0]), "qk_rope_head_dim", None)
     if not isinstance(size, int) or not is_linear(module):
         raise ConfigError(f"{name}: {LATENT} needs nn.Linear in a module with qk_rope_head_dim; {_leave_whole(name)}")
@@ -217,9 +229,12 @@ def _linear(model: nn.Module, name: str, module: nn.Module, style: str, tp_size:
         kind = f"{type(module).__name__} of {type(module).__module__}"
         raise ConfigError(f"{name}: {style} is for nn.Linear, this is {kind}; {_leave_whole(name)}")
     weight = module.get_parameter("weight")
+    # nn.Linear stores (out, in), Conv1D (in, out).
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     dim = out_dim if style in COLUMN else in_dim
     has_bias = module._parameters.get("bias") is not None
+    # A vocabulary that is not divisible: the head stays whole rather than refused, as any tokenizer
+    # may give one.
     if weight.shape[dim] % tp_size and name in _heads_of_vocabulary(model):
         cuts: dict[str, int | None] = dict.fromkeys(_own(module))
         return Step(REPLICATE, cuts, note=f"{weight.shape[dim]} rows are not divisible by {tp_size}")
@@ -236,8 +251,10 @@ def _linear(model: nn.Module, name: str, module: nn.Module, style: str, tp_size:
         )
     cuts = {"weight": dim}
     if has_bias:
+        # Of a row-parallel layer the bias is added once, after the sum: every rank has it whole.
         cuts["bias"] = 0 if style in COLUMN else None
     if style in COLUMN and parent:
+        # Siblings in one parent share the all-reduce of their input's gradient.
         plan.boundaries.add(parent)
     return Step(style, cuts, transposed)
 
@@ -245,7 +262,8 @@ def _linear(model: nn.Module, name: str, module: nn.Module, style: str, tp_size:
 def _shared_heads(
     model: nn.Module, name: str, width: int, tp_size: int, tp_rank: int, plan: Plan
 ) -> tuple[int, int] | None:
-    """The rows that this rank uses of a key or value projection with fewer heads than ranks; None when heads are cut.
+    """(first row, number) of a key or value projection with fewer heads than ranks that this rank uses; None when the
+    heads themselves are cut.
 
     Sets ``num_key_value_groups`` of the attention: query heads of this rank per key/value head of this rank.
     """
@@ -269,12 +287,14 @@ def _shared_heads(
         raise ConfigError(
             f"{name}: {heads} key/value heads and tensor_parallel_degree {tp_size}: one must divide the other"
         )
+    # Each rank keeps one key/value head: all of its query heads form the one group.
     plan.numbers.setdefault(parent_name, {})["num_key_value_groups"] = queries // tp_size
+    # Ranks r with equal r * heads // tp_size use the same head.
     return tp_rank * heads // tp_size * size, size
 
 
 def heads_of(model: Any) -> int | None:
-    """Query heads of every layer of a language model; None: its configuration does not say, or layers differ."""
+    """Query heads of every layer of a language model; None where its configuration does not say or layers differ."""
     config = getattr(model, "config", None)
     try:
         heads = getattr(config.get_text_config(), "num_attention_heads", None) if config is not None else None
@@ -291,12 +311,14 @@ def _heads_of_vocabulary(model: Any) -> set[str]:
 def _embedding(name: str, module: nn.Module, style: str, tp_size: int) -> Step:
     if not isinstance(module, nn.Embedding) or _own(module) != ["weight"]:
         raise ConfigError(f"{name}: {style} is for nn.Embedding, this is {type(module).__name__}")
+    # An embedding that computes with what it looked up gives no zeros for rows of other ranks.
     if any(True for child in module.children() for _ in child.parameters()):  # of others' rows it would make nothing
         return Step(REPLICATE, {"weight": None}, note=f"{type(module).__name__} does more than look rows up")
     if style == EMBEDDING_COLUMNS:
         if module.embedding_dim % tp_size:
             raise ConfigError(f"{name}: {module.embedding_dim} columns are not divisible by {tp_size}")
         return Step(style, {"weight": 1})
+    # max_norm renormalizes rows in place during the forward pass.
     if module.max_norm is not None:
         raise ConfigError(f"{name}: max_norm changes rows that other ranks hold; {_leave_whole(name)}")
     rows = module.num_embeddings
@@ -306,10 +328,11 @@ def _embedding(name: str, module: nn.Module, style: str, tp_size: int) -> Step:
 
 
 def _numbers(modules: Mapping[str, nn.Module], rows: Mapping[str, str], tp_size: int, plan: Plan) -> None:
-    """Rows that divide a number."""
+    """Apply rows of style "divide" to attributes of modules."""
     for pattern, style in rows.items():
         if style != DIVIDE:
             continue
+        # The pattern's last word is the attribute, such as num_heads.
         owner, _, attribute = pattern.rpartition(".")
         for name, module in modules.items():
             if pattern_of(name) != pattern_of(owner):
@@ -323,8 +346,8 @@ def _numbers(modules: Mapping[str, nn.Module], rows: Mapping[str, str], tp_size:
 
 
 def _check_regions(modules: Mapping[str, nn.Module], rows: Mapping[str, str], whole: set[str], plan: Plan) -> None:
-    """Next to a module whose output stays cut, every parameter needs a row: used on some heads or columns only, its
-    gradient would be a part of the sum, another on each rank, and nothing would say so."""
+    """Check that every parameter next to a module whose output stays cut has a row. Used on some heads or columns only,
+    its gradient would be a part of a sum, different on each rank, and no error would show it."""
     cut = {target_of(name).rpartition(".")[0] for name, step in plan.steps.items() if step.style == "colwise"}
     for name in plan.steps:
         inside = any(name == parent or name.startswith(parent + ".") for parent in cut)
@@ -340,7 +363,7 @@ def _has_row(name: str, module: nn.Module, rows: Mapping[str, str]) -> bool:
 
 
 def _check_shared(modules: Mapping[str, nn.Module], plan: Plan) -> None:
-    """A parameter that two modules share (a tied head) is cut in one way."""
+    """Check that a parameter which two modules share (a tied head) is cut in one way."""
     seen: dict[int, tuple[str, int | None]] = {}
     for full, parameter, dim in _cuts(modules, plan):
         other, before = seen.setdefault(id(parameter), (full, dim))
@@ -355,8 +378,8 @@ def _cuts(modules: Mapping[str, nn.Module], plan: Plan) -> Iterator[tuple[str, n
 
 
 def check_dropout(model: nn.Module) -> None:
-    """Masks come from each rank's generator: heads or chunks of different ranks would get the same one, and a residual
-    stream another one on each rank.
+    """Refuse dropout: masks come from each rank's generator. Heads or chunks of different ranks would get the same
+    mask, and the residual stream a different one on each rank.
 
     Raises:
         ConfigError: with the first module or number that drops anything.
@@ -371,8 +394,7 @@ def check_dropout(model: nn.Module) -> None:
 
 
 def dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
-    """Modules that drop anything in training, with the name of the number that says so, above 0, or
-    of DINOv3's noise."""
+    """(module, name of the number, value) for all that a model drops in training, and for DINOv3's noise."""
     for name, module in model.named_modules():
         if isinstance(module, Lora):  # its masks are keyed by tokens
             continue
@@ -380,6 +402,7 @@ def dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
         if isinstance(module, _DropoutNd):
             numbers["p"] = module.p
         yield from ((module, f"{name}.{key}", value) for key, value in numbers.items() if value > 0)
+    # Functional dropout (F.dropout in attention) shows in the config only.
     config = getattr(model, "config", None)
     for key in _DROPOUTS:  # some read it in forward
         if (value := getattr(config, key, None) or 0.0) > 0:
@@ -390,7 +413,7 @@ def dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
 
 
 def check_untouched(model: nn.Module) -> None:
-    """Nothing has cut, wrapped or trained ``model`` yet.
+    """Check that nothing has cut, wrapped or trained ``model`` yet.
 
     Raises:
         ConfigError: with what did.
@@ -408,6 +431,8 @@ def check_untouched(model: nn.Module) -> None:
             raise ConfigError(
                 f"{name or 'the model'} is wrapped in {type(module).__name__}: transform the model before"
             )
+        # Another library's hook (accelerate's) would be replaced by the cut's own forward, or call
+        # the whole one.
         if "forward" in vars(module):
             raise ConfigError(f"{name or 'the model'}: something has replaced its forward: transform the model before")
     for name, parameter in model.named_parameters():

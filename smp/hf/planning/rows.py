@@ -1,4 +1,5 @@
-"""Rows: which module of a Hugging Face model is cut how. transformers' own, this project's, and the caller's.
+"""Rows: which module of a Hugging Face model is cut how. Rows come from transformers, from this file, and from the
+caller.
 
 A row is a pattern of a module's name, ``*`` standing for numbers of layers, and a style:
 
@@ -37,10 +38,11 @@ EMBEDDING_COLUMNS = "embedding_colwise"
 EXPERTS = "experts"
 LATENT = "mla_kv_a_proj"
 OWN_PARAMETERS = "own parameters"
-"""Style that no row has: what rows do to parameters that a module has besides its children, such as attention sinks."""
+"""A style that no row has: for parameters that a module has itself, such as attention sinks."""
 REPLICATE = "replicate"
 DIVIDE = "divide"
 STYLES = (*COLUMN, *ROW, EMBEDDING, EMBEDDING_COLUMNS, EXPERTS, LATENT, SUMMED, REPLICATE, DIVIDE)
+# Names that transformers' plans use or used for the same styles.
 _OTHER_NAMES = {
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
@@ -55,7 +57,8 @@ def _attention(where: str, output: str, heads: str | None, names: str = "q_proj 
 
 
 def _vision(layers: str, output: str, heads: str) -> dict[str, str]:
-    """Of a tower's ``layers``, several patterns: MLPs are of one kind or the other, with a gate or without."""
+    """Rows of a vision tower; ``layers``: several patterns. An MLP has a gate or not: rows that match nothing do no
+    harm."""
     rows: dict[str, str] = {}
     for layer in layers.split():
         for name in ("attention", "self_attn"):
@@ -71,6 +74,7 @@ def _t5(side: str) -> dict[str, str]:
     rows = {f"{side}.embed_tokens": EMBEDDING, f"{layer}.DenseReluDense.wo": "rowwise"} | dense
     for attention in ("SelfAttention", "EncDecAttention", "LocalSelfAttention"):
         rows |= _attention(f"{layer}.{attention}", "o", "n_heads", "q k v")
+        # The table is (buckets, heads): its columns go with the heads.
         rows[f"{layer}.{attention}.relative_attention_bias"] = EMBEDDING_COLUMNS  # a column per head
     return rows
 
@@ -81,6 +85,7 @@ def _mlp(up: str, down: str) -> dict[str, str]:
 
 def _whisper(layer: str) -> dict[str, str]:
     rows = {f"{layer}.fc1": "colwise", f"{layer}.fc2": "rowwise", f"{layer}.final_layer_norm": REPLICATE}
+    # Rows of norms next to columns: they see whole hidden states.
     for attention in ("self_attn", "encoder_attn"):
         rows |= _attention(f"{layer}.{attention}", "out_proj", "num_heads")
         rows |= {f"{layer}.{attention}_layer_norm": REPLICATE}
@@ -88,7 +93,8 @@ def _whisper(layer: str) -> dict[str, str]:
 
 
 def _bert(base: str, head: str) -> dict[str, str]:
-    """The embedding is whole for the head's sake, whose bias another module has as well."""
+    """Rows of BERT's kind. The embedding is whole because of the head, whose bias is also another module's
+    parameter."""
     layer = f"{base}.encoder.layer.*"
     return {
         **dict.fromkeys((f"{layer}.attention.self.{name}" for name in ("query", "key", "value")), "colwise"),
@@ -128,6 +134,8 @@ OWN: dict[str, dict[str, str]] = {
     ),
     "dinov3_vit": _vision("dinov3_vit.model.layer.* model.layer.*", "o_proj", "num_heads"),
     "gpt2": {
+        # Fused q, k, v lie in thirds: a rank's slice of columns would mix them, so outputs are
+        # gathered and every rank computes all heads.
         "transformer.h.*.attn.c_attn": "colwise_gather_output",
         "transformer.h.*.attn.c_proj": "rowwise_split_input",
         "transformer.h.*.mlp.c_fc": "colwise",
@@ -172,13 +180,13 @@ OWN: dict[str, dict[str, str]] = {
     "vit_mae": _vision("vit.layers.* layers.* decoder.decoder_layers.*", "o_proj", "num_attention_heads"),
     "whisper": _whisper("model.encoder.layers.*") | _whisper("model.decoder.layers.*"),
 }
-"""Rows by model_type, of families that transformers has no plan for, and where its plan is not enough: parameters of an
-activation, attention with more than heads in it, stacks with another interface. GPT-2's fused query, key and value lie
+"""Rows by model_type: families for which transformers has no plan, or one that is not enough (parameters of an
+activation, attention with more than heads in it, stacks with another interface). GPT-2's fused query, key and value lie
 in thirds, so each rank computes some columns of the product and all compute the attention."""
 
 
 def pattern_of(name: str) -> str:
-    """``model.layers.3.mlp`` -> ``model.layers.*.mlp``."""
+    """A module's name with layer numbers replaced: ``model.layers.3.mlp`` -> ``model.layers.*.mlp``."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -188,13 +196,13 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it computes what nn.Linear does, and nothing more."""
+    """Whether it computes what nn.Linear does and nothing else: subclasses may add more."""
     kind = type(module)
     return kind is nn.Linear or is_conv1d(module) or (kind.__name__ == "FalconLinear" and isinstance(module, nn.Linear))
 
 
 def rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
-    """Style by pattern for ``model``: the caller's rows before those of this file before transformers'.
+    """Style by pattern for ``model``. The caller's rows win over this file's, and these over transformers'.
 
     Raises:
         ConfigError: a row of the caller's that is wrong or does nothing; of transformers' none that fits the names; or
@@ -203,6 +211,7 @@ def rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
     given = dict(given or {})
     planned = _planned(model, "_tp_plan")
     kind = getattr(getattr(model, "config", None), "model_type", "")
+    # Merged key by key: a row of this file replaces only the same row of transformers' plan.
     known = planned | OWN.get(kind, {})
     rows = known | given
     if not rows and not hasattr(model, "config"):
@@ -213,7 +222,7 @@ def rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
 
 
 def no_rows(model: nn.Module) -> ConfigError:
-    """What to raise for a model of which nothing would be cut."""
+    """The error for a model of which nothing would be cut."""
     return ConfigError(
         f"{type(model).__name__} has no tensor-parallel plan in transformers nor here: give transform(model, "
         'rows={"layers.*.mlp.up": "colwise", ...}), see docs/transform.md'
@@ -221,8 +230,8 @@ def no_rows(model: nn.Module) -> ConfigError:
 
 
 def _planned(model: nn.Module, plan: str) -> dict[str, str]:
-    """Rows of transformers' own plan, in the names of this file. diffusers has objects for what is packed, whose plans
-    go together: such a one is not used."""
+    """Rows of transformers' own plan with this file's style names. diffusers' plans have objects for fused layers,
+    whose rows depend on each other: such a plan is not used."""
     styles = (getattr(model, plan, None) or {}).values()
     if not all(isinstance(style, str) for style in styles):
         return {}
@@ -231,13 +240,14 @@ def _planned(model: nn.Module, plan: str) -> dict[str, str]:
 
 
 def expert_rows_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
-    """The rows of experts alone, for one tensor-parallel rank; and what the caller replicates."""
+    """Rows of experts only, for a single tensor-parallel rank, and what the caller replicates."""
     known = _planned(model, "_tp_plan") | _planned(model, "_ep_plan") | dict(given or {})
     return {name: style for name, style in known.items() if style in (EXPERTS, REPLICATE)}
 
 
 def _check_known(model: nn.Module, known: Mapping[str, str]) -> None:
-    """A wrapper that renames modules (peft) would leave the model whole, and nothing would say so."""
+    """Raise ConfigError where a plan matches no module: a wrapper that renames modules (peft) would leave the model
+    whole without an error."""
     if known and known.keys().isdisjoint(pattern_of(name) for name, _ in model.named_modules()):
         raise ConfigError(
             f"{type(model).__name__} has no module {next(iter(known))} nor any other of its tensor-parallel plan: "
@@ -246,7 +256,7 @@ def _check_known(model: nn.Module, known: Mapping[str, str]) -> None:
 
 
 def check_given(model: nn.Module, given: Mapping[str, str], rows: Mapping[str, str]) -> None:
-    """Every row of the caller's is right and does something.
+    """Check that every row of the caller's is valid and has an effect.
 
     Args:
         model: not transformed yet.
@@ -267,6 +277,7 @@ def check_given(model: nn.Module, given: Mapping[str, str], rows: Mapping[str, s
         target, _, attribute = pattern.rpartition(".") if style == DIVIDE else (pattern, "", "")
         if target not in modules:
             raise ConfigError(f"rows: no module is named {target}{did_you_mean(target, modules)}")
+        # With dots: "layers.1" is not above "layers.10".
         above = [top for top, other in rows.items() if other == REPLICATE and f"{pattern}.".startswith(f"{top}.")]
         if above := [top for top in above if top != pattern and top in modules]:
             raise ConfigError(f"rows: {pattern} does nothing, {above[0]} is replicated: leave one of the two out")

@@ -1,5 +1,5 @@
-"""How much of a model a plan cuts: said by every ``transform``, warned of where a rank has a tenth more than its share,
-refused where nothing is cut."""
+"""How much of a model a plan cuts: printed by every ``transform``, a warning where a rank has a tenth more than its
+share, an error where nothing is cut."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from smp.hf.planning.module_plan import Plan
 from smp.hf.planning.rows import pattern_of
 
 MOST = 1.1
-"""Parts of the parameters that a rank has, as a multiple of its share, above which that is warned of."""
+"""Warn when a rank has more than this multiple of its share of the parameters."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Numbers of elements of parameters, shared ones counted once.
+    """Numbers of parameters (elements), shared ones counted once.
 
     Attributes:
         total, cut: of the model, and of what each rank has a part of.
@@ -30,7 +30,7 @@ class Share:
 
     @staticmethod
     def of(model: nn.Module, plan: Plan) -> Share:
-        """What ``plan`` does to ``model``, which nothing has cut yet."""
+        """The share that ``plan`` cuts of ``model``, which is not cut yet."""
         total = cut = 0
         stacks: dict[str, tuple[int, int]] = {}
         seen: set[int] = set()
@@ -42,6 +42,8 @@ class Share:
                 step = plan.steps.get(name)
                 part = 0 if step is None or step.cuts.get(own) is None else parameter.numel()
                 total, cut = total + parameter.numel(), cut + part
+                # A stack's key is the name up to the first layer number. Vectors are left out:
+                # norms are whole everywhere.
                 before, star, _ = pattern_of(f"{name}.{own}").partition(".*")
                 if star and parameter.ndim > 1:
                     whole, known = stacks.get(f"{before}.*", (0, 0))
@@ -54,7 +56,7 @@ class Share:
         return self.cut / max(self.total, 1)
 
     def check(self, model: nn.Module, allowed: bool) -> None:
-        """Some matrix of the layers is cut.
+        """Raise ConfigError where nothing of the largest stack's matrices is cut and ``allowed`` is False.
 
         Raises:
             ConfigError: none is, and nobody has allowed that.
@@ -73,7 +75,7 @@ class Share:
         return self.stacks[self._largest()][1] > 0
 
     def lines(self, ranks: int) -> list[str]:
-        """What a user reads."""
+        """Lines for the user."""
         own = self.total - self.cut + self.cut // ranks
         said = [f"{self.fraction:.0%} of {self.total:,} parameters are cut, a rank has {own:,}"]
         layers, cut = (sum(numbers) for numbers in zip(*self.stacks.values(), strict=True)) if self.stacks else (0, 0)

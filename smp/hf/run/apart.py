@@ -1,4 +1,4 @@
-"""A sequence as an encoder and its decoder read it: the prompt for the one, the answer for the other.
+"""A sequence for an encoder and its decoder: the prompt for the one, the answer for the other.
 
 Sequences of a run are a prompt with an answer behind it, of which only the answer is trained. So the first token that
 is trained is where the answer begins: what is in front of it goes to the encoder, and the decoder reads the answer
@@ -17,7 +17,7 @@ from smp.models.micro_batch import MicroBatch
 
 
 class Shift:
-    """What a decoder reads of the answers that it learns to give.
+    """The decoder's inputs from the labels: the answer shifted by one.
 
     Args:
         module: an encoder with a decoder.
@@ -37,21 +37,26 @@ class Shift:
         self._start = self._pad = int(shifted[0, 0])
 
     def apart(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], MicroBatch]:
-        """(arguments of the module, the labels and weights of the answers alone). Rows without an answer, which only
-        fill up, have one token in either part, of weight 0."""
+        """(arguments of the module, the batch with labels and weights of the answers alone). Filler rows, without an
+        answer, have one token in either part, of weight 0."""
         ids, labels, weights = batch.input_ids, batch.labels, batch.loss_weights
         assert labels is not None and weights is not None, "checked by the model"
         columns = torch.arange(ids.shape[1], device=ids.device)
         answered = weights > 0
         first = torch.where(answered.any(1), answered.int().argmax(1), 0)  # the label there is the answer's first token
         last = torch.where(answered, columns, 0).amax(1).maximum(first)
+        # Widths of both parts are the longest of the micro-batch: one copy to the host for both.
         prompt, answer = torch.stack([first.max(), (last - first).max()]).add(1).tolist()
         places = first[:, None] + torch.arange(answer, device=ids.device)
         inside = places <= last[:, None]
         places = places.clamp(max=ids.shape[1] - 1)
+        # -100 in wanted becomes padding in the decoder's input, as transformers' shift functions
+        # do.
         wanted = labels.gather(1, places).masked_fill(~inside, -100)
         read = torch.where(wanted < 0, self._pad, wanted)
         before = torch.full_like(read[:, :1], self._start)
+        # The token at ``first`` is read, and its label is the answer's first: it belongs to the
+        # prompt.
         mask = columns[:prompt] <= first[:, None]
         arguments = {
             "input_ids": ids[:, :prompt].masked_fill(~mask, self._pad),

@@ -1,4 +1,4 @@
-"""Samples of one batch of an Mllama (Llama 3.2 Vision), each as by itself.
+"""Mllama (Llama 3.2 Vision): each sample of a batch computed as if it were alone.
 
 A token in front of its sample's images has a row of zeros in transformers' mask, which there means that it attends to
 every image of the row. In a batch a row also has the images that pad it to the longest row's number, and a sample
@@ -20,19 +20,21 @@ MASK = "cross_attention_mask"
 
 
 def attends_across(module: Any) -> bool:
-    """Whether layers of the decoder attend to images beside its tokens."""
+    """Whether layers of the decoder attend to images apart from the tokens."""
     return any(hasattr(layer, "cross_attn") for layer in module.modules())
 
 
 def keep_apart(module: Any) -> None:
-    """Have cross-attention of ``module`` give each sample of a batch what it gives it alone."""
+    """Make cross-attention of ``module`` give each sample of a batch what it gives to it alone."""
     if not attends_across(module):
         return
     tiles = module.config.vision_config.max_num_tiles
     decoder = module.get_decoder()
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # transformers' own mask: 0 for tokens without images in front.
         seen = kwargs["full_text_row_masked_out_mask"] > 0
+        # Keys: images x tiles x patches.
         images = kwargs[MASK].shape[-1] // (tiles * module.base_model.vision_model.num_patches)
         return args, kwargs | {MASK: own_images(kwargs[MASK], seen, images)}
 
@@ -43,7 +45,8 @@ def keep_apart(module: Any) -> None:
 
 
 def own_images(mask: torch.Tensor, seen: torch.Tensor, images: int) -> torch.Tensor:
-    """A mask in which rows that see no image in front of them see all of their sample, or where it has none, nothing.
+    """A mask in which rows without an image in front of them see all images of their sample, or nothing where it has
+    none.
 
     Args:
         mask: (samples, 1, tokens, keys), 0 or the least number of its type, which is added to scores; keys are of
@@ -58,13 +61,15 @@ def own_images(mask: torch.Tensor, seen: torch.Tensor, images: int) -> torch.Ten
 
 
 def _nothing_of_nothing(_: nn.Module, args: Any, kwargs: dict[str, Any], output: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A token that sees no key at all gets zeros, where a softmax of equal scores gives it the mean of all."""
+    """Forward hook: a token that sees no key gets zeros, where a softmax of equal scores would give it the mean of all
+    values."""
     mask = kwargs["attention_mask"]
+    # [samples, tokens]
     sees = (mask > torch.finfo(mask.dtype).min).any(-1).squeeze(1)
     return output[0] * sees[..., None], *output[1:]
 
 
 def hide_filler(arguments: dict[str, Any], batch: MicroBatch) -> None:
-    """An image that stands in for those which no text has is seen by nothing."""
+    """Let no token see the filler image, which stands in where no text has one."""
     if batch.images is not None and batch.images.filler is not None and MASK in arguments:
         arguments[MASK] = torch.zeros_like(arguments[MASK])

@@ -17,25 +17,27 @@ from torch import nn
 from smp.models.foreign import blocks_of
 
 _MASKS = re.compile(r"create_(causal|sliding_window_causal|chunked_causal)_mask|create_masks_for_generate")
-"""Functions of transformers' ``masking_utils``."""
+"""Functions of transformers' ``masking_utils`` that make masks."""
 _STATES = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|LinearAttention|Lightning|Rwkv|RWKV|Recurrent|ShortConv|LSTM|Retention"
 )
-"""Words in the names of classes that carry a state from token to token."""
+"""Words in the names of classes that carry state from token to token."""
 
 
 def refusal_of_documents(module: Any) -> str:
-    """Why a model cannot keep documents apart, in one line; empty: it can."""
+    """Why a model cannot keep documents apart, in one line; "" if it can."""
     said = f"documents in one sequence (--packing best-fit, --reset-attention-mask): {type(module).__name__}"
     more = "give --packing off, or leave --reset-attention-mask out"
     for _, block in blocks_of(module):
         for part in block.modules():
             kind = type(part).__name__
+            # A convolution over tokens reads the end of the document before.
             if isinstance(part, nn.Conv1d) or _STATES.search(kind):
                 return f"{said} has {kind}, which carries over from one document to the next; {more}"
     if "position_ids" not in inspect.signature(type(module).forward).parameters:
         return f"{said} takes no positions, by which transformers tells documents apart; {more}"
     decoder = next((m for m in module.modules() if any(c is blocks_of(module)[0][1] for c in _in_lists(m))), module)
+    # Whether masks see positions is only in the source of the decoder's forward: read, not run.
     given = _positions_given(inspect.getsource(type(decoder).forward))
     if not given:
         return f"{said} makes its masks by itself, which know of no documents; {more}"
@@ -45,13 +47,15 @@ def refusal_of_documents(module: Any) -> str:
 
 
 def _positions_given(source: str) -> list[bool]:
-    """For each mask that a forward pass makes, whether it is told of positions."""
+    """For each mask that a forward pass makes, whether position_ids are passed to it."""
     tree = ast.parse(textwrap.dedent(source))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     assigned = [(ast.unparse(node.targets[0]), node.value) for node in nodes]
+    # Arguments are often collected in a dict first, mask_kwargs, and passed by **.
     arguments = {name: ast.unparse(value) for name, value in assigned if isinstance(value, ast.Dict)}
     copies = {name: ast.unparse(value).removesuffix(".copy()") for name, value in assigned}
     arguments |= {name: arguments[of] for name, of in copies.items() if of in arguments}
+    # The function itself may be chosen first: mask_function = a if ... else b.
     others = {name for name, value in assigned if isinstance(value, ast.IfExp) and _MASKS.search(ast.unparse(value))}
 
     def is_given(call: ast.Call) -> bool:

@@ -1,4 +1,4 @@
-"""A checkpoint of a model that transformers computes, as the folder that transformers would have written."""
+"""Exports a checkpoint of a model computed by transformers as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def write_folder(weights: Weights, folder: Path, reference: Path | None, dtype: 
         read = torch.empty(stored.shape, dtype=stored.dtype)
         weights.read_into(name, (0,) * read.ndim, read)
         whole[name] = read if dtype is None or not read.is_floating_point() else read.to(dtype)
+    # save_pretrained writes the module's dtype into config.json.
     module.to(next(iter(whole.values())).dtype)
     names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):  # tied ones are in checkpoints once
+    for name, parameter in module.named_parameters(remove_duplicate=False):  # checkpoints have tied ones once
         whole[name] = whole[names.setdefault(id(parameter), name)]
     written_by(module)
     module.save_pretrained(folder, state_dict=whole)

@@ -1,4 +1,4 @@
-"""The output matrix of a transformers model in a run: it gives a loss, a chunk of tokens at a time, and no logits.
+"""The output matrix of a transformers model in a run: it returns a loss, computed in chunks of tokens, and no logits.
 
 Hugging Face's forward pass calls its output matrix and returns the logits, perhaps scaled or capped. While a loss is
 wanted the matrix computes it there, in its own forward pass, with the weights that FSDP has gathered for it, and what
@@ -31,7 +31,7 @@ from smp.parallel.collectives import Group, copy_to_group
 
 
 class OutputMatrix:
-    """What ``module``'s output matrix does in its forward pass.
+    """The output matrix of ``module`` and what its forward pass computes.
 
     Args:
         module: cut, not yet sharded.
@@ -51,6 +51,7 @@ class OutputMatrix:
                 f"--model-implementation transformers: the output matrix of {type(module).__name__} is "
                 f"{type(head).__name__}, not nn.Linear"
             )
+        # The forward pass before this one, which may be that of a cut layer.
         self._plain = vars(head).get("forward") or MethodType(type(head).forward, head)
         self._batch: MicroBatch | None = None
         self._result = Result()
@@ -61,7 +62,8 @@ class OutputMatrix:
 
     @contextmanager
     def wanted(self, batch: MicroBatch) -> Iterator[Result]:
-        """Inside, the forward pass makes what ``batch`` wants, if that is not logits, and leaves it in the result."""
+        """Within the block the forward pass computes what ``batch`` asks for, unless that is logits, and stores it in
+        the result."""
         self._batch, self._result = batch, Result()
         try:
             yield self._result
@@ -72,6 +74,7 @@ class OutputMatrix:
         """(batch, length, hidden) -> logits, or what stands for them."""
         batch = self._batch
         if batch is not None and batch.own_cache is not None:
+            # Generation needs the logits of the last token only.
             hidden = hidden[:, -1:]
         if batch is None or batch.labels is None or batch.loss_weights is None:
             whole: torch.Tensor = self._plain(hidden)
@@ -85,7 +88,9 @@ class OutputMatrix:
     ) -> ModelOutput:
         weight, bias = local_weight_and_bias(head) if hasattr(head, "smp_cut") else (head.weight, head.bias)
         hidden = hidden[:, : labels.shape[1]]  # behind them are tokens that only make ranks even
+        # The backward of copy_to_group sums the gradient: each rank's columns give a part of it.
         x = copy_to_group(hidden, self.shard.group).flatten(0, -2)  # (tokens, hidden)
+        # Scaling hidden states scales logits, without a copy of the logits.
         if self._logits.scale != 1.0:
             x = x * self._logits.scale
         if bias is not None:  # as one more column, which every token has a 1 for
@@ -93,6 +98,7 @@ class OutputMatrix:
             weight = torch.cat((weight, bias[:, None]), -1)
         arguments = x, weight.to(x.dtype), labels.flatten(), weights.flatten(), self.shard
         if batch.answers is not None and batch.answers.states is not None:
+            # A teacher: the student's loss multiplies its hidden states by this matrix.
             batch.answers.states(weight)
             return ModelOutput(values=x)
         options: dict[str, Any] = {"chunk_tokens": chunk_tokens(weight), "backend": self._backend}
@@ -108,13 +114,13 @@ class OutputMatrix:
 
 @dataclass
 class Result:
-    """What a forward pass has made: None, only logits."""
+    """What a forward pass has computed; None: only logits."""
 
     output: ModelOutput | None = None
 
 
 def _shard_of(head: Any, softcap: float | None) -> VocabShard:
-    """This rank's rows of the matrix."""
+    """This rank's rows of the output matrix."""
     weight, vocabulary = head.weight, head.out_features
     group = Group("", 1, 0)
     if isinstance(weight, DTensor) and any(isinstance(p, Shard) and p.dim == 0 for p in weight.placements):
@@ -168,7 +174,8 @@ def _unknown(module: Any, why: str) -> ConfigError:
 
 @torch.no_grad()
 def check_scores(module: Any) -> None:
-    """The score of a text is the product of its last hidden state and ``score``, found by numbers as logits are.
+    """Check that a text's score is the product of its last hidden state and ``score``: tried with numbers, as logits
+    are.
 
     Raises:
         ConfigError: it is something else.
@@ -178,11 +185,13 @@ def check_scores(module: Any) -> None:
         raise ConfigError(f"--objective reward: {type(module).__name__}.score is no row without a bias")
     given = torch.tensor([0.5, -2.0])
     text = module.config.get_text_config()
+    # Two tokens, neither of them padding: classes look for the last token that is not.
     ids = torch.full((1, 2), 0 if text.pad_token_id != 0 else 1)
     base, table = module.base_model, module.get_input_embeddings()
     stand_ins: dict[Any, Callable[..., Any]] = {
         base: lambda *args, **kwargs: _Decoded(given),
         table: lambda *args, **kwargs: given,
+        # Known scores in place of computed ones: the output must be the last one.
         head: lambda hidden: given.clone().view(1, 2, 1),
     }
     try:
@@ -195,14 +204,14 @@ def check_scores(module: Any) -> None:
 
 
 def row_of(head: Any, dtype: torch.dtype) -> torch.Tensor:
-    """(1, hidden) of a head of scores, which every rank has whole."""
+    """(1, hidden) of a head of scores, which every rank has as a whole."""
     weight = head.weight
     return local(weight, dtype) if isinstance(weight, DTensor) else weight.to(dtype)
 
 
 @contextmanager
 def _replaced(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, modules have these forward passes."""
+    """Within the block, modules have these forward passes."""
     kept = {part: vars(part).get("forward") for part in forwards}
     for part, forward in forwards.items():
         part.forward = forward
@@ -211,14 +220,16 @@ def _replaced(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     finally:
         for part, before in kept.items():
             del part.forward
+            # del shows the class's forward again; an instance attribute from before is put back.
             if before is not None:
                 part.forward = before
 
 
 @torch.no_grad()
 def _logits_of(module: Any, head: Any, columns: torch.Tensor) -> torch.Tensor:
-    """What the model makes of ``columns``, (ids,), where its output matrix gives them; its decoder does not run."""
+    """What the model makes of ``columns`` (ids,) as the output of its output matrix. Its decoder does not run."""
     bases = [module.get_encoder(), module.get_decoder()] if reads_apart(module) else [_decoder_around(module, head)]
+    # Nothing but ``columns`` has values: all else is on the meta device.
     hidden = torch.zeros(1, 1, head.in_features, device="meta")
     table = module.get_input_embeddings()
     stand_ins: dict[Any, Callable[..., Any]] = {
@@ -233,7 +244,7 @@ def _logits_of(module: Any, head: Any, columns: torch.Tensor) -> torch.Tensor:
 
 
 def _decoder_around(module: Any, head: Any) -> Any:
-    """The largest part of ``module`` that gives hidden states, and has no ``head``."""
+    """The largest part of ``module`` that returns hidden states and does not contain ``head``."""
     base = module.base_model
     while any(part is head for part in base.modules()):  # Llama 4's is in a language model inside
         inner = base.get_decoder()
@@ -245,7 +256,7 @@ def _decoder_around(module: Any, head: Any) -> Any:
 
 
 class _Decoded:
-    """What a decoder returns: hidden states, and nothing else."""
+    """A decoder's output with hidden states only: any other attribute is None."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden

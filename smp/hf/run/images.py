@@ -14,24 +14,26 @@ from smp.models.micro_batch import MicroBatch
 
 
 def with_filler(batch: MicroBatch) -> torch.Tensor:
-    """int64 (batch, length), with the tokens behind of an image that stands in for those which no text has."""
+    """int64 (batch, length), with the filler image's tokens appended where there are some."""
     filler = None if batch.images is None else batch.images.filler
     return batch.input_ids if filler is None else torch.cat((batch.input_ids, filler), 1)
 
 
 def take_pixels(module: Any) -> None:
-    """Have what sees images take pixels of any type: Llama 4's processor gives 16-bit ones, whatever computes."""
+    """Let the vision tower take pixels of any dtype: Llama 4's processor gives 16-bit ones whatever the model computes
+    in."""
     inside = {id(part) for layer in tower_blocks(module) for part in layer.modules()}
     for name, part in module.named_modules():
+        # The tower's first layers (patch embedding), outside of its blocks, are given pixels.
         is_first = isinstance(part, nn.Linear | nn.Conv2d | nn.Conv3d) and id(part) not in inside
         if is_first and vision_part(f"{name}.weight") == "vision_model":
             part.register_forward_pre_hook(lambda layer, args: (args[0].to(layer.weight.dtype), *args[1:]))
 
 
 def document_positions(module: Any, batch: MicroBatch) -> torch.Tensor:
-    """Positions that begin anew in every document, of all tokens: (batch, length); or where the model has positions in
-    three dimensions (4, batch, length), as its decoder takes them: those, and before them the plain ones, by which
-    transformers tells documents apart."""
+    """Positions that begin anew in every document, (batch, length). For models with three-dimensional positions (M-RoPE
+    of Qwen2-VL) (4, batch, length), as their decoder takes them: the plain ones, by which transformers tells documents
+    apart, and those."""
     assert batch.position_ids is not None and batch.document_ids is not None
     ids = with_filler(batch)
     positions, documents = batch.position_ids, batch.document_ids
@@ -44,6 +46,7 @@ def document_positions(module: Any, batch: MicroBatch) -> torch.Tensor:
     if batch.images is None or in_three is None:
         return positions
     spans = _spans(documents)
+    # get_rope_index counts on one sample per row: each document becomes a row.
     rows = [ids[row, first:last] for row, first, last in spans]
     kinds = batch.images.tokens["mm_token_type_ids"]
     index, _ = in_three(
@@ -59,7 +62,7 @@ def document_positions(module: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def _spans(documents: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(row, first, last + 1) of each document; padding is -1."""
+    """(row, first, last + 1) of each document; padding (-1) is left out."""
     out = []
     for row, numbers in enumerate(documents.tolist()):
         first = 0

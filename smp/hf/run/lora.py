@@ -1,4 +1,4 @@
-"""Adapters (LoRA) on linear layers of a transformers model that a run trains.
+"""LoRA adapters on linear layers of a transformers model that a run trains.
 
 The factors are those of ``smp.layers.adapters.lora``, under the layer's name in Hugging Face's model, and lie as its
 weight:
@@ -52,7 +52,7 @@ KNOWN = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "
 
 @dataclass
 class TokenNumbers:
-    """What dropout of adapters is keyed by, in a model whose layers are not told of tokens.
+    """Keys for adapter dropout in a model whose layers do not know which tokens they get.
 
     Attributes:
         index: int64 (batch, length), of the micro-batch that trains, until the next one does: recomputation asks for it
@@ -62,13 +62,15 @@ class TokenNumbers:
     index: torch.Tensor | None = None
 
     def of(self, x: torch.Tensor, name: str, group: Group | None) -> torch.Tensor:
-        """(tokens,) of the input (..., channels) of a layer, which has all tokens or the group's rank's part.
+        """Token numbers (tokens,) of the rows of a layer's input (..., channels), which has all tokens or this rank's
+        part.
 
         Raises:
             ConfigError: it has neither.
         """
         assert self.index is not None, "set by the forward pass of the model"
         index, count = self.index, math.prod(x.shape[:-1])
+        # Sequence parallelism: the rank's slice of the sequence.
         if group is not None and count * group.size == index.numel():
             index = index.chunk(group.size, 1)[group.rank]
         if count != index.numel():
@@ -80,8 +82,8 @@ class TokenNumbers:
 
 
 def offer(module: Any, tp: DeviceMesh, numbers: TokenNumbers) -> None:
-    """Let every linear layer of the decoder's blocks take an adapter, and rest in 4 bits, but for those whose weight a
-    fused kernel reads past their forward pass (Mamba's output)."""
+    """Let every linear layer of the decoder's blocks take an adapter and 4-bit weights, except for those whose weight a
+    fused kernel reads directly (Mamba's output projection)."""
     for _, block in blocks_of(module):
         for name, layer in block.named_modules():
             parent = block.get_submodule(name.rpartition(".")[0])
@@ -104,7 +106,7 @@ def _attach(
     dropout: float,
     key: int,
 ) -> None:
-    """Give ``layer`` an adapter, as ``smp.layers.adapters.lora.attach`` asks for it."""
+    """Give ``layer`` an adapter; called by ``smp.layers.adapters.lora.attach``."""
     style = _style(layer)
     if style not in KNOWN or (dora and style == LATENT):
         what = "no adapter with --use-dora" if style in KNOWN else "no adapter"
@@ -114,9 +116,11 @@ def _attach(
         [placement] = weight.placements
     with torch.device("meta"):
         like = tp_parameter(tuple(weight.shape), placement, tp)
+    # Lora needs only the shape and placement of a weight.
     shapes: Any = SimpleNamespace(weight=like)
     layer.lora = Lora(shapes, rank, alpha, dropout, key, dora=dora)
     layer.token_numbers = partial(numbers.of, name=name)
+    # A cut layer's forward is an instance attribute, a whole one's the class's.
     layer.without_adapter = vars(layer).get("forward") or MethodType(type(layer).forward, layer)
     layer.forward = MethodType(_forward, layer)
 
@@ -127,7 +131,7 @@ def _style(layer: Any) -> str:
 
 
 def _forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
-    """(..., in) -> (..., out), of what the layer itself takes and gives."""
+    """(..., in) -> (..., out), with the input and output layout of the layer itself."""
     y: torch.Tensor = layer.without_adapter(input)
     if not layer.lora.enabled:
         return y
@@ -142,13 +146,14 @@ def _forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(layer: Any, y: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """What the layer and its adapter make together, ``y`` and ``added``, by the trained norms of rows; a bias is not of
-    the rows (:mod:`smp.layers.adapters.dora`)."""
+    """The output of layer and adapter scaled by DoRA's trained row norms (arXiv 2402.09353); the bias is not scaled
+    (:mod:`smp.layers.adapters.dora`)."""
     cut: Cut | None = vars(layer).get("smp_cut")
     adapter, style, dtype = layer.lora, _style(layer), y.dtype
     heads = cut.step.heads if cut is not None and style.startswith("colwise") else None
     by_rows = cut is not None and style.startswith("rowwise")
     summed = None if cut is None else summed_over(layer)
+    # Ranks that use some rows, or have some tokens, each have a part of these gradients.
     if cut is not None and (heads or (by_rows and cut.tokens and layer.training)):
         summed = cut.group
     magnitude, b = (local(x, dtype, summed_over=summed) for x in (adapter.magnitude, adapter.b))
@@ -158,6 +163,7 @@ def _scaled(layer: Any, y: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
         magnitude, b, weight = (x.narrow(0, *heads) for x in (magnitude, b, weight))
         bias = None if bias is None else bias.narrow(0, *heads)
     weight = matrix_of(layer, weight, dtype)
+    # A row-parallel weight has a part of each row: squares are summed over the ranks.
     over = (cut.group,) if cut is not None and by_rows else ()
     norms = row_norms(weight.to(dtype), local(adapter.a, dtype), b, adapter.scale, over)
     ratio = magnitude.to(norms.dtype) / torch.where(norms > 0, norms, 1.0)  # a row of zeros stays one
@@ -169,13 +175,13 @@ def _scaled(layer: Any, y: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 
 def _frozen(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's part of what adapters do not train."""
+    """This rank's part of a parameter that adapters do not train."""
     found = parameter.detach()
     return local(found, dtype) if isinstance(found, DTensor) else found
 
 
 def begin_norms(model: nn.Module) -> None:
-    """Give DoRA's magnitudes the norms of the rows, after weights are loaded; every rank calls it."""
+    """Initialize DoRA's magnitudes with the row norms after weights are loaded. Every rank calls it."""
     layers = {id(m): m for m in model.modules() if "without_adapter" in vars(m)}.values()
     groups = ((layer, vars(layer).get("smp_cut")) for layer in layers)
     begin_magnitudes(
@@ -185,7 +191,7 @@ def begin_norms(model: nn.Module) -> None:
 
 
 def _down(layer: Any, x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """(..., in) -> (..., rank), of the tokens that ``x`` has."""
+    """(..., in) -> (..., rank), for the tokens that ``x`` has."""
     adapter = layer.lora
     if not (adapter.dropout and layer.training):
         low: torch.Tensor = adapter.down(x, a, None)
@@ -198,7 +204,10 @@ def _down(layer: Any, x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 def _of_columns(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     cut, adapter = layer.smp_cut, layer.lora
+    # The copy that the layer itself made: one all-reduce of the input's gradient for both.
     x = cut.inside.copied(input, cut.group).to(dtype)
+    # A is whole on every rank, but its output goes to this rank's columns: the gradient is a part
+    # of a sum.
     low = _down(layer, x, local(adapter.a, dtype, summed_over=cut.group))  # (..., rank)
     b = local(adapter.b, dtype, summed_over=cut.group if cut.step.heads else None)
     if cut.step.heads:
@@ -215,6 +224,7 @@ def _of_rows(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     if scattered:
         low = reduce_scatter_tokens(low.transpose(0, 1), cut.group).transpose(0, 1)  # (batch, n/tp, rank)
     else:
+        # Summed at the adapter's rank, which is far below the output's width.
         low = reduce_from_group(low, cut.group)
     return linear(low, local(adapter.b, dtype, summed_over=cut.group if scattered else None))
 
@@ -228,4 +238,5 @@ def _of_whole(layer: Any, input: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     if cut is None or cut.step.style != LATENT:
         return out
     latent, rope = out.tensor_split((-cut.step.summed,), -1)
+    # The rotary part is used by every rank's heads: its gradient is summed, as in smp.hf.modules.
     return torch.cat((latent, copy_to_group(rope, cut.group)), -1)

@@ -39,7 +39,7 @@ from smp.parallel.context import ParallelContext
 from smp.parallel.dtensor_box import local_box, local_part
 
 _CACHES = ("past_key_values", "cache_params")
-"""Names of a forward pass for what it has kept."""
+"""Names of the cache argument of forward passes."""
 
 
 class TransformersModel(Model):
@@ -70,6 +70,7 @@ class TransformersModel(Model):
         module = new_module(config.transformers_config, scores=config.scalar_head)
         _refuse_inner_images(module, context)
         self.notes += _without_dropout(module)
+        # smp.transform reads smp.state: the run's groups are put there.
         adopt(context)
         transform(module)
         for experts in self._experts_of(module):
@@ -89,6 +90,7 @@ class TransformersModel(Model):
             check_scores(module)
         self._blocks = [_as_block(layer) for layer in [*tower_blocks(module), *(b for _, b in blocks_of(module))]]
         names = inspect.signature(type(module).forward).parameters
+        # A cache would be filled in training, too, and kept.
         self._asked = {"use_cache": False} if "use_cache" in names else {}
         takes = [name for name in _CACHES if name in names and not config.scalar_head]
         self._cache_name = takes[0] if takes and module._supports_default_dynamic_cache() else ""
@@ -122,8 +124,8 @@ class TransformersModel(Model):
         return self._blocks
 
     def fsdp_units(self) -> list[nn.Module | list[nn.Module]]:
-        """Each layer of the decoder and of what sees images; the two matrices of the vocabulary, unless they are one:
-        then all the rest is one unit, which is gathered around the whole forward pass."""
+        """The units of FSDP: each layer of decoder and vision tower, and the two vocabulary matrices, unless they are
+        tied. Tied ones are in the root unit, which is gathered around the whole forward pass."""
         units: list[nn.Module | list[nn.Module]] = list(self._blocks)
         table, head = self.module.get_input_embeddings(), self.head
         if self.config.scalar_head:  # the row is read here, not by its own forward pass
@@ -149,7 +151,7 @@ class TransformersModel(Model):
 
     @torch.no_grad()
     def draw_scores(self, seed: int) -> None:
-        """First values of the row of scores, by transformers' rule, where weights are those of a language model."""
+        """Draw the row of scores by transformers' rule, where the weights are those of a language model without one."""
         row = self.module.get_parameter(f"{SCORE}.weight")
         box, whole = local_box(row), FirstValues(self.module).draw(f"{SCORE}.weight", seed)
         for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -189,7 +191,7 @@ class TransformersModel(Model):
         return ModelOutput(logits=logits) if result.output is None else result.output
 
     def _answered(self, batch: MicroBatch, shift: Shift) -> ModelOutput:
-        """The loss of answers that a decoder gives to what its encoder reads."""
+        """The loss of answers by an encoder with a decoder."""
         if batch.labels is None:
             raise ConfigError(f"{type(self.module).__name__} is an encoder with a decoder, which runs only train here")
         arguments, answers = shift.apart(batch)
@@ -200,7 +202,7 @@ class TransformersModel(Model):
         return result.output
 
     def _next(self, batch: MicroBatch, cache: OwnCache) -> ModelOutput:
-        """This rank's columns of the logits (rows, columns) of the tokens that follow, by transformers' cache."""
+        """This rank's columns of the logits of the next tokens, (rows, columns), with transformers' cache."""
         arguments = dict(self._asked)
         if self._cache_name:
             if cache.value is None:
@@ -215,17 +217,18 @@ class TransformersModel(Model):
         return ModelOutput(logits=out.logits[:, -1, shard.start : shard.start + shard.valid])
 
     def _even(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, length, ...) with as many columns as ranks that have some of the tokens each can share evenly: zeros,
-        each of which is a document of its own."""
+        """(batch, length, ...) padded with zeros to a length that sequence-parallel ranks can share evenly; each
+        padding token is a document of its own."""
+        # F.pad's pairs begin with the last dimension: zeros for all after the second.
         return F.pad(tokens, (*(0, 0) * (tokens.ndim - 2), 0, -tokens.shape[1] % self._slices))
 
     def _even_columns(self, positions: torch.Tensor) -> torch.Tensor:
-        """(..., length), padded with zeros to as many columns as :meth:`_even` gives."""
+        """(..., length) padded with zeros to the length of :meth:`_even`."""
         return F.pad(positions, (0, -positions.shape[-1] % self._slices))
 
 
 def _refuse_inner_images(module: Any, context: ParallelContext) -> None:
-    """What of images is between the decoder's layers is of all tokens (Qwen3-VL, Mllama)."""
+    """Refuse sequence parallelism where the decoder's layers add image features for all tokens (Qwen3-VL, Mllama)."""
     if not context.sequence_parallel or not decoder_of(module):
         return
     inner = inspect.signature(type(module.get_decoder()).forward).parameters
@@ -237,7 +240,7 @@ def _refuse_inner_images(module: Any, context: ParallelContext) -> None:
 
 
 def _without_dropout(module: nn.Module) -> list[str]:
-    """Set probabilities of dropout to 0: transformers draws by one generator, so masks would depend on the layout."""
+    """Set dropout probabilities to 0: transformers draws from one generator, so masks would depend on the layout."""
     found: dict[str, float] = {}
     for owner, name, value in list(dropouts(module)):
         key = name.rpartition(".")[2]
@@ -250,7 +253,8 @@ def _without_dropout(module: nn.Module) -> list[str]:
 
 
 def _as_block(layer: Any) -> Any:
-    """Give ``layer`` the attribute ``run``, which recompute, compile and offload replace; hooks stay around it."""
+    """Give ``layer`` the attribute ``run``, which recompute, compile and offload replace. Hooks of the layer stay
+    outside of it."""
     layer.run = vars(layer).get("forward") or MethodType(type(layer).forward, layer)
     layer.forward = MethodType(_through_run, layer)
     return layer

@@ -28,6 +28,7 @@ from smp.hf.sagemaker.checkpoint_queue import AsyncCallsQueue
 from smp.hf.state import state
 from smp.parallel.agree import on_rank_zero
 
+# Subfolders of SMP v2's scripts that are one folder here.
 _OF_ONE_RANK = re.compile(r"/(?:(?:tp|ep)\d+-\d+|tp\d+_ep\d+_fsdp\d+)/?$")
 
 
@@ -79,6 +80,7 @@ def async_save(
         raise ConfigError("sharded_strategy: smp.checkpoint has one format: leave it out")
     _check(planner, DefaultSavePlanner, s3_region, s3client_config)
     _check_writer()
+    # Saves without a queue of their own share one.
     queue = state.checkpoint_queue if queue is None else queue
     if queue.saver is None:
         queue.saver = AsyncSaver(group=state.ranker.writers)
@@ -164,7 +166,7 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
 
 
 def SORT_BY_LAST_INT(name: str) -> int:  # noqa: N802 (SMP v2's name)
-    """The last number in a name."""
+    """The last number in a name, as SMP v2 sorts folders."""
     return int(re.findall(r"\d+", name)[-1])
 
 
@@ -191,6 +193,7 @@ def limit_num_subdirs(
         raise ConfigError(f"limit_num_subdirs: max_num_subdirs {max_num_subdirs}: at least 1")
     there = Path(folder)
     if not log or not there.is_dir():
+        # Only the logging rank deletes: others would race with it.
         return []
     names = sorted((p.name for p in there.iterdir() if p.is_dir() and re.match(regex, p.name)), key=sort_fn)
     for name in names[:-max_num_subdirs]:
@@ -216,18 +219,19 @@ def _check(planner: Any, default: type, s3_region: Any, s3client_config: Any) ->
 
 
 def _folder(checkpoint_id: str | Path | None, place: Any) -> str:
-    """One folder for all ranks."""
+    """The folder without SMP v2's per-rank subfolders, so that all ranks name the same one."""
     given = checkpoint_id if place is None else getattr(place, "path", None)
     if given is None:
         raise ConfigError("give checkpoint_id, or a DistributedFileSystemReader or DistributedFileSystemWriter")
     address = str(given)
+    # Several may be nested, such as tp2-0/ep2-1.
     while (shorter := _OF_ONE_RANK.sub("", address)) != address:
         address = shorter
     return address
 
 
 def _flat(nested: Mapping[str, Any], values: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and, with ``values``, all else, by their joined keys."""
+    """Tensors and, with ``values``, all other leaves, by their keys joined with "/"."""
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
 
@@ -240,6 +244,7 @@ def _flat(nested: Mapping[str, Any], values: bool = True) -> tuple[dict[str, tor
                 raise ConfigError(f"{name} is a ShardedTensor: give FullyShardedDataParallel a device_mesh")
             if isinstance(value, torch.Tensor):
                 tensors[name] = value
+            # An empty dict has no leaves, and is stored as a value.
             elif isinstance(value, Mapping) and value:
                 walk(value, f"{name}/")
             elif values:
@@ -257,7 +262,7 @@ def _json(name: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: configs, and numbers of numpy."""
+    """Values that JSON does not know: configs (to_dict) and numpy's scalars (item)."""
     for method in ("to_dict", "item"):
         if hasattr(value, method):
             return getattr(value, method)()
@@ -269,6 +274,7 @@ def _fill(nested: MutableMapping[Any, Any], path: str, values: Mapping[str, Any]
         name = f"{path}{key}"
         if isinstance(value, MutableMapping) and value:
             _fill(value, f"{name}/", values, folder, strict)
+        # Filled in place by load already.
         elif isinstance(value, torch.Tensor):
             continue
         elif name in values:

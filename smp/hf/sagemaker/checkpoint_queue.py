@@ -1,4 +1,4 @@
-"""SMP v2's queue of checkpoints that are written in the background. ``smp.state`` has one, so it knows no state."""
+"""SMP v2's queue of checkpoints written in the background. It does not import ``smp.state``, which has one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smp.checkpoint import AsyncSaver
 
 @dataclass
 class AsyncCallsQueue:
-    """The saves of a script that are under way: one at a time, counted from 0."""
+    """The saves of a script in progress: one at a time, numbered from 0."""
 
     saver: AsyncSaver | None = None
     number: int = -1

@@ -53,7 +53,7 @@ HERE = {
     "checkpoint.utils.SORT_BY_LAST_INT": f"{_OURS}:SORT_BY_LAST_INT",
     "checkpoint.utils.limit_num_subdirs": f"{_OURS}:limit_num_subdirs",
 }
-"""SMP v2's symbols that work, by what they are here."""
+"""SMP v2's symbols that work, with their implementation here."""
 
 _S3 = "smp writes to folders: mount the bucket, or copy the folder when it is complete"
 _EXPERTS = "transform keeps the model's own experts and router: smp.MoEConfig is given to transform(config=)"
@@ -71,22 +71,23 @@ INSTEAD = {
     "nn.huggingface.llama_flashattn.LlamaFlashAttention": 'attn_implementation="sdpa" or "flash_attention_2"',
     "tensor_parallel.transformer.TransformerLMHead": "transform returns the Hugging Face model itself: use its class",
 }
-"""SMP v2's symbols that do not, by what to use. Of others it is said that they do not exist."""
+"""SMP v2's symbols that do not work, with what to use instead. Of all others the error says that they do not exist."""
 _SMDISTRIBUTED = "smdistributed"
-"""SMDDP's modules, and those of SMP v1, whose scripts have other steps and wrappers."""
+"""SMDDP's modules, and those of SMP v1, whose scripts are different."""
 
 
 class TransformerLayer(ABC):  # noqa: B024 (layers of transformers are its subclasses by a hook)
-    """``isinstance`` says whether a module is a layer of a transformers model; for wrapping policies and activation
+    """``isinstance`` tells whether a module is a layer of a transformers model; for wrapping policies and activation
     checkpointing."""
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
+        # By name: transformers need not be importable here.
         return any(kind.__name__ == "GradientCheckpointingLayer" for kind in other.__mro__) or NotImplemented
 
 
 def get_global_ranks(group: Any) -> list[int]:
-    """Ranks of a process group among all."""
+    """Global ranks of a process group."""
     return dist.get_process_group_ranks(group)
 
 
@@ -123,6 +124,7 @@ def install() -> None:
     if importlib.util.find_spec(NAME) is not None:
         raise ConfigError(f"smp.compat.install: {NAME} is installed: uninstall it, or use it")
     import_module("smp.parallel.backend")  # which knows "smddp", what importing torch_smddp is for
+    # At the end of meta_path: finders of installed packages are asked first.
     sys.meta_path.append(_Finder())
     for symbol, where in HERE.items():
         path, _, name = f"{NAME}.{symbol}".rpartition(".")
@@ -136,6 +138,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if f"{name}.".startswith((f"{NAME}.", f"{_SMDISTRIBUTED}.")):
+            # is_package: submodules are looked up again by this finder.
             return ModuleSpec(name, self, is_package=True)
         return None
 
@@ -147,13 +150,14 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _Module(ModuleType):
-    """A module whose symbols are looked up when they are used."""
+    """A module whose symbols are looked up on use."""
 
     def __getattr__(self, name: str) -> Any:
         where = vars(self).get("smp_where", {}).get(name)
         if where is not None:
             module, _, attribute = where.partition(":")
             return getattr(import_module(module), attribute)
+        # AttributeError for dunder names: import machinery and inspect probe modules by them.
         if self.__name__ == NAME or name.startswith("_"):
             raise AttributeError(f"smp has no {self.__name__}.{name}: see 'From SMP v2' in docs/transform.md")
         symbol = f"{self.__name__}.{name}"
@@ -164,7 +168,7 @@ class _Module(ModuleType):
 
 
 class _Gone:
-    """What can be imported and not be used: called, inherited from, asked for an instance or an attribute."""
+    """A symbol that can be imported but not used: calling it, inheriting from it, or reading an attribute raises."""
 
     def __init__(self, why: str) -> None:
         self._why = why

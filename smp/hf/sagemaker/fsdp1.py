@@ -40,7 +40,7 @@ _ZERO2 = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 def install() -> None:
-    """Replace the functions, for good. Models that are not transformed get torch's."""
+    """Replace the functions for the whole process. Models that are not transformed keep torch's behaviour."""
     kind: Any = FullyShardedDataParallel
     config: Any = FullStateDictConfig
     kind.__init__ = _constructor(kind.__init__)
@@ -50,12 +50,12 @@ def install() -> None:
 
 
 def is_cut(module: nn.Module) -> bool:
-    """Whether ``smp.transform`` has cut parameters of ``module`` over tensor-parallel ranks."""
+    """Whether ``smp.transform`` has cut parameters of ``module``."""
     return any(hasattr(part, "smp_cut") for part in module.modules())
 
 
 def root_of(model: nn.Module) -> FullyShardedDataParallel | None:
-    """The outermost FSDP1 module of ``model``, which other wrappers may be around."""
+    """The outermost FSDP1 module in ``model``; None without FSDP1."""
     return next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
 
 
@@ -64,6 +64,7 @@ def _constructor(plain: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(plain)
     def constructor(self: Any, *args: Any, post_param_init_fn: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+        # Bound to names: scripts pass the module by position or by keyword.
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         module = given["module"]
         cut = is_cut(module)
@@ -74,6 +75,7 @@ def _constructor(plain: Callable[..., None]) -> Callable[..., None]:
             if hasattr(part, "smp_cut"):
                 part.smp_cut.fsdp1 = True
         if cut:
+            # The hook runs after FSDP1 has gathered its own dimension.
             self._register_state_dict_hook(_whole_tensors)
         if post_param_init_fn is not None:
             post_param_init_fn(module)
@@ -82,7 +84,7 @@ def _constructor(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_cut_model(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that follow from the layout.
+    """Arguments that the layout decides.
 
     Raises:
         ConfigError: for those with which FSDP1 would not be right.
@@ -118,7 +120,7 @@ def _of_cut_model(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_whole_model(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``hybrid_shard_degree`` without tensor parallelism.
+    """Arguments for ``hybrid_shard_degree`` without tensor parallelism.
 
     Raises:
         ConfigError: there is tensor parallelism, and the model does not know of it.
@@ -140,8 +142,8 @@ def _of_whole_model(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strategy(asked: ShardingStrategy | None, mesh: DeviceMesh) -> ShardingStrategy:
-    """The strategy, as in SMP v2: the layout decides over which ranks parameters are sharded, the script whether they
-    stay gathered."""
+    """The strategy, as in SMP v2: the layout decides over which ranks parameters are sharded, and the script whether
+    they stay gathered after the forward pass (ZeRO-2)."""
     zero2 = asked in _ZERO2
     if mesh.ndim == 2:
         return ShardingStrategy._HYBRID_SHARD_ZERO2 if zero2 else ShardingStrategy.HYBRID_SHARD
@@ -149,7 +151,8 @@ def _strategy(asked: ShardingStrategy | None, mesh: DeviceMesh) -> ShardingStrat
 
 
 def _alone(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of the same ranks that is part of no other: FSDP1 takes the last dimension of another for TP's."""
+    """A mesh of the same ranks that is not a part of a larger one: FSDP1 takes the last dimension of a parent mesh for
+    tensor parallelism."""
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     return DeviceMesh.from_group(
         groups if mesh.ndim > 1 else groups[0], mesh.device_type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names
@@ -157,7 +160,7 @@ def _alone(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _whole_tensors(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """FULL_STATE_DICT has Hugging Face's tensors, not those of one tensor-parallel rank."""
+    """State dict hook: FULL_STATE_DICT gets Hugging Face's whole tensors, not those of one tensor-parallel rank."""
     config = module._state_dict_config
     if not isinstance(config, FullStateDictConfig) or not getattr(config, "translate_on_save", True):
         return
@@ -181,7 +184,7 @@ def _clipping(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 @torch.no_grad()
 def clip_pieces(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """The norm of a cut model's gradients, which are flat pieces under FSDP1; they are scaled down to ``max_norm``.
+    """Clip the gradients of a cut model, which are flat pieces under FSDP1.
 
     Every rank calls this. Returns the norm before, 0-dim fp32.
     """
@@ -195,10 +198,13 @@ def clip_pieces(model: nn.Module, max_norm: float) -> torch.Tensor:
             if piece is None or piece.numel() == 0 or id(piece) in pieces:
                 continue
             pieces[id(piece)] = piece
+            # Each square is counted once: replicas have equal pieces, and an uncut parameter is on
+            # every tensor-parallel rank.
             squares += piece.float().square().sum() / (replicas * (state.tp_size if dim is None else 1))
     dist.all_reduce(squares)
     norm = squares.sqrt()
     for piece in pieces.values():
+        # torch's clip_grad_norm_ has the same 1e-6.
         piece.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -227,6 +233,7 @@ def _part(value: Any) -> Any:
             )
         return value
     tensor_parallel = value.placements[-1]
+    # The last mesh dimension is tensor parallelism: gathered over all others, cut over it.
     return value.redistribute(placements=[*[Replicate()] * (value.device_mesh.ndim - 1), tensor_parallel]).to_local()
 
 
