@@ -1,5 +1,5 @@
-"""Elements that layers work on at once where all would take too much memory. Here, without torch, because formulas of
-memory read them, too."""
+"""Sizes of chunks in which layers work where the whole would take too much memory. Kept here, without torch, because
+formulas of memory read them as well."""
 
 CAPPED_LOGITS = 1 << 22
 """Elements at once of logits that are capped: 16 MiB in fp32."""

@@ -1,4 +1,4 @@
-"""How many samples an optimizer step takes: one number, or one that changes with the samples consumed.
+"""How many samples an optimizer step takes: a constant, or a number that grows with the samples consumed.
 
 Both ways of Megatron's to say so become one table of (samples consumed, size from there on):
 
@@ -43,8 +43,11 @@ class BatchSizes:
         if ramp is not None and table is not None:
             raise ConfigError("--rampup-batch-size and --step-batch-size-schedule are both given; give one")
         if table is None:
+            # A batch without ramp or table is a schedule of one part.
             return cls(((0, final),) if ramp is None else _ramp(ramp, final))
         sizes = scheduled(data)
+        # Learning rate and memory are planned for --global-batch-size: it must be the size that is
+        # reached.
         if sizes.largest != final:
             raise ConfigError(
                 f"--global-batch-size {final} with --step-batch-size-schedule {table}: its largest batch is "
@@ -53,7 +56,7 @@ class BatchSizes:
         return sizes
 
     def __call__(self, consumed: int) -> int:
-        """Samples of the step before which ``consumed`` were."""
+        """Samples of the step that begins after ``consumed`` samples."""
         return self.parts[bisect_right(self.parts, consumed, key=lambda part: part[0]) - 1][1]
 
     @property
@@ -63,26 +66,28 @@ class BatchSizes:
 
     @property
     def constant(self) -> bool:
-        """Whether all steps have one size."""
+        """Whether all steps have the same size."""
         return len(self.parts) == 1
 
     def ahead(self, consumed: int = 0) -> list[int]:
-        """Every size of the steps before which ``consumed`` samples were, or more."""
+        """The sizes of all steps that begin after ``consumed`` samples or later, without repetition."""
         parts = pairwise((*self.parts, (math.inf, 0)))
         return list(dict.fromkeys(size for (_, size), (end, _) in parts if consumed < end))
 
     def steps(self, samples: int, consumed: int = 0) -> int:
-        """Steps after ``consumed`` samples until at least so many are consumed in all."""
+        """Number of steps after ``consumed`` samples until at least ``samples`` are consumed in all."""
         count = 0
         for (_, size), (end, _) in pairwise((*self.parts, (samples, 0))):
+            # Rounded up: the step that crosses a border keeps the size it began with.
             steps = -(-max(0, min(samples, end) - consumed) // size)
+            # It may also overshoot the border, and the next part begins later.
             consumed, count = consumed + steps * size, count + steps
         return count
 
     def ending(self, samples: int, consumed: int = 0) -> BatchSizes:
-        """The same, but that the last step before ``samples`` takes what is left, after ``consumed`` of them: where
-        sizes change, and it is a multiple of what divides them all, so that every layout that can take them can take
-        it. Else the last step is whole."""
+        """The same schedule with a last step that takes exactly what is left before ``samples``, counted after
+        ``consumed``. Only where sizes change and what is left is a multiple of the greatest common divisor of all
+        sizes: every layout that takes these takes it. Else the last step is whole."""
         count = self.steps(samples, consumed)
         start = consumed
         for _ in range(count - 1) if not self.constant else ():
@@ -93,7 +98,7 @@ class BatchSizes:
         return BatchSizes((*(part for part in self.parts if part[0] < start), (start, left)))
 
     def samples(self, steps: int) -> int:
-        """What so many steps consume, from the first on."""
+        """Samples that the first ``steps`` steps consume."""
         consumed = 0
         for (_, size), (end, _) in pairwise(self.parts):
             taken = min(steps, -(-max(0, end - consumed) // size))
@@ -101,7 +106,7 @@ class BatchSizes:
         return consumed + steps * self.parts[-1][1]
 
     def describe(self) -> list[str]:
-        """What to tell the user: a line, or nothing of one size for all steps."""
+        """Lines for the user: one, or none for a constant size."""
         if self.constant:
             return []
         texts = [f"{size} from sample {start:,} on" for start, size in self.parts]
@@ -111,7 +116,7 @@ class BatchSizes:
 
 
 def count_micro_batches(data: DataConfig, data_parallel: int, size: int | None = None) -> int:
-    """Micro-batches that every data-parallel process computes in a step.
+    """Number of micro-batches that every data-parallel process computes in a step.
 
     Where the samples do not fill them all, the last ones are filled up, on as many processes as it takes: every process
     takes part in the same collectives, whatever its share is.
@@ -127,13 +132,14 @@ def count_micro_batches(data: DataConfig, data_parallel: int, size: int | None =
 
 
 def uneven_in_words(data: DataConfig, data_parallel: int, sizes: Iterable[int]) -> list[str]:
-    """What to tell the user where samples do not fill all micro-batches: a line, or nothing."""
+    """Lines for the user where samples do not fill all micro-batches: one, or none."""
     rows = {
         size: count_micro_batches(data, data_parallel, size) * data.micro_batch_size * data_parallel for size in sizes
     }
     uneven = {size: places for size, places in rows.items() if places > size}
     if not uneven:
         return []
+    # The worst ratio of filler rows is reported.
     size, places = max(uneven.items(), key=lambda item: (item[1] - item[0]) / item[1])
     return [
         f"uneven shares: {size} samples on {data_parallel} data-parallel processes in micro-batches of "
@@ -142,7 +148,8 @@ def uneven_in_words(data: DataConfig, data_parallel: int, sizes: Iterable[int]) 
 
 
 def scheduled(data: DataConfig) -> BatchSizes:
-    """What --step-batch-size-schedule says. As in Megatron, pairs may come in any order, with commas too.
+    """The schedule of --step-batch-size-schedule. As in Megatron, pairs may come in any order and be separated by
+    commas.
 
     Raises:
         ConfigError: it is no such schedule.
@@ -150,6 +157,7 @@ def scheduled(data: DataConfig) -> BatchSizes:
     text, length = data.step_batch_size_schedule, data.seq_length
     assert text is not None and length is not None, "asked for, and resolved before"
     said = f"--step-batch-size-schedule {text}"
+    # Tokens to samples, rounded down.
     parts = sorted((_number(tokens, said) // length, _number(size, said)) for tokens, size in _pairs(text, said))
     starts = [start for start, _ in parts]
     if not starts or starts[0] != 0:
@@ -169,7 +177,7 @@ def _pairs(text: str, said: str) -> list[tuple[str, str]]:
 
 
 def _number(text: str, said: str) -> int:
-    """``2.4B`` as 2,400,000,000, in Megatron's arithmetic."""
+    """``2.4B`` as 2,400,000,000, with Megatron's arithmetic (float times factor)."""
     digits, factor = (text[:-1], _FACTORS[text[-1:].upper()]) if text[-1:].upper() in _FACTORS else (text, 1)
     try:
         return int(float(digits) * factor)
@@ -189,5 +197,6 @@ def _ramp(text: str, final: int) -> tuple[tuple[int, int], ...]:
         )
     count = (final - start) // increment
     # A ramp of fewer samples than sizes passes some over: of those that begin at one sample the last one counts.
+    # Part k begins where k / count of the ramp's samples are consumed, rounded up.
     table = {-(-part * samples // count): start + part * increment for part in range(count + 1)}
     return tuple(table.items())

@@ -1,4 +1,4 @@
-"""What --data-path, its relatives and --split say. No file of data is touched."""
+"""The values of --data-path, its relatives and --split. Does not read any data file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class BlendPart:
-    """One data set of a blend; without a weight its size decides."""
+    """One data set of a blend; weight None: in proportion to its size."""
 
     path: str
     weight: Fraction | None = None
 
 
 def is_text(path: str) -> bool:
-    """Whether a data path names a file of text, and not the prefix of a tokenized data set."""
+    """Whether a data path names a text file, and not the prefix of a tokenized data set."""
     if path.startswith(("http://", "https://")):  # elsewhere ? is a letter of a name
         path = path.partition("?")[0]
     for suffix in COMPRESSED_SUFFIXES:
@@ -38,7 +38,7 @@ def is_remote(path: str) -> bool:
 
 
 def parse_blend(flag: str, text: str) -> list[BlendPart]:
-    """``P``, ``P1 P2 ...`` or ``w1 P1 w2 P2 ...``. Weights are exact: 0.1 is a tenth.
+    """The parts of ``P``, ``P1 P2 ...`` or ``w1 P1 w2 P2 ...``. Weights are exact fractions: 0.1 is a tenth.
 
     Raises:
         ConfigError: no words, a weight that is missing, zero or negative, or a data set that is named twice.
@@ -50,6 +50,7 @@ def parse_blend(flag: str, text: str) -> list[BlendPart]:
     weights = [_number(word) for word in words]
     if not any(weight is not None for weight in weights):
         parts = [BlendPart(word) for word in words]
+    # Numbers at even places, paths at odd ones.
     elif len(words) % 2 == 0 and all((weight is None) == bool(i % 2) for i, weight in enumerate(weights)):
         parts = [BlendPart(path, weight) for path, weight in zip(words[1::2], weights[::2], strict=True)]
     else:
@@ -64,7 +65,8 @@ def parse_blend(flag: str, text: str) -> list[BlendPart]:
 
 
 def _number(word: str) -> Fraction | None:
-    """None for a path. An exponent has two digits at most: the numbers are exact, 1e999999999 would fill the memory."""
+    """The number of a word; None: it is a path. Exponents have at most two digits: fractions are exact, and 1e999999999
+    would fill the memory."""
     if re.search(r"e[+-]?\d{3}", word, re.IGNORECASE):
         return None
     try:
@@ -83,6 +85,7 @@ def parse_split(split: str, flag: str = "--split") -> tuple[float, float, float]
     numbers = [float(part) for part in parts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", part)]
     if not len(numbers) == len(parts) <= 3 or not 0 < sum(numbers) < math.inf:
         raise ConfigError(f"{flag} {split!r} is not one to three relative sizes with a sum above 0, such as 969,30,1")
+    # Relative sizes: 969,30,1 and 96.9,3,0.1 are the same.
     train, validation, test = (number / sum(numbers) for number in [*numbers, 0.0, 0.0][:3])
     return train, validation, test
 
@@ -103,5 +106,6 @@ def data_parts(data: DataConfig) -> dict[str, list[BlendPart]]:
         try:
             texts["--data-args-path"] = Path(data.data_args_path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
+            # ValueError for bytes that are not UTF-8, which a binary file given by mistake has.
             raise ConfigError(f"--data-args-path {data.data_args_path}: {error}") from None
     return {flag: parse_blend(flag, text) for flag, text in texts.items() if text is not None}

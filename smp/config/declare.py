@@ -1,4 +1,4 @@
-"""How a setting is declared besides its type and default: text of several words, and what a setting needs to have an
+"""How a setting is declared in addition to type and default: text of several words, and what a setting needs to have an
 effect."""
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ GIVEN = object()
 
 
 def only_with(default: Any, *, noted: bool = False, **needs: Any) -> Any:
-    """A field that has an effect only with one of ``needs``: another setting and its value, several, or GIVEN.
+    """A field that has an effect only with one of ``needs``: another setting with this value, one of several values, or
+    any that is not its default (GIVEN).
 
     Elsewhere a value other than the default is refused; with ``noted`` the user is told, because command lines that
     serve several layouts give it.
@@ -25,6 +26,6 @@ def only_with(default: Any, *, noted: bool = False, **needs: Any) -> Any:
 
 
 def one_of(default: str, table: Mapping[str, Any]) -> Any:
-    """A field whose values are the names of ``table``, also of rows that are added later; the ``summary`` of each row
-    is part of its text."""
+    """A field whose values are the names of ``table``, with rows that are added later; the ``summary`` of each row
+    becomes part of its help text."""
     return field(default=default, metadata={"table": table})

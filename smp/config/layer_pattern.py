@@ -1,5 +1,5 @@
-"""Megatron's notation of what differs between layers, and which layers have a window, RoPE and experts by it. What a
-layer is, in all its settings, is in :mod:`smp.config.layers`."""
+"""Megatron's notation for what differs between layers, and which layers have a window, RoPE or experts by it. All
+settings of a layer are in :mod:`smp.config.layers`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from smp.config.command_line.fields import require
 from smp.config.model import ModelConfig
 from smp.config.schema import ConfigError
 
+# [0]*1000000000 in a flag would fill the memory.
 MOST_LAYERS = 10_000
 
 
@@ -27,22 +28,22 @@ OF_ATTENTION = (
     *("qk_layernorm", "qk_l2_norm", "attention_output_gate", "softmax_scale", "softmax_type"),
     *("attn_logit_softcapping", "attention_dropout", "multi_latent_attention"),
 )
-"""What only layers with attention have; what needs one of these is refused with it."""
+"""Settings of attention layers only; they are refused where no layer has attention."""
 OF_FEED_FORWARD = (
     *("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "tanh_gelu", "add_mlp_bias"),
     *("disable_bias_linear", "mlp_multipliers"),
 )
-"""What only layers with an MLP or experts have besides attention; likewise."""
+"""Settings of MLPs and experts only; likewise."""
 
 
 DELTA_RULES = ("gated_delta_net", "kda")
-"""Of --linear-attention-type, those whose states follow the delta rule."""
+"""Values of --linear-attention-type whose states follow the delta rule."""
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
 """Letters of --hybrid-layer-pattern."""
 
 
 def has_mixer(model: ModelConfig) -> tuple[bool, ...]:
-    """Whether each layer lets tokens see each other."""
+    """Whether each layer mixes tokens."""
     letters = model.hybrid_layer_pattern
     return (True,) * model.num_layers if letters is None else tuple(letter in MAMBA + ATTENTION for letter in letters)
 
@@ -66,7 +67,7 @@ def has_mlp(model: ModelConfig) -> tuple[bool, ...]:
 
 
 def linear(model: ModelConfig) -> tuple[bool, ...]:
-    """Whether each layer has a linear recurrence, in place of attention or next to it."""
+    """Whether each layer has a linear recurrence, instead of attention or in parallel with it."""
     if (letters := model.hybrid_layer_pattern) is not None:
         return tuple(letter == MAMBA for letter in letters)
     if model.linear_attention_type is None:
@@ -94,6 +95,7 @@ def with_experts(model: ModelConfig) -> tuple[bool, ...]:
     )
 
 
+# Cached: every layer of a model asks, and a pattern is parsed text.
 @cache
 def _windowed(text: str | None, num_layers: int) -> tuple[bool, ...]:
     if text is None:
@@ -128,19 +130,21 @@ def _no_rope(text: str | None, num_layers: int) -> tuple[bool, ...]:
 def _experts(text: str, num_layers: int) -> tuple[bool, ...]:
     value = pattern_value("--moe-layer-freq", text, num_layers)
     if isinstance(value, int):
+        # Megatron: layer i has experts if i is a multiple of the number; for the other settings
+        # every n-th layer is the exception.
         return tuple(layer % value == 0 for layer in range(num_layers))
     require(1 in value, f"--moe-layer-freq {text} leaves no layer with experts; leave out --num-experts")
     return tuple(bool(kind) for kind in value)
 
 
 def _all_but_every(number: int, num_layers: int) -> tuple[bool, ...]:
-    """False for every ``number``-th layer, from the ``number``-th on."""
+    """False for every ``number``-th layer, counted from 1; True for the others."""
     return tuple((layer + 1) % number != 0 for layer in range(num_layers))
 
 
 def skip_pattern(kept: Sequence[bool], *, ones: bool) -> str | None:
-    """The shortest text for which all but every n-th layer is ``kept``, else the list, whose 1 means ``ones`` of it;
-    None: all are."""
+    """The shortest text for a pattern in which all but every n-th layer is ``kept``: n, else the list, in which 1 means
+    kept if ``ones``; None if all are kept."""
     if all(kept):
         return None
     first = list(kept).index(False) + 1
@@ -150,12 +154,13 @@ def skip_pattern(kept: Sequence[bool], *, ones: bool) -> str | None:
 
 
 def pattern_value(flag: str, text: str, num_layers: int) -> int | list[int]:
-    """A number above 0, or a 0 or 1 for each layer.
+    """The value of a pattern: a number above 0, or a 0 or 1 for each layer.
 
     Raises:
         ConfigError: it is neither.
     """
     try:
+        # Megatron evals this text; here only numbers, lists, + and * are interpreted.
         value = _value(ast.parse(text.strip(), mode="eval").body)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise ConfigError(f"{flag} {text}: expected a number, or a list of 0 and 1 such as [0]*1+[1]*3") from None
@@ -168,7 +173,7 @@ def pattern_value(flag: str, text: str, num_layers: int) -> int | list[int]:
 
 
 def _value(node: ast.expr) -> int | list[int]:
-    """The value of whole numbers, lists of them, + of two lists, and a list times a number."""
+    """The value of an expression of integers, lists, + of two lists, and a list times a number."""
     match node:
         case ast.Constant(value=int(number)) if not isinstance(node.value, bool):
             return number
@@ -177,6 +182,7 @@ def _value(node: ast.expr) -> int | list[int]:
             return [number for number in numbers if isinstance(number, int)]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             one, two = _value(left), _value(right)
+            # Checked before the list is made.
             if isinstance(one, list) and isinstance(two, list) and len(one) + len(two) <= MOST_LAYERS:
                 return one + two
         case ast.BinOp(left=left, op=ast.Mult(), right=right):

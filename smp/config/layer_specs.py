@@ -1,7 +1,6 @@
-"""What a layer of a model can be: a mixer (attention, latent attention, a recurrence, several of them in parallel, or
-one that a caller has registered) and a feed-forward network (an MLP or a mixture of experts), with norms and a residual
-connection around both. Each is a value with settings of its own; which layer has which, :mod:`smp.config.layers`
-says."""
+"""What a layer of a model can be: a mixer (attention, latent attention, a recurrence, several in parallel, or a
+registered one) and a feed-forward network (MLP or mixture of experts), with norms and a residual connection around
+each. Each is a value with its own settings; :mod:`smp.config.layers` says which layer has which."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RopeScalingSpec:
-    """How RoPE's frequencies are scaled; the numbers are those of the settings with these names."""
+    """How RoPE's frequencies are scaled; fields are the settings of the same names."""
 
     kind: Literal["llama3", "linear", "yarn", "longrope", "dynamic"]
     factor: float
@@ -29,13 +28,14 @@ class RopeScalingSpec:
     long: tuple[float, ...] = ()
 
     def __str__(self) -> str:
+        # LongRoPE has lists of factors: its growth is the ratio of the lengths.
         growth = self.max_position / self.original_max_position if self.kind == "longrope" else self.factor
         return f"{self.kind} x{growth:g}"
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotation of queries and keys.
+    """Rotary position embedding of queries and keys (arXiv 2104.09864).
 
     Attributes:
         base: theta.
@@ -57,7 +57,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class QueryTemperature:
-    """--attn-temperature-tuning: queries grow with their position (Llama 4)."""
+    """--attn-temperature-tuning: queries are scaled up with their position (Llama 4)."""
 
     floor_scale: int
     scale: float
@@ -119,7 +119,7 @@ class AttentionMixer:
 
 @dataclass(frozen=True)
 class IndexerSpec:
-    """The indexer of DeepSeek's sparse attention.
+    """The indexer of DeepSeek's sparse attention (DeepSeek-V3.2).
 
     Attributes:
         heads, head_dim: of its queries, and the width of its key.
@@ -136,7 +136,7 @@ class IndexerSpec:
 
     @property
     def chosen(self) -> int | None:
-        """Keys that a token sees at most; None: all."""
+        """The most keys that a token sees; None: all."""
         return None if self.stage == "warm-up" else self.topk
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ class IndexerSpec:
 
 @dataclass(frozen=True)
 class LatentMixer:
-    """Multi-head latent attention (DeepSeek-V2).
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     Attributes:
         heads: of queries, keys and values.
@@ -170,6 +170,7 @@ class LatentMixer:
     window: int | None = None
     dropout: float = 0.0
     indexer: IndexerSpec | None = None
+    # Callers read window and chunk of any attention.
     chunk: None = field(default=None, init=False)
 
     def __str__(self) -> str:
@@ -180,7 +181,7 @@ class LatentMixer:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What mixers with a linear recurrence have, see :mod:`smp.layers.recurrences.mixer`.
+    """What mixers with a linear recurrence have in common; see :mod:`smp.layers.recurrences.mixer`.
 
     Attributes:
         key_heads, value_heads: of queries and keys, and of values and states.
@@ -197,17 +198,18 @@ class Recurrence:
     norm_eps: float
 
     def own_keys(self, tp: int) -> int:
-        """Channels of a token's queries, or keys, on one of ``tp`` processes, which have a single head all."""
+        """Channels of a token's queries (or keys) on one of ``tp`` processes; a single head is on all of them."""
         return max(1, self.key_heads // tp) * self.key_dim
 
     def own_values(self, tp: int) -> int:
-        """Channels of a token's values there."""
+        """Channels of a token's values on one of ``tp`` processes."""
         return self.value_heads // tp * self.value_dim
 
 
 @dataclass(frozen=True)
 class DeltaNetMixer(Recurrence):
-    """A gated delta net (Qwen3-Next), see :mod:`smp.layers.recurrences.delta_net`; its norm is of each head.
+    """A gated delta net (Qwen3-Next, arXiv 2412.06464), see :mod:`smp.layers.recurrences.delta_net`; the norm is per
+    head.
 
     Attributes:
         negative: rates go up to 2.
@@ -221,8 +223,8 @@ class DeltaNetMixer(Recurrence):
 
 @dataclass(frozen=True)
 class KimiDeltaMixer(Recurrence):
-    """Kimi delta attention, see :mod:`smp.layers.recurrences.kimi_delta`: as many heads of keys as of values, and as
-    wide; its norm is of each head."""
+    """Kimi delta attention, see :mod:`smp.layers.recurrences.kimi_delta`: key and value heads have the same number and
+    width; the norm is per head."""
 
     def __str__(self) -> str:
         return f"Kimi delta attention, {self.value_heads} states of {self.key_dim} x {self.value_dim}"
@@ -230,8 +232,8 @@ class KimiDeltaMixer(Recurrence):
 
 @dataclass(frozen=True)
 class MambaMixer(Recurrence):
-    """Mamba-2, see :mod:`smp.layers.recurrences.mamba`: heads of keys are its groups, of values its heads. Its norm is
-    of each group.
+    """Mamba-2 (arXiv 2405.21060), see :mod:`smp.layers.recurrences.mamba`: key heads are its groups, value heads its
+    heads. The norm is per group.
 
     Attributes:
         steps: the least and the largest step; None: no limit.
@@ -264,7 +266,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class ParallelMixer:
-    """Mixers that read the same input and whose results are added, see :mod:`smp.layers.parallel_mixers`."""
+    """Mixers that read the same input and whose outputs are added; see :mod:`smp.layers.parallel_mixers`."""
 
     branches: tuple[Branch, ...]
 
@@ -273,7 +275,7 @@ class ParallelMixer:
 
 
 def single_mixers(mixer: Any) -> tuple[Any, ...]:
-    """Specs of the mixers that a layer's mixer is made of: itself, or those of its branches; none of None."""
+    """The mixers of which a layer's mixer consists: itself, or those of its branches; () for None."""
     if isinstance(mixer, ParallelMixer):
         return tuple(branch.mixer for branch in mixer.branches)
     return () if mixer is None else (mixer,)
@@ -299,7 +301,7 @@ class Activation:
 
     @property
     def clamped(self) -> str:
-        """The clamp as text, empty without one."""
+        """The clamp as text; "" without one."""
         return "" if self.clamp is None else f" (clamped at {self.clamp:g})"
 
 
@@ -323,7 +325,7 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class CapacitySpec:
-    """--moe-expert-capacity-factor and what it brings."""
+    """--moe-expert-capacity-factor and the settings that depend on it."""
 
     factor: float
     policy: Literal["probs", "position"]
@@ -425,5 +427,5 @@ class LayerSpec:
 
 
 def _seen(window: int | None, chunk: int | None) -> list[str]:
-    """Which tokens a token sees, as text; nothing where it sees all before it."""
+    """Which tokens a token sees, as text; [] where it sees all before it."""
     return [f"window {window}"] * (window is not None) + [f"chunks of {chunk}"] * (chunk is not None)

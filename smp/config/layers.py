@@ -1,4 +1,4 @@
-"""Which layer of a model is what: the flat settings, resolved once to a list of specs (:mod:`smp.config.layer_specs`).
+"""The layers of a model: flat settings, resolved once to a list of specs (:mod:`smp.config.layer_specs`).
 
 The model, the inventory and FLOPs read the specs. Converters write the patterns of :mod:`smp.config.layer_pattern`,
 which they share with the settings.
@@ -51,13 +51,14 @@ from smp.config.rules.positions import longrope_factors
 from smp.config.schema import Config
 
 MixerResolver = Callable[[ModelConfig, int], Any]
-"""(resolved settings, number of the layer) -> the spec of its mixer, a frozen dataclass."""
+"""(resolved settings, layer number) -> the spec of its mixer, a frozen dataclass."""
 
 
 def _attention(model: ModelConfig, layer: int) -> AttentionMixer | LatentMixer:
-    """What the settings mean by attention in this layer."""
+    """The spec of this layer's attention."""
     has_window = windowed(model)[layer]
     window = model.window_size if has_window else None
+    # A base of its own (Gemma 3) is for RoPE in layers with a window.
     rope = None if no_rope(model)[layer] else _rope(model, has_window and model.rotary_base_local is not None)
     if model.multi_latent_attention:
         return LatentMixer(
@@ -76,12 +77,14 @@ def _attention(model: ModelConfig, layer: int) -> AttentionMixer | LatentMixer:
         )
     groups, head_dim, bias = model.num_query_groups, model.kv_channels, not model.disable_bias_linear
     assert groups is not None and head_dim is not None, "resolved before"
+    # Llama 4 scales queries in its layers without RoPE only.
     tuned = model.attn_temperature_tuning and rope is None
     return AttentionMixer(
         heads=model.num_attention_heads,
         groups=groups,
         head_dim=head_dim,
         window=window,
+        # Llama 4's chunks are for layers with RoPE; the others see everything.
         chunk=None if rope is None else model.attention_chunk_size,
         rope=rope,
         temperature=QueryTemperature(model.floor_scale, model.attn_scale) if tuned else None,
@@ -89,6 +92,8 @@ def _attention(model: ModelConfig, layer: int) -> AttentionMixer | LatentMixer:
         softcap=model.attn_logit_softcapping,
         alibi=model.position_embedding_type == "alibi",
         sinks=model.softmax_type == "learnable",
+        # The two add_..._bias settings give these biases where all others are off (Qwen2: qkv
+        # only).
         bias=bias or model.add_attention_output_bias,
         qkv_bias=bias or model.add_qkv_bias,
         gate=model.attention_output_gate,
@@ -126,6 +131,8 @@ def _delta_net(model: ModelConfig, layer: int) -> DeltaNetMixer | KimiDeltaMixer
 
 def _mamba(model: ModelConfig, layer: int) -> MambaMixer:
     assert model.mamba_num_heads is not None, "resolved before"
+    # Mamba-2's C and B are queries and keys, its groups their heads; x is values; the state is
+    # [key_dim, value_dim].
     return MambaMixer(
         key_heads=model.mamba_num_groups,
         value_heads=model.mamba_num_heads,
@@ -144,17 +151,17 @@ def _nothing(model: ModelConfig, layer: int) -> None:
 
 
 MIXERS: dict[str, MixerResolver] = {"attention": _attention}
-"""Kinds of mixers that --layer-types names; :func:`smp.models.mixers.register_mixer` adds one."""
+"""Kinds of mixers for --layer-types; :func:`smp.models.mixers.register_mixer` adds one."""
 _LINEAR: dict[str, MixerResolver] = {"gated_delta_net": _delta_net, "kda": _delta_net, "mamba2": _mamba}
 """By --linear-attention-type."""
 _NONE = "none"
 _OWN: dict[str, MixerResolver] = {**_LINEAR, _NONE: _nothing}
 _ALIKE = ("attention", *_OWN)
-"""Kinds that differ from layer to layer by patterns alone."""
+"""Kinds whose layers differ by patterns only."""
 
 
 def layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Specs of every layer of a resolved model; then those of multi-token prediction, which are as the last one.
+    """Specs of all layers of a resolved model, then those of multi-token prediction, which are like the last layer's.
 
     Raises:
         ConfigError: --layer-types names a kind that is not there, or other numbers of layers.
@@ -164,6 +171,7 @@ def layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
     alike = list(zip(kinds, experts, has_feed_forward(model), windowed(model), no_rope(model), strict=True))
     made: dict[Any, LayerSpec] = {}
     for i, kind in enumerate(alike):
+        # A registered mixer may depend on the layer's number: each layer has its own spec.
         key = kind if kinds[i] in _ALIKE else i
         if key not in made:
             forward = _feed_forward(model, experts[i]) if kind[2] else None
@@ -177,6 +185,7 @@ def _mixer(model: ModelConfig, kind: str, layer: int) -> Any:
     if kind not in _LINEAR or not model.linear_attention_parallel:
         return mixer
     attention = Branch("attention", _attention(model, layer), model.attention_out_multiplier)
+    # Falcon-H1: attention and Mamba-2 read the same input, and each output has a multiplier.
     return ParallelMixer((attention, Branch("recurrence", mixer, model.ssm_out_multiplier)))
 
 
@@ -202,7 +211,7 @@ def _layer(model: ModelConfig, mixer: Any, forward: MLPSpec | ExpertsSpec | None
 
 
 def mixer_kinds(model: ModelConfig) -> tuple[str, ...]:
-    """What --layer-types says of each layer; it may be shorter, and repeats then. Or --linear-attention-type, or
+    """Kind of each layer: from --layer-types, which repeats if it is shorter, or from --linear-attention-type or
     --hybrid-layer-pattern."""
     if model.layer_types is None:
         recurrence, pairs = model.linear_attention_type or "mamba2", zip(has_mixer(model), linear(model), strict=True)
@@ -220,26 +229,26 @@ def mixer_kinds(model: ModelConfig) -> tuple[str, ...]:
 
 
 def effective(model: ModelConfig, keep: Container[str] = ()) -> ModelConfig:
-    """``model`` with what has no effect at its default, but for the settings in ``keep``."""
+    """``model`` with settings that have no effect set to their defaults, except those in ``keep``."""
     model = _without_idle(model, keep)
-    if not 0 < model.num_layers <= MOST_LAYERS or any(attends(model)):  # of a number that is refused nothing is asked
+    if not 0 < model.num_layers <= MOST_LAYERS or any(attends(model)):  # a number that is refused is never looped over
         return model
-    # Of a named size or a folder, of which so few layers are taken that none has attention.
+    # A named size or a folder of which so few layers are taken that none has attention.
     names = [name for name in (*OF_ATTENTION, "num_query_groups", "kv_channels") if name not in keep]
-    if model.position_embedding_type == "none":  # without attention as good as any that nobody sees
+    if model.position_embedding_type == "none":  # as good as any other without attention
         names.append("position_embedding_type")
     return _without_idle(replace(model, **{name: getattr(ModelConfig, name) for name in names}), keep)
 
 
 def _without_idle(model: ModelConfig, keep: Container[str]) -> ModelConfig:
-    # again and again: what needed one of these has no effect now
+    # Repeated: settings that needed one of these have no effect now.
     while idle := [s for s in without_effect(Config(model=model), "model") if s.name not in keep]:
         model = replace(model, **{setting.name: setting.default for setting in idle})
     return model
 
 
 def in_runs(specs: tuple[LayerSpec, ...]) -> list[str]:
-    """One line for each kind of layer, with the numbers of the layers that are so: ``layers 0-2, 4: ...``."""
+    """One line for each kind of layer with the numbers of its layers: ``layers 0-2, 4: ...``."""
     found: dict[str, list[int]] = {}
     for number, spec in enumerate(specs):
         found.setdefault(str(spec), []).append(number)
@@ -249,28 +258,28 @@ def in_runs(specs: tuple[LayerSpec, ...]) -> list[str]:
 
 
 def hides_tokens(model: ModelConfig, length: int | None = None) -> bool:
-    """Whether some layer has a window or chunks that hide earlier tokens of sequences of ``length``; None: of long
-    ones."""
+    """Whether some layer has a window or chunks that hide earlier tokens of sequences of ``length``; None: of sequences
+    of any length."""
     sizes = {model.window_size, model.attention_chunk_size} - {None}
     return any(length is None or size < length for size in sizes if size is not None)
 
 
 def scores_flag(model: ModelConfig) -> str:
     """The flag that makes attention's scores more than scale q k^T + mask, which only --attention-backend math
-    computes; "": there is none."""
+    computes; "" without one."""
     if model.attn_logit_softcapping is not None:
         return f"--attn-logit-softcapping {model.attn_logit_softcapping:g}"
     return "--position-embedding-type alibi" if model.position_embedding_type == "alibi" else ""
 
 
 def norm_of(model: ModelConfig) -> NormSpec:
-    """The norm of the residual stream: around layers, of the embedding, and the final one."""
+    """The norm of the residual stream: around layers, of the embedding, and at the end."""
     bias = model.normalization == "LayerNorm" and model.layernorm_bias
     return NormSpec(model.normalization, model.norm_epsilon, model.apply_layernorm_1p, bias)
 
 
 def activation_of(model: ModelConfig) -> Activation:
-    """The MLP's activation that the switches name."""
+    """The activation of MLPs."""
     if model.swiglu:
         return Activation("swiglu")
     if model.quick_geglu:
@@ -286,13 +295,13 @@ def _rope(model: ModelConfig, local: bool) -> RopeSpec:
     if local:
         assert model.rotary_base_local is not None
         return RopeSpec(model.rotary_base_local, model.rotary_channels, model.rotary_interleaved, local=True)
-    # Latent attention's files have pairs side by side whatever the setting is.
+    # Files of latent attention have pairs side by side, whatever the setting is.
     interleaved = model.rotary_interleaved or model.multi_latent_attention
     return RopeSpec(model.rotary_base, model.rotary_channels, interleaved, rope_scaling(model))
 
 
 def rope_scaling(model: ModelConfig) -> RopeScalingSpec | None:
-    """The scaling of a resolved model's RoPE; None: frequencies as they are."""
+    """The scaling of a resolved model's RoPE; None: not scaled."""
     if not model.use_rope_scaling:
         return None
     kind = model.rope_scaling_type
@@ -318,6 +327,7 @@ def rope_scaling(model: ModelConfig) -> RopeScalingSpec | None:
 def _query_norm(model: ModelConfig, rope: RopeSpec | None) -> Literal["per head", "all heads", "l2"] | None:
     if model.qk_layernorm:
         return "all heads" if model.qk_layernorm_across_heads else "per head"
+    # Llama 4 normalizes queries and keys only where it rotates them.
     return "l2" if model.qk_l2_norm and rope is not None else None
 
 
@@ -352,7 +362,7 @@ def _experts(model: ModelConfig) -> ExpertsSpec:
 
 
 def ranges_of(numbers: list[int]) -> str:
-    """Ascending numbers as ranges: ``0-2, 4``."""
+    """Ascending numbers as text with ranges: ``0-2, 4``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

@@ -1,4 +1,4 @@
-"""How many ways each dimension of the mesh is split, checked before any process group exists."""
+"""Into how many parts each dimension of the mesh is split, checked before any process group exists."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class Layout:
     @property
     def expert_shard(self) -> int:
         """Number of processes over which FSDP shards an expert, without replicas."""
+        # Experts use the processes of dp_shard x cp and of the tp that does not cut them; ep of
+        # these have different experts.
         return self.dp_shard * self.cp * (self.tp // self.expert_tp) // self.ep
 
     @property
@@ -74,6 +76,7 @@ class Layout:
                 f"{world_size} processes are not divisible by {text}; change {', '.join(used)} or --nproc-per-node"
             )
         data = world_size // product
+        # 0 means all data-parallel processes.
         shard = degree or data
         if data % shard:
             raise ConfigError(
@@ -85,7 +88,7 @@ class Layout:
 
 
 def _of_experts(parallel: ParallelConfig, shard: int) -> tuple[int, int | None]:
-    """``ep`` and ``etp`` for ``shard`` processes that shard weights; an ``etp`` of the size of ``tp`` is None.
+    """``ep`` and ``etp`` for ``shard`` processes that shard weights; an ``etp`` equal to ``tp`` becomes None.
 
     Raises:
         ConfigError: experts cannot be spread so.
@@ -96,6 +99,7 @@ def _of_experts(parallel: ParallelConfig, shard: int) -> tuple[int, int | None]:
         raise ConfigError(
             f"--expert-tensor-parallel-size {etp} has to divide --tensor-model-parallel-size {tp}; change one of them"
         )
+    # tp / etp processes of a tensor-parallel group have different experts.
     beside = 1 if etp is None else tp // etp
     if ep < 1 or shard * cp * beside % ep:
         factors = f"{shard} processes that shard weights"

@@ -1,4 +1,4 @@
-"""How long the parts of the learning-rate schedule are, all of them in iterations or all in samples.
+"""Lengths of the parts of the learning-rate schedule, all in iterations or all in samples.
 
 Iterations are what the schedule counts by default. Samples are Megatron's other way, and the only one under which a
 schedule means the same with another batch size: a warm-up in samples rises slowly while a batch that grows is small.
@@ -17,7 +17,7 @@ _PARTS = ("lr_decay", "lr_warmup", "lr_wsd_decay")
 
 
 class Lengths(NamedTuple):
-    """Parts of a resolved schedule.
+    """Lengths of the parts of a resolved schedule.
 
     Attributes:
         unit: ``iters`` or ``samples``.
@@ -37,7 +37,8 @@ class Lengths(NamedTuple):
 
 
 def lengths(optim: OptimizerConfig) -> Lengths:
-    """Those of a resolved config."""
+    """The lengths of a resolved config."""
+    # resolve_schedule fills in one unit, also with 0: None says that it is the other one.
     if optim.lr_warmup_samples is None:
         return Lengths("iters", optim.lr_warmup_iters, optim.lr_decay_iters, optim.lr_wsd_decay_iters)
     return Lengths("samples", optim.lr_warmup_samples, optim.lr_decay_samples, optim.lr_wsd_decay_samples)
@@ -46,7 +47,7 @@ def lengths(optim: OptimizerConfig) -> Lengths:
 def resolve_schedule(
     optim: OptimizerConfig, sizes: BatchSizes, train_iters: int | None, train_samples: int | None
 ) -> OptimizerConfig:
-    """``optim`` with the lengths of its schedule filled in; in a dry run of unknown length they stay unknown.
+    """``optim`` with the lengths of its schedule filled in. In a dry run of unknown length they stay unknown.
 
     Args:
         optim: as given.
@@ -57,7 +58,7 @@ def resolve_schedule(
     Raises:
         ConfigError: lengths in both units, or a warm-up said twice.
     """
-    # By samples also with one batch size: a run that goes on from a checkpoint may have another one.
+    # In samples also with a constant batch: the run that resumes it may have another size.
     unit = _unit(optim, "samples" if train_samples is not None else "iters")
     decay, warmup, final = (f"{part}_{unit}" for part in _PARTS)
     given, fraction = getattr(optim, warmup), optim.lr_warmup_fraction
@@ -72,13 +73,14 @@ def resolve_schedule(
     filled = {
         decay: None if optim.lr_decay_style == "constant" else end,
         warmup: given or 0 if fraction is None else round(fraction * end),
+        # WSD's final decay takes a tenth of the run where nothing is said.
         final: max(1, end // 10) if optim.lr_decay_style == "WSD" and last is None else last,
     }
     return replace(optim, lr_warmup_fraction=None, **filled)
 
 
 def _unit(optim: OptimizerConfig, otherwise: str) -> str:
-    """What the flags count, or where none says it, ``otherwise``. No warm-up of iterations is the default."""
+    """The unit of the given flags, or ``otherwise``. 0 warm-up iterations are the default and say nothing."""
     iters = [name for part in _PARTS if getattr(optim, name := f"{part}_iters")]
     samples = [name for part in _PARTS if getattr(optim, name := f"{part}_samples") is not None]
     if iters and samples:

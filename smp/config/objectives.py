@@ -1,4 +1,4 @@
-"""What there is to minimise in fine-tuning: a row of facts for each objective, and the settings of all of them.
+"""Objectives of fine-tuning: a row of facts for each, and the settings of all of them.
 
 What computes them is in ``smp.training.objectives``, a file for each family. Here is what must be known before torch
 is: what is read of the data, what cannot be combined, what a step costs.
@@ -15,7 +15,7 @@ from smp.config.rollouts import ONLINE
 
 @dataclass(frozen=True)
 class ObjectiveFacts:
-    """What the rest of the program asks of an objective.
+    """What the rest of the program needs to know of an objective.
 
     Attributes:
         summary: for --help.
@@ -44,7 +44,7 @@ class ObjectiveFacts:
 
     @property
     def rows(self) -> int:
-        """Sequences of a sample."""
+        """Sequences per sample."""
         return 2 if self.reads == "pair" else 1
 
 
@@ -93,7 +93,7 @@ OBJECTIVES = {
         for name, summary in _ONLINE.items()
     },
 }
-"""By what --objective says. ``smp.training.objectives.add`` adds one from outside of this package."""
+"""By the value of --objective. ``smp.training.objectives.add`` adds one from outside of this package."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Derived defaults. The order is: layout, ranges of single values, defaults, how values fit together.
+"""Derived defaults. The order is: layout, ranges of single values, defaults, combinations.
 
 No torch and no file is touched, so a bad run ends within a second on a login node.
 """
@@ -36,6 +36,8 @@ def resolve(config: Config, world_size: int) -> Config:
     """
     layout = Layout.from_config(config.parallel, world_size)
     check_ranges(config)
+    # Order: the batch needs seq_length, the number of steps the batch, the schedule the number of
+    # steps.
     data = _data(config.data, config.model, layout)
     sizes = BatchSizes.of(data)
     training = _training(config.training, sizes)
@@ -43,6 +45,7 @@ def resolve(config: Config, world_size: int) -> Config:
     parallel = _parallel(config.parallel)
     model = resolve_model(config.model)
     resolved = replace(config, model=model, parallel=parallel, data=data, training=training, optim=optim)
+    # Combinations are checked on resolved values.
     check_combinations(resolved, layout)
     check_effects(config)  # of what was given: some of it has become something else
     return resolved
@@ -55,6 +58,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         ConfigError: its sizes do not fit together.
     """
     check_ranges(Config(model=model))
+    # transformers has the architecture: nothing is derived here.
     if model.is_foreign:
         return model
     hidden, heads = model.hidden_size, model.num_attention_heads
@@ -67,6 +71,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
             "change one of them or give --kv-channels"
         )
+    # Megatron's rule for the width, see ModelConfig.default_ffn.
     ffn = model.ffn_hidden_size or model.default_ffn
     filled = replace(
         model,
@@ -80,7 +85,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
 
 
 def _mamba_heads(model: ModelConfig) -> int | None:
-    """Twice the residual stream's width, as in Megatron; None: no layer has any."""
+    """2 x hidden size / head width, Mamba-2's and Megatron's default; None where no layer has Mamba-2."""
     if "M" not in (model.hybrid_layer_pattern or "M"):
         return None
     if 2 * model.hidden_size % model.mamba_head_dim:
@@ -95,6 +100,7 @@ def _parallel(parallel: ParallelConfig) -> ParallelConfig:
     name, chunks = parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank
     if parallel.pipeline_model_parallel_size == 1:
         return parallel
+    # zb-v has two stages per process by its shape.
     name = name or ("interleaved" if (chunks or 1) > 1 else "1f1b")
     default = 2 if name in ("interleaved", "zb-v") else 1
     return replace(parallel, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=chunks or default)
@@ -120,20 +126,20 @@ def _training(training: TrainingConfig, sizes: BatchSizes) -> TrainingConfig:
 
 
 def with_rest(config: Config, iteration: int, consumed: int) -> Config:
-    """A resolved config whose ``train_iters`` are those that end where ``train_samples`` are trained, of a run that has
-    done ``iteration`` steps on ``consumed`` samples: earlier steps may have had other batch sizes than this run's."""
+    """A resolved config with the ``train_iters`` that remain correct for a run that has done ``iteration`` steps on
+    ``consumed`` samples: earlier steps may have had other batch sizes."""
     training, optim = config.training, config.optim
     if training.train_samples is None:
         return config
     iters = iteration + BatchSizes.of(config.data).steps(training.train_samples, consumed)
-    # A schedule in iterations whose decay ends with the run does so still.
+    # A decay in iterations that ended with the run still does.
     ends = optim.lr_decay_iters is not None and optim.lr_decay_iters == training.train_iters
     optim = replace(optim, lr_decay_iters=iters) if ends else optim
     return replace(config, training=replace(training, train_iters=iters), optim=optim)
 
 
 def check_files(config: Config, *, load_is_past: bool = False) -> None:
-    """Check that the files the run reads exist, without reading them; but for --load when it ``load_is_past``.
+    """Check that files which the run reads exist, without reading them; not --load when it ``load_is_past``.
 
     Raises:
         ConfigError: one is missing; one line with its flag and path.
@@ -147,6 +153,7 @@ def check_files(config: Config, *, load_is_past: bool = False) -> None:
                 raise ConfigError(f"{flag} {part.path} needs --data-cache-path FOLDER, on this machine, for its index")
     if data.tokenizer_model is not None and not os.path.exists(data.tokenizer_model):
         raise ConfigError(f"--tokenizer-model {data.tokenizer_model}: there is no such file or folder")
+    # A missing --load may be the first start of a restarted run.
     must_exist = load not in (None, "auto") and not load_is_past and config.checkpoint.exit_on_missing_checkpoint
     if must_exist and "://" not in str(load) and not os.path.isdir(str(load)):
         raise ConfigError(f"--load {load}: there is no such folder{first_start(config)}")
@@ -155,7 +162,8 @@ def check_files(config: Config, *, load_is_past: bool = False) -> None:
 
 
 def refuse_megatron(load: str, then: str) -> None:
-    """Raise ConfigError when --load is a run of Megatron's, or one of its checkpoints, with what to do and ``then``."""
+    """Raise ConfigError when --load is a Megatron run or checkpoint; the message says how to convert it, and ``then``
+    what to do."""
     if any(os.path.isfile(os.path.join(load, name)) for name in ("latest_checkpointed_iteration.txt", ".metadata")):
         raise ConfigError(
             f"--load {load} is a checkpoint of Megatron's: {tool('convert')} --load {load} --save FOLDER, then {then}"
@@ -163,8 +171,8 @@ def refuse_megatron(load: str, then: str) -> None:
 
 
 def first_start(config: Config) -> str:
-    """What to say besides when --load has no checkpoint: where it is --save as well, as in Megatron's scripts, a run
-    that goes on from itself is meant."""
+    """A hint for a --load without a checkpoint: where it is also --save, as in Megatron's scripts, a run that resumes
+    itself is meant."""
     load, save = config.checkpoint.load, config.checkpoint.save
     same = load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
     return "; --load auto goes on from --save and also makes the first start" if same else ""
@@ -175,6 +183,7 @@ def _check_data_files(flag: str, part: BlendPart) -> None:
     for name in names:
         if not os.path.isfile(name):
             hint = " (give the prefix, without .bin or .idx)" if part.path.endswith((".bin", ".idx")) else ""
+            # Megatron's preprocess_data appends this to the output prefix.
             if os.path.isfile(f"{part.path}_text_document.idx"):
                 hint = f": did you mean {part.path}_text_document?"
             raise ConfigError(f"{flag} {part.path}: there is no file {name}{hint}")

@@ -1,4 +1,4 @@
-"""Reinforcement learning: what each objective is by default, and the settings of all of them.
+"""Reinforcement learning: defaults of each objective, and the settings of all of them.
 
 The names are those of TRL's ``GRPOConfig`` where it has them. An objective is a row of :data:`DEFAULTS`: values for the
 settings that are not given. So ``--objective dapo`` and ``--objective grpo --epsilon-high 0.28 ...`` are one thing.
@@ -13,13 +13,14 @@ from typing import Any, Literal
 from smp.config.declare import GIVEN, Words, only_with
 
 ONLINE = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++")
-"""Objectives that train on what the model writes during the run, and on rewards of it."""
+"""Objectives that train on what the model writes during the run and on rewards of it."""
 SAMPLED: Any = {"objective": ONLINE, "lmbda": GIVEN}
-"""What settings of sampling need: such an objective, or distillation on what the model writes."""
+"""Needed by settings of sampling: such an objective, or distillation on what the model writes."""
 DIVIDED = (*ONLINE, "distill")
-"""Objectives of which --beta and --temperature are settings."""
+"""Objectives with --beta and --temperature."""
 
 _GRPO: dict[str, Any] = {
+    # TRL's defaults of GRPO.
     "num_generations": 8,
     "advantage_estimator": "grpo",
     "scale_rewards": "group",

@@ -1,4 +1,4 @@
-"""Between a command line and settings: flags, YAML, ``--help``, errors with the nearest name. Imports no torch.
+"""From a command line to settings: flags, YAML, ``--help``, errors with the nearest name. Imports no torch.
 
 Read :mod:`smp.config.command_line.fields` first: one :class:`~smp.config.command_line.fields.Setting` per field of the
 schema, and the one rule from text to value. ``cli`` reads flags and YAML, ``entry_points`` says which settings

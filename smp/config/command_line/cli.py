@@ -1,4 +1,4 @@
-"""Flags and YAML to ``Config``, and back to YAML.
+"""Flags and YAML to a ``Config``, and back to YAML.
 
 Precedence, weakest first: dataclass default, preset of ``--model`` (or the model that ``--load`` describes), YAML file
 of ``--config``, flags. YAML scalars and flag values are both parsed as text by ``Setting.parse``: YAML 1.1 on its own
@@ -32,7 +32,7 @@ from smp.config.rules.foreign import refuse_architecture
 from smp.config.schema import Config, ConfigError
 
 FROM_MEGATRON = "--from-megatron"
-"""Says that a line is Megatron-LM's; see ``smp.config.megatron.translate``."""
+"""Marks the rest of a line as Megatron-LM's; see ``smp.config.megatron.translate``."""
 
 Presets = Mapping[str, Mapping[str, Any]]
 Describe = Callable[[Mapping[str, Any]], dict[str, Any] | None]
@@ -57,10 +57,13 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
         config_file is None or "model" not in values,
         f"--model {values.get('model')} and --model-config {config_file}: give one",
     )
+    # "auto" is a folder of this run, whose settings were given when it began.
     if config_file is not None or ("model" not in values and values.get("load") not in (None, "auto")):
         model = described(values)
     if model is None:
         model = _preset(values.get("model"), presets)
+    # The description of a model has fields that are no flags: they are put in after the tree is
+    # built.
     no_flags = {name: model.pop(name) for name in list(model) if name not in settings(PRETRAIN)}
     config = build_tree(PRETRAIN, model | values)
     # a reward model's head, the configuration of a model of transformers'
@@ -72,7 +75,7 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
 
 
 def read_values(argv: Sequence[str], entry: EntryPoint, epilog: str) -> dict[str, Any]:
-    """The settings that a command line of ``entry`` and its --config give, by name; errors as of ``load_config``."""
+    """The settings that a command line of ``entry`` and its --config give, by name. Errors as in ``load_config``."""
     require(FROM_MEGATRON not in argv or "--help" in argv, f"{FROM_MEGATRON} is for pretrain_gpt.py")
     given, extras = _parser(entry, epilog).parse_known_args(argv)
     _refuse_extras(extras, entry)
@@ -81,11 +84,12 @@ def read_values(argv: Sequence[str], entry: EntryPoint, epilog: str) -> dict[str
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times: {', '.join(files)}; flags may override one file")
     values = read_yaml(files[0], entry) if files else {}
+    # Flags win over the file.
     return with_folders(values | {name: _flag_value(settings(entry)[name], text) for name, text in texts.items()})
 
 
 def build_tree(entry: EntryPoint, values: Mapping[str, Any]) -> Config:
-    """The settings of a run with these values, and the defaults of ``entry`` for the others."""
+    """The settings of a run with these values; others get the defaults of ``entry``."""
     by_group: dict[str, dict[str, Any]] = {group: {} for group in entry.groups}
     for name, setting in settings(entry).items():
         by_group[setting.group][name] = values.get(name, setting.default)
@@ -111,11 +115,13 @@ def _flag_value(setting: Setting, given: str | bool | list[str]) -> Any:
 
 
 def _parser(entry: EntryPoint, epilog: str) -> CommandParser:
-    """A parser with every setting as a flag; what is not given is absent from the namespace."""
+    """A parser with every setting as a flag; flags that are not given are absent from the namespace."""
     parser = CommandParser(
         usage="%(prog)s [--config recipe.yaml] [--flag value ...]",
         description="A flag overrides --config, which overrides the named size of --model. 'none' unsets a value.",
         epilog=epilog,
+        # SUPPRESS: whether a flag was given must be known, since YAML is weaker than flags but
+        # stronger than defaults.
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
     )
@@ -143,7 +149,7 @@ def _argument(setting: Setting) -> dict[str, Any]:
 
 
 def _help(setting: Setting) -> str:
-    """The docstring and the default, unless the docstring says what an unset value becomes."""
+    """The help text: the docstring and the default, unless the docstring describes the default itself."""
     in_words = setting.default is None and "Default:" in setting.text
     default = "" if in_words else f" (default: {as_text(setting.default)})"
     return (setting.text + default).replace("%", "%%")
@@ -170,7 +176,7 @@ def _hint(flag: str, known: Sequence[str]) -> str:
 
 
 def _refuse_extras(extras: Sequence[str], entry: EntryPoint) -> None:
-    """Name all words that are no flags of this project. Switches take no value, so ``--bf16 true`` ends here."""
+    """Raise ConfigError that names all unknown flags. Switches take no value, so ``--bf16 true`` ends here."""
     if not extras:
         return
     if not extras[0].startswith("-"):
@@ -200,6 +206,7 @@ def read_yaml(path: str, entry: EntryPoint = PRETRAIN) -> dict[str, Any]:
     import yaml  # 20 ms that a run without a recipe does not spend
 
     try:
+        # compose, not load: the nodes keep their text and line, and no YAML type is guessed.
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file, Loader=yaml.SafeLoader)
     except OSError as error:
@@ -216,6 +223,7 @@ def read_yaml(path: str, entry: EntryPoint = PRETRAIN) -> dict[str, Any]:
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigError(f"{where}: expected a name, not a list or group, before the colon")
         name = str(key.value)
+        # yaml would silently keep the last of two equal keys.
         if name in values:
             raise ConfigError(f"{where}: {name} is given twice")
         values[name] = _yaml_value(name, node, where, settings(entry))
@@ -223,7 +231,7 @@ def read_yaml(path: str, entry: EntryPoint = PRETRAIN) -> dict[str, Any]:
 
 
 def _yaml_value(name: str, node: Any, where: str, known: Mapping[str, Setting]) -> Any:
-    """The value of one YAML node, which knows its text, its tag and its place but no Python type yet."""
+    """The value of one YAML node, parsed by the setting's own rule from the node's text."""
     if name not in known:
         raise ConfigError(f"{where}: unknown key {name}{did_you_mean(name, known)}")
     if not isinstance(node.value, str):
@@ -237,7 +245,7 @@ def _yaml_value(name: str, node: Any, where: str, known: Mapping[str, Setting]) 
 
 
 def as_flat_dict(config: Config, entry: EntryPoint | None = None) -> dict[str, Any]:
-    """Every setting of an entry point, by default that of the run, by its flat name and in the order of --help."""
+    """Every setting of an entry point (default: that of the run) by its name, in the order of --help."""
     table = settings(entry or entry_point_of(config))
     return {name: getattr(getattr(config, setting.group), name) for name, setting in table.items()}
 

@@ -1,4 +1,4 @@
-"""What every command line has in common: how it is read, what a mistake looks like, and exit codes. Imports no torch.
+"""What all command lines have in common: how they are read, how errors look, and exit codes. Imports no torch.
 
 Exit code 0: done. 2: what was asked cannot be done, so the command has to change: a bad value, a file that is not there
 or is of another kind, a target that exists. 1: it failed while it worked, as on a full disk, or found damage or a
@@ -22,15 +22,15 @@ from smp.config.command_line.credentials import without_credentials
 from smp.config.schema import ConfigError
 
 _ASKED = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""Errors of the file system that another command line would not meet."""
+"""Errors of the file system that another command line avoids."""
 
 
 class DamageError(ValueError):
-    """What lies on storage is not what was written there. No other command line would help."""
+    """What is on storage is not what was written there. No other command line would help."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the default of every option that has one and does not say it itself."""
+    """Shows the default of every option that has one and does not mention it in its text."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -43,24 +43,25 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse that takes whole flags only, shows defaults, and raises ConfigError instead of printing its usage."""
+    """argparse without abbreviations, with defaults in its help, and ConfigError in place of printing usage."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", HelpFormatter)
+        # allow_abbrev: a new flag must not change what --sav means in a script.
         super().__init__(allow_abbrev=False, **settings)
 
     def format_help(self) -> str:
-        """With the commands that there are where this is installed."""
+        """The help text, with commands as they are called in this installation."""
         return as_called_here(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        """A mistake, in one line."""
+        """Raise ConfigError with the message in one line."""
         raise ConfigError(message.removeprefix("argument "))
 
 
 def exit_code(error: BaseException) -> int:
-    """2 when what was asked cannot be done, 1 for damage and for what failed on the way, such as a full disk or a lack
-    of memory. An error that was raised ``from`` another one, to say more of it, counts as that one."""
+    """Exit code of an error: 2 when the request cannot be fulfilled, 1 for damage and for failures on the way, such as
+    a full disk or a lack of memory. An error raised ``from`` another one counts as that one."""
     return 1 if any(_failed(one) for one in _causes(error)) else 2
 
 
@@ -69,7 +70,7 @@ def _failed(error: BaseException) -> bool:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether there was none left; torch's allocator for CPUs has words for that, and no type."""
+    """Whether memory ran out; torch's CPU allocator raises RuntimeError with these words and no type of its own."""
     words = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return words or isinstance(error, MemoryError)
 
@@ -81,7 +82,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def in_one_line(error: Exception) -> str:
-    """What to tell of an error."""
+    """The message of an error in one line, without credentials."""
     text = " ".join(str(error).splitlines()) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         text = f"{error.filename}: {error.strerror}"
@@ -89,24 +90,24 @@ def in_one_line(error: Exception) -> str:
 
 
 def refuse_existing(*paths: Path) -> None:
-    """Raise FileExistsError when something is there under the name of what is to be made."""
+    """Raise FileExistsError when something exists at one of ``paths``, which are to be created."""
     for path in paths:
         if path.exists():
             raise FileExistsError(errno.EEXIST, "exists already: give another name or remove it", str(path))
 
 
 def output_gone() -> int | None:
-    """After a BrokenPipeError: the exit code of a program that SIGPIPE ended, when it is the reader of the output that
-    has gone, as in ``| head``. None: it was another pipe or connection, and that is an error like any other."""
+    """After a BrokenPipeError: 141, the exit code of a program ended by SIGPIPE, when the reader of the output has
+    gone, as in ``| head``. None when it was another pipe or connection, which is an error like any other."""
     gone = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
     for stream in gone:
         with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())  # for what is still in the buffer
+            os.dup2(nowhere.fileno(), stream.fileno())  # Python flushes the buffer at exit
     return 141 if gone else None
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether nobody is at the other end of a stream any more; where the system cannot tell, somebody is."""
+    """Whether the reader of a stream has gone; False where the system cannot tell."""
     with suppress(OSError, ValueError, AttributeError):  # no descriptor, or a system without poll
         poll = select.poll()
         poll.register(stream.fileno(), 0)
@@ -130,7 +131,7 @@ def run_tool(
     """
     try:
         code = work() or 0
-        print(end="", flush=True)  # there may be no sys.stdout
+        print(end="", flush=True)  # flush=True on print: sys.stdout may be None
         return code
     except Exception as error:
         if not (isinstance(error, expected) or lacks_memory(error)):

@@ -1,4 +1,4 @@
-"""What users are told to type, in one place: commands and packages, right in a checkout and for an installed wheel.
+"""What users are told to type: commands and packages, for a checkout and for an installed wheel.
 
 In a checkout the tools are files under tools/. A wheel has them next to this package, as ``smp-NAME`` and
 ``python -m smp NAME``. Imports nothing but the standard library: setup.py reads the table of names from here.
@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 
 DISTRIBUTION = "smp-training"
-"""What pip lists this package as. The name ``smp`` on the package index is another project's. No hint installs either
-of them from an index: the reader of a hint has this package already."""
+"""The name by which pip lists this package. ``smp`` on the package index is another project; no hint installs either of
+them from an index, since the reader has this package already."""
 
 ENTRY_POINTS = {"pretrain": "pretrain_gpt", "finetune": "finetune"}
 """Name of a command -> module at the top of a checkout and of a wheel."""
@@ -33,26 +33,26 @@ TOOLS = {
     "report": "report",
     "train-tokenizer": "train_tokenizer",
 }
-"""Name of a command -> file in tools/ without its ending. What is not here is of use in a checkout only."""
+"""Name of a command -> file in tools/ without its suffix. Files that are not listed are useful in a checkout only."""
 
 COMMANDS = ("launch", *ENTRY_POINTS, *TOOLS)
-"""All names: ``smp-NAME`` and ``python -m smp NAME``."""
+"""All command names: ``smp-NAME`` and ``python -m smp NAME``."""
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def in_checkout() -> bool:
-    """Whether this package lies in a clone of the repository, where tools/ are files."""
+    """Whether this package is part of a clone of the repository, where tools/ are files."""
     return (CHECKOUT / "tools" / "convert_checkpoint.py").is_file()
 
 
 def tool(name: str) -> str:
-    """How to call one of ``TOOLS`` here: ``python tools/convert_checkpoint.py``, or ``smp-convert``."""
+    """The command that calls one of ``TOOLS`` here: ``python tools/convert_checkpoint.py``, or ``smp-convert``."""
     return f"python tools/{TOOLS[name]}.py" if in_checkout() else f"smp-{name}"
 
 
 def as_called_here(text: str) -> str:
-    """A text of this project, such as a --help, with every ``python tools/FILE.py`` as it is called here."""
+    """The text, such as a --help, with every ``python tools/FILE.py`` written as it is called here."""
     if in_checkout():
         return text
     for name, file in TOOLS.items():
@@ -61,6 +61,6 @@ def as_called_here(text: str) -> str:
 
 
 def pip_install(*packages: str) -> str:
-    """The command that brings libraries which are missing, by their own names: those install from any folder, beside a
-    checkout and beside a wheel. A test holds them to what setup.py declares."""
+    """The command that installs missing libraries by their own names, which works in a checkout and for a wheel. A test
+    compares them with what setup.py declares."""
     return f"pip install {' '.join(packages)}"

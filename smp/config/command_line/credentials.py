@@ -1,10 +1,11 @@
-"""URLs as others may read them: without user, password and query, which is where signatures are. Imports no torch."""
+"""URLs without user, password and query, where signatures are: safe to print. Imports no torch."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+# abfs://CONTAINER@ACCOUNT names a container, no user.
 # abfs://CONTAINER@ACCOUNT is no secret
 _USER = re.compile(r"(?<!abfs)(?<!abfss)://[^/\s?]*@")
 # A query has a =, a ? alone is of a pattern. What stands behind the URL, as the line of a file, stays.
@@ -12,7 +13,7 @@ _QUERY = re.compile(r"(://[^\s?'\"]*\?)[^\s'\"]*=[^\s'\"]*?(?=(?::\d+)?[:,;.)\]]
 
 
 def without_credentials(value: Any) -> Any:
-    """A text, or texts of a list, with ``***`` for the user, the password and the query of each URL in it. What a run
+    """The text (or the texts of a list) with ``***`` in place of user, password and query of each URL. What a run
     prints and records is read by others."""
     if isinstance(value, list | tuple):
         return type(value)(map(without_credentials, value))

@@ -1,4 +1,4 @@
-"""The settings that each entry point has: a view of the one tree of ``smp.config.schema``."""
+"""The settings of each entry point: a view of the one tree of ``smp.config.schema``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Own:
-    """What is an entry point's own about a setting. What is not given is the schema's."""
+    """What an entry point changes about a setting. Fields that are not given are the schema's."""
 
     text: str | None = None
     default: Any = ...
@@ -18,7 +18,7 @@ class Own:
 
 @dataclass(frozen=True, eq=False)
 class EntryPoint:
-    """Which settings there are, and how they differ from the schema.
+    """The settings of an entry point, and how they differ from the schema's.
 
     Attributes:
         groups: name of a group -> names of its settings, in order; None: all of the schema's.
@@ -76,6 +76,8 @@ FINETUNE = EntryPoint(
         ),
         "logging": None,
     },
+    # The weights of a model are loaded, so nothing is initialized; --objective and --load decide
+    # the others.
     # all weights are read; --objective and --load say the others
     leaves_out=frozenset(("init_method_std", "model_config", "scalar_head", "transformers_config")),
     titles={

@@ -1,5 +1,4 @@
-"""An entry point's settings as a flat table: one ``Setting`` per dataclass field, and the one rule that turns text into
-a value.
+"""An entry point's settings as a flat table: one ``Setting`` per field, and the rule that turns text into a value.
 
 Flags, YAML keys, ``--help`` and the table in the docs all read this table, so none can disagree with the schema.
 """
@@ -57,7 +56,7 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """What it means, on one line. Read from the source when it is asked for: a launcher never does."""
+        """The help text on one line. Read from the source on demand: a launcher never needs it."""
         if self.own_text:
             return self.own_text
         text = docstrings(self.declared)[self.name]
@@ -66,11 +65,11 @@ class Setting:
 
     @property
     def optional(self) -> bool:
-        """Whether ``None`` (written ``none`` or ``null``) is a value."""
+        """Whether ``None`` (written ``none`` or ``null``) is an allowed value."""
         return self.default is None
 
     def parse(self, text: str, where: str) -> Any:
-        """The value that ``text`` stands for, the same for a flag and for a YAML scalar.
+        """The value that ``text`` stands for, by one rule for flags and YAML scalars.
 
         Raises:
             ConfigError: ``text`` is not a value of this setting; the message begins with ``where``.
@@ -87,17 +86,19 @@ class Setting:
 
 
 def _convert(kind: type, text: str) -> Any:
-    """``text`` as ``kind``; ``ValueError`` when it is not one. Empty text is an unset shell variable, never a value."""
+    """``text`` as ``kind``; ValueError when it is not one. Empty text is an unset shell variable, never a value."""
     if kind is bool:
+        # index raises ValueError for any other word.
         return ("false", "true").index(text.lower()) == 1
     value = kind(text)
+    # float("nan") and float("inf") parse, and would pass comparisons in checks.
     if text == "" or (kind is float and not math.isfinite(value)):
         raise ValueError
     return value
 
 
 def as_text(value: Any) -> str:
-    """A value as it is written in YAML and after a flag: ``None`` is ``none``, ``True`` is ``true``."""
+    """A value as written in YAML and after a flag: ``None`` is ``none``, ``True`` is ``true``."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -108,7 +109,7 @@ def require(fits: bool, message: str) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """``": did you mean X?"`` with the nearest of ``known`` (case ignored), or ``otherwise`` when nothing is near."""
+    """``": did you mean X?"`` with the nearest of ``known``, ignoring case, or ``otherwise`` when none is near."""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return f": did you mean {by_lower[near[0]]}?" if near else otherwise
@@ -120,7 +121,7 @@ def flag_of(name: str) -> str:
 
 
 def given(group: Any, *names: str) -> list[str]:
-    """Those of these settings that are not the schema's default, as on a command line."""
+    """Those of these settings that differ from the schema's default, as written on a command line."""
     changed = {name: getattr(group, name) for name in names if getattr(group, name) != getattr(type(group)(), name)}
     return [_as_given(flag_of(name), value) for name, value in changed.items()]
 
@@ -132,7 +133,7 @@ def _as_given(flag: str, value: Any) -> str:
 
 
 def without_effect(config: Config, *groups: str) -> list[Setting]:
-    """Settings that are not at their default although nothing that they need is there.
+    """Settings that differ from their default although nothing that they need is set.
 
     Args:
         config: resolved or not.
@@ -149,9 +150,10 @@ def without_effect(config: Config, *groups: str) -> list[Setting]:
 
 
 def has_effect(config: Config, setting: Setting) -> bool:
-    """Whether one of the things is there that ``setting`` needs, and has an effect itself."""
+    """Whether one of the settings that ``setting`` needs has the needed value, and has an effect itself."""
     known = settings(entry_point_of(config))
     return not setting.needs or any(
+        # Recursive: a setting that needs another idle one is idle, too.
         _holds(config, name, wanted) and (name not in known or has_effect(config, known[name]))
         for name, wanted in setting.needs
     )
@@ -159,6 +161,7 @@ def has_effect(config: Config, setting: Setting) -> bool:
 
 def _holds(config: Config, name: str, wanted: Any) -> bool:
     group = next(group for group in vars(config).values() if hasattr(group, name))
+    # Names are unique over all groups.
     value = getattr(group, name)
     if wanted is GIVEN:
         return bool(value != getattr(type(group), name))
@@ -166,7 +169,7 @@ def _holds(config: Config, name: str, wanted: Any) -> bool:
 
 
 def said_without_effect(config: Config, idle: Iterable[Setting]) -> str:
-    """What to tell of settings that :func:`without_effect` found: those that lack the same as the first."""
+    """The message about settings that :func:`without_effect` found: those that lack the same as the first one."""
     first, *others = idle
     alike = [first, *(setting for setting in others if setting.needs == first.needs)]
     named = [_as_given(s.flag, getattr(getattr(config, s.group), s.name)) for s in alike]
@@ -174,7 +177,7 @@ def said_without_effect(config: Config, idle: Iterable[Setting]) -> str:
 
 
 def _lacking(config: Config, setting: Setting) -> str:
-    """``without --optimizer adam or apex-adam``, ``with --mock-data``."""
+    """What is missing, as text: ``without --optimizer adam or apex-adam``, ``with --mock-data``."""
     texts = []
     known = settings(entry_point_of(config))
     for name, wanted in setting.needs:
@@ -184,6 +187,7 @@ def _lacking(config: Config, setting: Setting) -> str:
             return _lacking(config, known[name])
         default = next(getattr(type(group), name) for group in vars(config).values() if hasattr(group, name))
         if isinstance(wanted, bool):
+            # A switch needed at its default: the user has turned it.
             if wanted == default:
                 return f"with {_as_given(flag_of(name), not wanted)}"
             texts.append(_as_given(flag_of(name), wanted))
@@ -196,13 +200,14 @@ def _lacking(config: Config, setting: Setting) -> str:
 
 
 def entry_point_of(config: Config) -> EntryPoint:
-    """The one whose run it is."""
+    """The entry point whose run ``config`` describes."""
     return PRETRAIN if config.objective is None else FINETUNE
 
 
 def group_classes(entry: EntryPoint = PRETRAIN) -> dict[str, type]:
-    """Name of each group of an entry point and its dataclass, in order."""
+    """Dataclass of each group of an entry point by name, in order."""
     hints = get_type_hints(Config)
+    # Groups that only some entry points have are declared Optional.
     return {group: get_args(hints[group])[0] if get_args(hints[group]) else hints[group] for group in entry.groups}
 
 
@@ -221,8 +226,10 @@ def settings(entry: EntryPoint = PRETRAIN) -> dict[str, Setting]:
 
 def _setting(item: Field[Any], group: str, declared: type, hint: Any, own: Own) -> Setting:
     assert item.default is not MISSING, f"{group}.{item.name} has no default"
+    # A Literal may itself contain None; Optional[X] is unpacked to X.
     options = [arg for arg in get_args(hint) if arg is not type(None)]
     base = options[0] if get_origin(hint) is not Literal and type(None) in get_args(hint) else hint
+    # Annotated is Words: text of several words.
     many = get_origin(base) is Annotated
     base = get_args(base)[0] if many else base
     choices: Collection[str] = get_args(base) if get_origin(base) is Literal else ()
@@ -248,7 +255,8 @@ def _setting(item: Field[Any], group: str, declared: type, hint: Any, own: Own) 
 
 @cache
 def docstrings(cls: type) -> dict[str, str]:
-    """The text under each field of a dataclass, on one line (from the source: Python keeps none at run time)."""
+    """The docstring under each field of a dataclass, on one line. Python keeps none at run time, so they are read from
+    the source."""
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
     texts: dict[str, str] = {}
@@ -260,5 +268,5 @@ def docstrings(cls: type) -> dict[str, str]:
 
 
 def title_of(entry: EntryPoint, group: str) -> str:
-    """What a group is about."""
+    """The title of a group in --help."""
     return entry.titles.get(group) or group_classes(entry)[group].__doc__ or ""

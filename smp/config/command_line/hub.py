@@ -1,4 +1,4 @@
-"""Names of Hugging Face's hub, ``hub:OWNER/NAME``, as folders on this machine, by way of huggingface_hub. No torch."""
+"""Names of the Hugging Face hub, ``hub:OWNER/NAME``, resolved to local folders by huggingface_hub. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ _FLAGS: dict[str, Kind] = {
     **{"load": "model", "tokenizer_model": "tokenizer", "load_adapter": "model"},
     **dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path"), "dataset"),
 }
-"""Settings that may be such a name; of data paths each word."""
+"""Settings that may be such a name; for data paths every word."""
 
 
 def on_this_machine(name: str, kind: Kind, flag: str) -> str:
-    """The folder of a name, fetched if it is not there yet; anything but such a name is returned as it is.
+    """The local folder of a hub name, downloaded if necessary; other values are returned unchanged.
+
+    ``hub:OWNER/NAME@REVISION`` names a branch, tag or commit. A data set's name may be followed by the files that are
+    wanted: ``hub:OWNER/NAME/data/train-*.parquet``.
 
     ``hub:OWNER/NAME@REVISION`` names a branch, a tag or a commit. Behind a data set may stand the files that are
     wanted: ``hub:OWNER/NAME/data/train-*.parquet``.
@@ -58,13 +61,15 @@ def on_this_machine(name: str, kind: Kind, flag: str) -> str:
             ignore_patterns=_COPIES if kind == "model" else None,
         )
     except Exception as error:  # of the hub, of the network, or of the disk
+        # Messages of the library have paragraphs of advice: the first sentence says what is wrong.
         why = " ".join(str(error).split()).partition(". ")[0][:200] or type(error).__name__
         data = " --repo-type dataset" if kind == "dataset" else ""
         raise ConfigError(
             f"{flag} {name} is not on this machine and cannot be fetched ({why}); where there is a network: "
             f"hf download {repository}{data} --local-dir FOLDER, then {flag} FOLDER"
         ) from None
-    commit = Path(folder).name  # in the library's cache
+    commit = Path(folder).name  # snapshots/<commit> in the library's cache
+    # A branch moves: only a commit names the same files in a year.
     if commit != revision and os.environ.get("RANK", "0") == "0":
         pinned = f"{PREFIX}{repository}{'/' + files if files else ''}@{commit}"
         print(f"note: {flag} {name} is commit {commit} now; {pinned} stays with it", file=sys.stderr)
@@ -72,7 +77,7 @@ def on_this_machine(name: str, kind: Kind, flag: str) -> str:
 
 
 def with_folders(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by name, with folders in place of such names. Raises ConfigError as :func:`on_this_machine`."""
+    """Settings by name, with hub names replaced by folders. Raises ConfigError as :func:`on_this_machine`."""
     out = dict(values)
     for name, kind in _FLAGS.items():
         given = values.get(name)
@@ -86,7 +91,7 @@ def with_folders(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_path(text: str) -> Path:
-    """For --load of the tools: a path, or the folder of a name."""
+    """argparse type of the tools' --load: a path, or the folder of a hub name."""
     return _argument(text, "model", "--load")
 
 

@@ -1,4 +1,4 @@
-"""A command line of Megatron-LM's while it is translated: what was given, what it becomes, what is said of it."""
+"""A command line of Megatron-LM while it is translated: what was given, what it becomes, what the user is told."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Line:
     notes: list[str] = field(default_factory=list)
 
     def one(self, flag: str) -> str | None:
-        """The value of a flag of Megatron's; None: it is not given."""
+        """The value of a flag of Megatron's; None: not given."""
         return self.given[flag][0] if flag in self.given else None
 
     def put(self, *words: str) -> None:
-        """Take flags of this project, each with its values, into the result."""
+        """Put flags of this project, each with its values, into the result; the last one wins."""
         name = ""
         for word in words:
             if word.startswith("--"):
@@ -46,7 +46,7 @@ class Line:
             self.words[name].append(word)
 
     def number(self, name: str, otherwise: int = 1) -> int:
-        """The value of a whole-number setting of the result."""
+        """The value of an integer setting of the result."""
         words = self.words.get(name)
         return otherwise if words is None else settings()[name].parse(words[1], words[0])
 
@@ -57,13 +57,13 @@ class Line:
 
 
 def setting_of(flag: str) -> str:
-    """Name of the setting of a flag of this project; of ``--no-x`` that of x."""
+    """Name of the setting of a flag of this project; ``--no-x`` belongs to x."""
     name = flag.removeprefix("--").replace("-", "_")
     return name if name in settings() else name.removeprefix("no_")
 
 
 def leave(line: Line, names: Sequence[str], why: str) -> None:
-    """Leave out settings of the result that this project would refuse, and Megatron passes over."""
+    """Leave out settings of the result that this project would refuse and Megatron ignores."""
     for name in names:
         if name in line.words:
             line.left_out.append(f"{' '.join(line.words.pop(name))} ({why})")

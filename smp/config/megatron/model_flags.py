@@ -19,7 +19,7 @@ def positions(line: Line) -> None:
 
 
 def layer_pattern(line: Line) -> None:
-    """Megatron counts the layers by the letters."""
+    """--hybrid-layer-pattern; its letters give --num-layers where no flag does, as in Megatron."""
     letters = line.one("--hybrid-layer-pattern") or line.one("--hybrid-override-pattern")
     if letters is not None:
         line.put("--hybrid-layer-pattern", letters)
@@ -33,6 +33,7 @@ def heads(line: Line) -> None:
     if line.says("moe_router_score_function", "sigmoid"):
         leave(line, ("moe_router_pre_softmax",), "sigmoid scores have no softmax")
     groups = line.one("--num-query-groups")
+    # Megatron's default with --group-query-attention is one group.
     if "--group-query-attention" in line.given:
         line.put("--num-query-groups", groups or "1")
     elif groups is not None:
@@ -44,14 +45,17 @@ def window(line: Line) -> None:
         return
     text = " ".join(line.given["--window-size"])
     sides = [int(number) for number in re.findall(r"-?\d+", text)]
+    # Megatron's window is (left, right) distances; a causal model looks right by 0 (or -1, which
+    # means no limit).
     if len(sides) != 2 or sides[1] not in (0, -1):
         line.problems.append(f"--window-size {text}: a token sees itself and tokens before it: give Megatron's (n-1,0)")
+    # Megatron counts the tokens before, here the token itself is counted, too.
     elif sides[0] >= 0:
         line.put("--window-size", str(sides[0] + 1))
 
 
 def gelu(line: Line) -> None:
-    """Megatron's GELU with a fused bias, which is its default, is the tanh approximation."""
+    """--tanh-gelu for Megatron's GELU with a fused bias, its default, which is the tanh approximation."""
     plain = line.says("swiglu") is False and not line.says("squared_relu")
     fused = "--no-bias-gelu-fusion" not in line.given and not line.says("disable_bias_linear")
     if plain and (fused or "--openai-gelu" in line.given) and "tanh_gelu" not in line.words:
@@ -59,7 +63,7 @@ def gelu(line: Line) -> None:
 
 
 def unused_parts(line: Line) -> None:
-    """Settings of what no letter of a pattern asks for: lines say them all the same."""
+    """Leave out settings of parts for which no letter of a pattern asks: scripts give them all the same."""
     words = line.words.get("hybrid_layer_pattern")
     letters = set() if words is None else set(words[-1])
     if not letters:
@@ -83,7 +87,8 @@ def query_norm(line: Line) -> None:
 
 
 def latent_yarn(line: Line) -> None:
-    """Megatron's RoPE with latent attention is YaRN, which with its default factor of 1 changes nothing."""
+    """--rope-scaling-type yarn: Megatron's RoPE with latent attention is YaRN; its default factor of 1 changes
+    nothing."""
     flags = ("--rope-type", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim")
     given = [f"{flag} {line.one(flag)}" for flag in flags if flag in line.given]
     latent, kind = "--multi-latent-attention" in line.given, line.one("--rope-type")
@@ -104,16 +109,19 @@ def latent_yarn(line: Line) -> None:
         line.put("--use-rope-scaling", "--rope-scaling-type", "yarn", "--rope-scaling-factor", factor)
         line.put("--rope-original-max-position", "4096")  # a constant of Megatron's
         weight, of_all = (float(line.one(flag) or other) for flag, other in (("--mscale", 1), ("--mscale-all-dim", 0)))
+        # DeepSeek's two scales: YaRN's attention factor is mscale(weight) / mscale(of_all).
         if weight and of_all:
             line.put("--yarn-mscale", str(weight), "--yarn-mscale-all-dim", str(of_all))
         elif of_all:
             line.problems.append(f"--mscale 0 with --mscale-all-dim {of_all}: give both or none")
         else:
+            # Without mscale_all_dim the factor is 0.1 mscale ln(factor) + 1 (arXiv 2309.00071,
+            # 3.4).
             line.put("--yarn-attention-factor", repr(0.1 * weight * math.log(max(1.0, float(factor))) + 1.0))
 
 
 def experts(line: Line) -> None:
-    """Megatron takes a negative capacity for none, and passes over the coefficient of a loss that there is not."""
+    """Megatron takes a negative capacity for none, and ignores the coefficient of a loss that is off."""
     if (line.one("--moe-expert-capacity-factor") or "").startswith("-"):
         leave(line, ("moe_expert_capacity_factor",), "no capacity")
     if line.says("moe_router_load_balancing_type", "none"):
@@ -134,4 +142,4 @@ def _is_number(text: str) -> bool:
 
 BEFORE_DEFAULTS = (positions, layer_pattern, heads, window, latent_yarn, experts)
 AFTER_DEFAULTS = (gelu, query_norm, unused_parts, recompute)
-"""These ask for settings that a line may leave to Megatron's defaults."""
+"""These read settings that a line may leave to Megatron's defaults."""

@@ -1,4 +1,4 @@
-"""Megatron's flags that came in 2026, by what becomes of them."""
+"""Megatron's flags added in 2026, by what they become."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row of the table of Megatron's flags says. See ``smp.config.megatron.table``."""
+"""A row of the table of Megatron's flags. See ``smp.config.megatron.table``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Fate = Literal["same", "becomes", "derived", "left out", "refused"]
 
 @dataclass(frozen=True)
 class Row:
-    """Flags of Megatron's that have one answer.
+    """Flags of Megatron's with one answer.
 
     Attributes:
         flags: each with the number of its values: ``--x`` none, ``--x:1`` one, ``--x:+`` any number.
@@ -36,30 +36,31 @@ class Row:
 
 
 def same(flags: str) -> Row:
-    """The same name, values and meaning here."""
+    """A row of flags with the same name, values and meaning here."""
     return Row(flags, "same", "the same")
 
 
 def becomes(flags: str, words: str, answer: str = "") -> Row:
-    """Other words of this project, whatever the value."""
+    """A row of flags that become other words of this project, whatever their value."""
     return Row(flags, "becomes", answer, words)
 
 
 def chosen(flags: str, values: Mapping[str, str], answer: str) -> Row:
-    """Each value has words of its own; others are refused with ``answer``."""
+    """A row of flags each of whose ``values`` has its own words; other values are refused with ``answer``."""
     return Row(flags, "refused", answer, values=values)
 
 
 def derived(flags: str, answer: str) -> Row:
-    """What it becomes depends on other flags too."""
+    """A row of flags whose translation depends on other flags."""
     return Row(flags, "derived", answer)
 
 
 def left_out(flags: str, answer: str) -> Row:
-    """It is accepted and changes nothing here."""
+    """A row of flags that are accepted and have no effect here."""
     return Row(flags, "left out", answer)
 
 
 def refused(flags: str, answer: str, values: Mapping[str, str] | None = None) -> Row:
-    """What it asks for does not exist; with some values, such as Megatron's default, it asks for nothing."""
+    """A row of flags that ask for something that does not exist. Some values, such as Megatron's default, ask for
+    nothing."""
     return Row(flags, "refused", answer, values=values or {})

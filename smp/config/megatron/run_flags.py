@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM's that say how and on what a model trains and depend on other flags; as ``model_flags``."""
+"""Flags of Megatron-LM for training, data and layout that depend on other flags; like ``model_flags``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from smp.config.schema import DataConfig
 _WITHOUT_DOCUMENTS = ("packing", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "data_cache_path")
 _LENGTHS_IN_SAMPLES = ("--lr-decay-samples", "--lr-warmup-samples", "--lr-wsd-decay-samples")
 _OF_LOADING = ("finetune", "load_optim", "ckpt_step")
+# DeepSpeed's ZeRO stages by what they shard.
 _ZERO = {"0": "no_shard", "1": "optim", "2": "optim_grads", "3": "optim_grads_params"}
 _SOURCES = ("data_path", "data_args_path", "train_data_path", "mock_data")
 
@@ -54,7 +55,8 @@ def _data_parallel(line: Line) -> int:
 
 
 def sharding(line: Line) -> None:
-    """Replicas without a word of sharding, as in Megatron; its distributed optimizer shards the optimizer's state."""
+    """--hybrid-shard-degree and --data-parallel-sharding-strategy. Without a flag Megatron replicates; its distributed
+    optimizer shards optimizer states."""
     fsdp = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp"} & line.given.keys()
     strategy = line.one("--data-parallel-sharding-strategy")
     stage = line.one("--zero-stage")  # DeepSpeed's
@@ -83,7 +85,7 @@ def sharding(line: Line) -> None:
 
 
 def tokenizer(line: Line) -> None:
-    """A tokenizer's file, or the number of token ids: data of Megatron's are ids already."""
+    """--tokenizer-model or --vocab-size: Megatron's data are token ids already, so a number of ids is enough."""
     kind, model, entries = line.one("--tokenizer-type"), line.one("--tokenizer-model"), line.one("--vocab-file")
     size = line.one("--vocab-size")
     said = f"--tokenizer-type {kind}"
@@ -127,7 +129,9 @@ def folders(line: Line) -> None:
         )
     elif start is not None:
         line.put("--load", start, "--finetune")
+    # Scripts give the same folder twice, for the first start and for restarts: that is --load auto.
     elif load is not None:
+        # realpath: the two may be spelled differently.
         both = save is not None and os.path.realpath(load) == os.path.realpath(save)
         both = both and "--exit-on-missing-checkpoint" not in line.given
         line.put("--load", "auto" if both else load)
@@ -151,7 +155,7 @@ def data(line: Line) -> None:
     if not any(name in line.words for name in _SOURCES):
         line.put("--mock-data")
         line.notes.append("note: the line names no data, so it trains on mock data, as Megatron does")
-    if "split" in line.words:  # any characters between the numbers, such as a script's quotes
+    if "split" in line.words:  # Megatron takes any characters between the numbers, such as a script's quotes
         line.put("--split", ",".join(re.findall(r"[.0-9]+", line.words["split"][1])) or line.words["split"][1])
     if line.says("mock_data"):
         leave(line, _WITHOUT_DOCUMENTS, "with --mock-data")
@@ -160,15 +164,15 @@ def data(line: Line) -> None:
 
 
 def evaluation(line: Line) -> None:
-    """Megatron's ``--eval-iters 0`` is no evaluation, which here is no ``--eval-interval``."""
+    """Megatron's ``--eval-iters 0`` turns evaluation off, as leaving out ``--eval-interval`` does here."""
     if line.one("--eval-iters") == "0":
         leave(line, ("eval_iters", "eval_interval"), "no evaluation, as --eval-iters 0 says")
 
 
 def samples(line: Line) -> None:
-    """Where the batch changes Megatron's schedule counts samples, also where lengths are in iterations: then these are
-    iterations of the largest batch. (Of a schedule of batches without --global-batch-size Megatron takes one
-    micro-batch of each rank, which none can mean.)"""
+    """Lengths of the schedule in samples where the batch size changes: Megatron then counts samples, and lengths in
+    iterations are iterations of the largest batch. (For a schedule of batches without --global-batch-size Megatron
+    takes one micro-batch per rank, which is hardly meant.)"""
     if "train_iters" not in line.words:
         return
     if line.one("--lr-warmup-samples") == "0":
@@ -191,7 +195,8 @@ def samples(line: Line) -> None:
 
 
 def _largest_batch(line: Line) -> int | None:
-    """Samples of the largest step, where steps change; None: they do not, or --global-batch-size is missing."""
+    """Samples of the largest step where the batch size changes; None: it does not, or --global-batch-size is
+    missing."""
     if "step_batch_size_schedule" in line.words:
         pairs = line.words["step_batch_size_schedule"][1]
         length = line.number("seq_length") if "seq_length" in line.words else 1

@@ -13,7 +13,7 @@ from smp.config.megatron.run_rows import CHECKPOINTS, DATA, LOGS, OTHERS, TRAINI
 TABLE: tuple[Row, ...] = (*MODEL, *PARALLEL, *TRAINING, *DATA, *CHECKPOINTS, *LOGS, *OTHERS, *NEWER)
 
 ROWS: dict[str, Row] = {flag: row for row in TABLE for flag in row.arities}
-"""By flag."""
+"""Row by flag."""
 
 DEFAULTS = {
     "position_embedding_type": "learned_absolute",
@@ -38,10 +38,10 @@ DEFAULTS = {
     "fp8_amax_history_len": "1",
     "fp8_amax_compute_algo": "most_recent",
 }
-"""Megatron's defaults that are others than this project's, by setting. A --load that holds nothing stays an error."""
+"""Megatron's defaults that differ from this project's, by setting. A --load without a checkpoint stays an error."""
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-"""Settings of the model that Megatron has no default for; it has none for --micro-batch-size and --lr either."""
+"""Settings of the model without a default in Megatron, which has none for --micro-batch-size and --lr either."""
 
 
 def fate_of(flag: str) -> Fate:
@@ -50,7 +50,7 @@ def fate_of(flag: str) -> Fate:
 
 
 def answer_of(flag: str) -> str | None:
-    """What to tell somebody who gives a flag of Megatron's that this project does not have; None: it is not one."""
+    """The answer to a flag of Megatron's that this project lacks; None: it is no such flag."""
     row = ROWS.get(flag)
     if row is None or row.fate == "same":
         return None

@@ -1,4 +1,4 @@
-"""A command line of Megatron-LM's in this project's flags: what ``--from-megatron`` does.
+"""A Megatron-LM command line in this project's flags: what ``--from-megatron`` does.
 
 Flags that mean the same stay, flags with a counterpart become it, Megatron's defaults are spelled out, what changes
 nothing is left out, and all that does not exist is refused at once. What a flag becomes is data, in ``table``, but for
@@ -29,7 +29,7 @@ class Translation:
 
 
 def translate(argv: Sequence[str], processes: int) -> Translation:
-    """``argv``, a line of Megatron's and perhaps flags of this project, for so many processes.
+    """Translate ``argv``, a line of Megatron's with or without flags of this project, for this number of processes.
 
     Raises:
         ConfigError: flags that are not known or ask for what does not exist, all of them in one line.
@@ -38,13 +38,17 @@ def translate(argv: Sequence[str], processes: int) -> Translation:
     _read(line, [word for word in argv if word != FROM_MEGATRON])
     for flag, values in line.given.items():
         _take(line, flag, values)
+    # Before the defaults: functions that look at what was given. After them: those that need the
+    # complete line.
     for derive in (*model_flags.BEFORE_DEFAULTS, *run_flags.BEFORE_DEFAULTS):
         derive(line)
+    # The project's own flags win over translated ones.
     line.put(*line.own)
     _defaults(line)
     for derive in (*model_flags.AFTER_DEFAULTS, *run_flags.AFTER_DEFAULTS):
         derive(line)
     _requirements(line)
+    # All problems are reported at once: a long line is corrected in one go.
     clauses = [f"{', '.join(flags)}: {answer}" for answer, flags in line.refused.items()] + line.problems
     if clauses:
         raise ConfigError(f"{FROM_MEGATRON}: " + "; ".join(clauses))
@@ -60,10 +64,11 @@ def _said(line: Line, ordered: list[str]) -> list[str]:
 
 
 def _read(line: Line, argv: list[str]) -> None:
-    """Flags with their values, Megatron's apart from those that only this project has."""
+    """Split the line into Megatron's flags with their values, and flags of this project."""
     known = settings()
     while argv:
         flag, equals, value = argv.pop(0).partition("=")
+        # --x=value and --x value are both argparse's forms.
         if not flag.startswith("--"):
             why = "leave out the launcher and the script" if flag.endswith(".py") else "a value follows its flag"
             line.problems.append(f"unexpected {flag!r}: {why}")
@@ -83,6 +88,7 @@ def _read(line: Line, argv: list[str]) -> None:
             near = did_you_mean(flag, [*ROWS, *(s.flag for s in known.values())], ": is it Megatron's?")
             line.problems.append(f"unknown flag {flag}{near}")
             continue
+        # arity "" or "1" has the length 0 or 1, the number of values.
         if arity != "+" and len(values) != len(arity):
             line.problems.append(f"{flag} takes {'one value' if arity else 'no value'}, not {len(values)}")
         elif flag in ROWS:
@@ -92,7 +98,7 @@ def _read(line: Line, argv: list[str]) -> None:
 
 
 def _take(line: Line, flag: str, values: list[str]) -> None:
-    """What the table says of one flag."""
+    """Apply the table's row to one flag."""
     row, fate, value = ROWS[flag], fate_of(flag), " ".join(values)
     if value in row.values or fate == "left out":
         words = row.values.get(value, "")
@@ -111,7 +117,7 @@ def _take(line: Line, flag: str, values: list[str]) -> None:
 
 
 def _defaults(line: Line) -> None:
-    """Megatron's defaults, as flags; not those of a model that a checkpoint describes."""
+    """Add Megatron's defaults as flags, except those of the model where a checkpoint describes it."""
     for name, value in DEFAULTS.items():
         setting = settings()[name]
         if name in line.words or (setting.group == "model" and "--use-checkpoint-args" in line.given):
@@ -123,7 +129,7 @@ def _defaults(line: Line) -> None:
 
 
 def _requirements(line: Line) -> None:
-    """What Megatron has no default for either."""
+    """Report missing settings that Megatron requires, too."""
     described = "--use-checkpoint-args" in line.given
     names = [*(() if described else REQUIRED), "micro_batch_size", "lr"]
     missing = [settings()[name].flag for name in names if name not in line.words]
@@ -132,13 +138,15 @@ def _requirements(line: Line) -> None:
 
 
 def _drop_what_is_idle(line: Line) -> None:
-    """Leave out settings that have no effect with the rest: Megatron passes over them, this project refuses them."""
+    """Leave out settings that have no effect with the others: Megatron ignores them, this project refuses them."""
     defaults = [name for name in line.words if name in DEFAULTS]
+    # Repeated: leaving one out may make another one idle.
     while True:
         values = read_values([word for words in line.words.values() for word in words], PRETRAIN, "")
         idle = [s.name for s in without_effect(build_tree(PRETRAIN, values)) if not s.noted]
         if not idle:
             return
+        # Told are settings that the line gave; of defaults that were filled in above nobody asked.
         given = [name for name in idle if line.given.get(line.words[name][0]) == line.words[name][1:]]
         told = [name for name in idle if name not in defaults or name in given]
         leave(line, told, "without effect with the rest")

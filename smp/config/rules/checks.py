@@ -1,4 +1,4 @@
-"""What a config must satisfy: ranges of single values, then how values fit together."""
+"""Checks of a config: ranges of single values, then combinations."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ _FROM_ZERO = {
 }
 _SHARES = ("bad_sample_threshold", "lmbda", "kd_loss_alpha")
 _ANY = ("off_policy_mask_threshold", "reward_model_weight")
-# What tables of layers and experts, and timers, can hold. No integer is wider than 64 bits.
+# Limits of tables of layers and experts, and of timers. No integer is wider than 64 bits.
 _BELOW = {"num_layers": 2**16, "num_experts": 2**16, "distributed_timeout_minutes": 10**6}
 
 
 def check_ranges(config: Config) -> None:
-    """Check each number on its own."""
+    """Check each number by itself."""
     table = settings(entry_point_of(config))
-    for name in sorted(table, key=lambda name: name != "train_iters"):  # in recipes others are said to be the same
+    for name in sorted(table, key=lambda name: name != "train_iters"):  # first: recipes derive others from it
         setting = table[name]
-        value = getattr(getattr(config, setting.group), name, None)  # of a group that a run does not have
+        value = getattr(getattr(config, setting.group), name, None)  # None: the run has no such group
         if setting.type not in (int, float) or value is None:
             continue
         if name in _FRACTIONS:
@@ -82,7 +82,7 @@ def check_ranges(config: Config) -> None:
 
 
 def check_combinations(config: Config, layout: Layout) -> None:
-    """Check what a config with its defaults filled in says as a whole."""
+    """Check a config with its defaults filled in, as a whole."""
     check_vision(config)
     _check_inprocess(config.parallel)
     if config.model.is_foreign:
@@ -103,6 +103,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_rerun(config)
     _check_kernels(config)
     require(
+        # auto measures links: another run may choose another order of sums.
         not (config.training.deterministic_mode and config.parallel.data_parallel_collectives == "auto"),
         "--deterministic-mode and --data-parallel-collectives auto exclude each other: what is measured at the start "
         "decides in which order gradients are summed; flat and hierarchical work",
@@ -122,8 +123,9 @@ def _check_inprocess(parallel: ParallelConfig) -> None:
 
 
 def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> None:
-    """Blocks that share a scale run over a unit's flat buffer: what every tensor-parallel rank has a copy of (norms,
-    routers, some biases) would be rounded with neighbours that differ from rank to rank, and its copies drift apart."""
+    """Refuse ZeRO++ rounding with tensor parallelism. Blocks that share a scale run over a unit's flat buffer: a tensor
+    that every TP rank has a copy of (norms, routers, some biases) would be rounded with neighbours that differ from
+    rank to rank, and the copies would drift apart."""
     flags = given(parallel, "zero_quantized_weights", "zero_quantized_gradients")
     require(
         not (flags and layout.tp > 1),
@@ -133,7 +135,7 @@ def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> No
 
 
 def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
-    """What is known before a process group is: that the neighbours are on one node shows at the start."""
+    """Check what is known before process groups exist; that the neighbours are on one node is checked at the start."""
     size, shards, ep = parallel.zero_hpz_partition_size, layout.dp_shard * layout.cp, layout.ep
     beside = size * (layout.tp // layout.expert_tp)  # of the neighbours' processes those among which experts lie
     if size == 1:
@@ -157,15 +159,15 @@ def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
 
 
 def check_effects(config: Config, *groups: str) -> None:
-    """Refuse settings of a config without derived defaults that others leave nothing to do: see ``only_with`` of the
-    schema. In all groups, or in some."""
+    """Refuse settings that have no effect with the others (``only_with`` in the schema), in all groups or some.
+    ``config``: without derived defaults."""
     idle = [setting for setting in without_effect(config, *groups) if not setting.noted]
     if idle:
         raise ConfigError(f"{said_without_effect(config, idle)}; leave it out")
 
 
 def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
-    """What to tell the user of settings that have no effect, some in this ``layout``, and are not refused."""
+    """Notes on settings that have no effect, some in this ``layout``, and are not refused."""
     notes = [f"note: {said_without_effect(config, [s])}" for s in without_effect(config) if s.noted]
     if layout is not None and layout.dp_replicate * layout.tp == 1 and config.training.rerun_mode == "disabled":
         for flag in given(config.training, "check_replicas_interval"):
@@ -180,7 +182,7 @@ def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
 
 
 def _check_rerun(config: Config) -> None:
-    """A pass that is made again must find what the first one found."""
+    """Refuse settings with which a repeated pass would not find what the first one found."""
     mode = config.training.rerun_mode
     if mode == "disabled":
         return
@@ -205,9 +207,10 @@ def _check_kernels(config: Config) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Check what a model with its defaults filled in says as a whole."""
+    """Check a model with its defaults filled in, as a whole."""
     check_effects(Config(model=model), "model")
     check_pattern(model)
+    # tp=1: by itself a model has no layout; a run checks it again with its own.
     _check_heads_and_widths(model, tp=1)
     check_latent(model)
     check_dsa_model(model)
@@ -268,6 +271,7 @@ def _check_attention_heads(heads: int, groups: int, tp: int, *, across_heads: bo
         heads % tp == 0,
         f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
     )
+    # More processes than key/value heads share one; fewer must have whole ones.
     require(
         groups % tp == 0 or tp % groups == 0,
         f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other; change one",
@@ -304,7 +308,7 @@ def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
 
 
 def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingConfig, *, tuning: bool) -> None:
-    """``tuning``: samples are read, whose files smp.config.rules.finetune checks."""
+    """``tuning``: samples are read, whose files ``smp.config.rules.finetune`` checks."""
     sources = {
         "--data-path": data.data_path,
         "--data-args-path": data.data_args_path,
@@ -366,7 +370,7 @@ def _check_batch(config: Config) -> None:
         length <= model.max_position_embeddings,
         f"--seq-length {length} is above --max-position-embeddings {model.max_position_embeddings}; change one of them",
     )
-    BatchSizes.of(data)  # which refuses sizes that lead nowhere
+    BatchSizes.of(data)  # raises for sizes that do not lead to --global-batch-size
 
 
 def _check_schedule(optim: OptimizerConfig) -> None:
@@ -382,6 +386,7 @@ def _check_schedule(optim: OptimizerConfig) -> None:
         optim.decoupled_min_lr is None or optim.lr_decay_style != "constant",
         "--decoupled-min-lr has no effect with --lr-decay-style constant; leave it out",
     )
+    # Warm-up and final decay must fit into the schedule, or the rate would jump.
     parts = lengths(optim)
     if parts.decay is None:
         return
@@ -402,7 +407,7 @@ def _check_training(training: TrainingConfig) -> None:
 
 
 def check_paths(load: str | None, save: str | None) -> None:
-    """Refuse URLs of what has a path."""
+    """Refuse file:// URLs: files have paths."""
     for flag, path in (("--load", load), ("--save", save)):
         require(not (path or "").startswith("file:"), f"{flag} {path}: give the path alone, without file://")
 
@@ -420,6 +425,7 @@ def _check_loading(checkpoint: CheckpointConfig) -> None:
         require(load is not None, f"{flag} says how to load: give --load")
         require(
             load != "auto",
+            # Each restart would load the same step, or drop the optimizer's state, again.
             f"{flag} would undo the progress at every restart with --load auto: give --load a folder",
         )
     require(
@@ -452,6 +458,7 @@ def _check_saving(config: Config, checkpoint: CheckpointConfig, training: Traini
     require(interval is None or mtbf is None, f"--save-interval {interval} and --save-mtbf-hours {mtbf} are both given")
     require(
         last is None or last >= 2,
+        # The newest one may be the damaged one: a crash during its write.
         f"--keep-last-k {last} leaves nothing to fall back to when the newest checkpoint is damaged: give at least 2",
     )
     require(

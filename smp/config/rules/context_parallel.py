@@ -1,4 +1,4 @@
-"""What context parallelism asks of the other settings."""
+"""Checks of context parallelism."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def check_context_parallel(config: Config, layout: Layout) -> None:
     _check_length(config.data.seq_length or 0, cp)
     a2a, ring = exchange_sizes(parallel)
     documents, kind = config.data.reset_attention_mask, parallel.cp_comm_type
+    # Compiled code is specialized for shapes, and documents differ in every batch.
     if parallel.compile and documents and kind != "auto" and ring > 1:
         raise ConfigError(
             f"--cp-comm-type {kind} computes documents block by block, which --compile would trace anew for every "
@@ -51,7 +52,7 @@ def check_context_parallel(config: Config, layout: Layout) -> None:
 
 
 def _check_recurrence(config: Config, layout: Layout) -> None:
-    """By heads, those of keys are shared; states are of all heads."""
+    """Check a2a with recurrences: all-to-all gives each process some heads, so key heads must be divisible."""
     model = config.model
     if not any(linear(model)) or config.parallel.cp_comm_type != "a2a":
         return
@@ -67,7 +68,8 @@ def _check_recurrence(config: Config, layout: Layout) -> None:
 
 
 def _check_length(length: int, cp: int) -> None:
-    """Each process holds two of 2 x cp chunks of a sequence, so that all have the same work."""
+    """Check that a sequence has 2 x cp equal chunks. Each process has two, an early and a late one, so that all have
+    the same work under a causal mask."""
     if length % (2 * cp):
         below, above = length // (2 * cp) * 2 * cp, -(-length // (2 * cp)) * 2 * cp
         works = f"{below} or {above}" if below else str(above)
@@ -77,7 +79,7 @@ def _check_length(length: int, cp: int) -> None:
 
 
 def exchange_sizes(parallel: ParallelConfig) -> tuple[int, int]:
-    """Processes of an all-to-all group and of a ring, whose product is --context-parallel-size.
+    """Processes per all-to-all group and per ring; their product is --context-parallel-size.
 
     Raises:
         ConfigError: --hierarchical-context-parallel-sizes is missing, or does not fit.

@@ -1,4 +1,4 @@
-"""What the settings of distillation must satisfy, and their defaults."""
+"""Checks and defaults of distillation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from smp.config.rollouts import RolloutConfig
 from smp.config.schema import Config
 
 BETA = 0.5
-"""The divergence's beta where --beta is not given: TRL's."""
+"""Default of --beta, that of TRL."""
 
 
 def fill_distillation(config: Config) -> RolloutConfig | None:
-    """Check the group; the settings that it shares with reinforcement learning, with their defaults.
+    """Check the group; returns the settings it shares with reinforcement learning, with their defaults.
 
     Raises:
         ConfigError: values outside of their range, or settings that do not go together.
@@ -29,6 +29,7 @@ def fill_distillation(config: Config) -> RolloutConfig | None:
     require(len(sources) == 1, f"{' and '.join(sources)} are both given; give one")
     _check_values(distillation, rollouts)
     saves = distillation.logits_save_dir is not None
+    # Saving the teacher's logits trains nothing: settings of training and adapters are refused.
     idle = [*given(rollouts, "beta"), *given(distillation, "kd_loss_alpha")] if saves else []
     idle += given(config.lora, "lora_rank") if saves and config.lora is not None else []
     lengths = given(config.training, "train_epochs", "train_iters", "train_samples", "eval_interval", "eval_epochs")
@@ -68,18 +69,20 @@ _OF_TEACHER = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "co
 
 
 def layout_of_teacher(parallel: ParallelConfig, distillation: DistillationConfig) -> ParallelConfig:
-    """``parallel`` with TP, PP and CP of the teacher, where they are others."""
+    """``parallel`` with the teacher's TP, PP and CP where these are given."""
     asked = {name: getattr(distillation, f"teacher_{name}") for name in _OF_TEACHER}
     changed: dict[str, Any] = {n: size for n, size in asked.items() if size not in (None, getattr(parallel, n))}
     if not changed:
         return parallel
-    # Groups of hybrid FSDP and of ZeRO++ are of the run's model: the teacher is sharded over all data-parallel ranks.
+    # Groups of hybrid FSDP and ZeRO++ belong to the run's model. The teacher is sharded over all
+    # data-parallel ranks.
     reset = ["hybrid_shard_degree", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"]
     if (pp := changed.get("pipeline_model_parallel_size")) is not None:
         reset += ["pipeline_model_parallel_layout", "pipeline_reshard"]
         reset += ["data_parallel_sharding_strategy"] if pp > 1 else []
         schedule = ("1f1b", 1) if pp > 1 else (None, None)
         changed |= zip(("pipeline_schedule", "num_virtual_stages_per_pipeline_rank"), schedule, strict=True)
+    # Settings of the run that its own degree made valid go back to their defaults.
     if "context_parallel_size" in changed:
         reset += ["cp_comm_type", "hierarchical_context_parallel_sizes"]
     if (tp := changed.get("tensor_model_parallel_size")) is not None:
@@ -90,7 +93,7 @@ def layout_of_teacher(parallel: ParallelConfig, distillation: DistillationConfig
 
 
 def of_teacher(distillation: DistillationConfig, text: str) -> str:
-    """What is wrong with the teacher, by the flags that were given for it."""
+    """The error ``text`` with the flags that were given for the teacher in place of the run's."""
     for name in _OF_TEACHER:
         if getattr(distillation, f"teacher_{name}") is not None:
             text = text.replace(flag_of(name), flag_of(f"teacher_{name}"))

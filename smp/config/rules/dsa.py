@@ -1,4 +1,4 @@
-"""What DeepSeek's sparse attention and the loss of its indexers ask of the other settings."""
+"""Checks of DeepSeek's sparse attention and the loss of its indexers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from smp.config.model import ModelConfig
 from smp.config.schema import Config
 
 INDEXER_LOSS = "indexer loss"
-"""The name that the loss of the indexers is reported under: of all layers, as it is added to the model's own."""
+"""Name of the indexers' loss in logs: the sum over all layers, as it is added to the model's loss."""
 _OF_THE_LOSS = "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_indexer_warmup"
 
 
 def chooses_keys(model: ModelConfig) -> bool:
-    """Whether layers with attention have an indexer."""
+    """Whether attention layers have an indexer."""
     return model.experimental_attention_variant == "dsa"
 
 
 def indexer_coefficient(model: ModelConfig) -> float:
-    """Of the loss that trains the indexers; 0: nothing does."""
+    """Coefficient of the loss that trains the indexers; 0: they are not trained."""
     return model.dsa_indexer_loss_coeff if chooses_keys(model) else 0.0
 
 
 def learns(model: ModelConfig, name: str) -> bool:
-    """Whether a parameter of this name is trained: in the warm-up only those of the indexers are, and without their
-    loss all others."""
+    """Whether a parameter of this name is trained: in the warm-up only indexers are, and without their loss everything
+    else."""
     if ".indexer." in name:
         return indexer_coefficient(model) > 0
     return not (chooses_keys(model) and model.dsa_indexer_warmup)

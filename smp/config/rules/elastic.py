@@ -1,4 +1,4 @@
-"""Which layouts a run may have while its nodes come and go: TP, PP, CP and EP stay, data parallelism changes."""
+"""Layouts of a run while nodes come and go: TP, PP, CP and EP stay, and data parallelism changes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from smp.config.schema import Config, ConfigError
 
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """With it torchrun makes a store for every start of the workers. Without it (torch 2.13) nodes look for the store of
-the first node that ever was rank 0, also when that is gone."""
+the node that was rank 0 first, even after it has gone."""
 LAUNCHER = "SMP_LAUNCHER"
-"""Environment variable: process number of the launcher, whose copies in memory are, where another process
-(--inprocess-restart) stands between it and this one."""
+"""Environment variable with the process id of the launcher, whose copies in memory are used, where another process
+(--inprocess-restart) is between it and this one."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Members:
 
     @staticmethod
     def of(environment: Mapping[str, str], world_size: int, max_nodes: int) -> Members:
-        """From torchrun's variables; without a launcher, as in a dry run, of ``max_nodes`` nodes."""
+        """From torchrun's variables; without a launcher, as in a dry run, for ``max_nodes`` nodes."""
         each = int(environment.get("LOCAL_WORLD_SIZE", max(world_size // max_nodes, 1)))
         return Members(each, world_size // each)
 
@@ -51,16 +51,18 @@ def node_counts(parallel: ParallelConfig) -> list[int]:
 
 
 def with_shards(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
-    """For so many processes: with --hybrid-shard-degree if that divides the data-parallel processes, else the next
-    larger degree that does, which needs no more memory, else the next smaller one.
+    """The settings for this number of processes: --hybrid-shard-degree if it divides the data-parallel processes, else
+    the next larger degree that does, which needs no more memory, else the next smaller one.
 
     Raises:
         ConfigError: as ``Layout.from_config``, where no degree works.
     """
+    # ep 1: whether experts fit is tried with each degree below.
     whole = Layout.from_config(replace(parallel, hybrid_shard_degree=0, expert_model_parallel_size=1), world_size)
     asked = parallel.hybrid_shard_degree or whole.data_parallel
     divisors = [d for d in range(1, whole.data_parallel + 1) if whole.data_parallel % d == 0]
     errors: list[ConfigError] = []
+    # False sorts before True: larger degrees first, the nearest of them first.
     for degree in sorted(divisors, key=lambda d: (d < asked, abs(d - asked))):
         found = replace(parallel, hybrid_shard_degree=0 if degree == whole.data_parallel else degree)
         try:
@@ -73,7 +75,7 @@ def with_shards(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
 
 
 def layouts(parallel: ParallelConfig, each: int) -> dict[int, ParallelConfig]:
-    """Settings for every number of nodes that has a layout, by that number.
+    """Settings for every possible number of nodes, by that number.
 
     Args:
         each: processes of a node.
@@ -86,8 +88,8 @@ def layouts(parallel: ParallelConfig, each: int) -> dict[int, ParallelConfig]:
 
 
 def as_members(config: Config, world_size: int, environment: Mapping[str, str] = os.environ) -> tuple[Config, int]:
-    """Settings for the nodes that are there, and how many processes train; the others are spare ones. A run
-    that is not elastic stays as it is.
+    """Settings for the nodes that are there, and the number of processes that train; the others are spares. A run that
+    is not elastic is returned unchanged.
 
     Raises:
         ConfigError: there is no such layout, or what must stay is not said.
@@ -96,6 +98,7 @@ def as_members(config: Config, world_size: int, environment: Mapping[str, str] =
     if parallel.max_nodes is None:
         return config, world_size
     if config.data.global_batch_size is None and config.data.step_batch_size_schedule is None:
+        # Batch and learning rate must not depend on how many nodes happen to be there.
         raise ConfigError("--max-nodes needs --global-batch-size: the default would change with the number of nodes")
     if config.checkpoint.peer_snapshot_interval is None and config.checkpoint.save is None:
         raise ConfigError(
@@ -111,7 +114,7 @@ def as_members(config: Config, world_size: int, environment: Mapping[str, str] =
     least, members = parallel.min_nodes or 1, Members.of(environment, world_size, parallel.max_nodes)
     possible = layouts(parallel, members.each)
     if least not in possible:
-        with_shards(parallel, least * members.each)  # which says why
+        with_shards(parallel, least * members.each)  # raises, with the reason
     there = [nodes for nodes in possible if nodes <= members.nodes]
     if not there:
         raise ConfigError(f"{members.nodes} nodes of {members.each} processes are there, --min-nodes is {least}")

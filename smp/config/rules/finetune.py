@@ -1,4 +1,4 @@
-"""What the settings of a fine-tuning run must satisfy besides what they share with pretraining, and its defaults."""
+"""Checks and defaults of fine-tuning runs, in addition to those shared with pretraining."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from smp.config.rules.online import fill_rollouts
 from smp.config.schema import Config, DataConfig, LoraConfig
 
 ALL = "all-linear"
-"""peft's word for them in --lora-target-modules."""
+"""peft's word for all linear layers in --lora-target-modules."""
 ALL_LINEAR = "query,key,value,output,gate,up,down,query_down,query_up,key_value_down,key_value_up,beta,decay,step"
 ALL_LINEAR += ",decay_down,decay_up,gate_down,gate_up"
-"""Every linear layer of any model but experts; names with _down and _up are latent and Kimi delta attention's."""
+"""Every linear layer of any model except experts; names with _down and _up belong to latent attention and Kimi delta
+attention."""
 
 
 def fill_in(config: Config, typed: Collection[str] = ()) -> Config:
-    """A copy with the defaults that follow from other settings; ``typed``: flags of the command
-    line.
+    """A copy of ``config`` with the defaults that follow from other settings; ``typed``: flags of the command line.
 
     Raises:
         ConfigError: settings that cannot work; one line that names the flag to change.
@@ -53,6 +53,7 @@ def _filled(lora: LoraConfig) -> LoraConfig:
         return lora
     return replace(
         lora,
+        # The scale alpha / rank is 2 for every rank.
         lora_alpha=lora.lora_alpha or 2.0 * lora.lora_rank,
         lora_target_modules=",".join(_named(target) for target in (lora.lora_target_modules or ALL).split(",")),
         lora_dropout=lora.lora_dropout or 0.0,
@@ -64,7 +65,7 @@ def _named(target: str) -> str:
 
 
 def _laid_out(data: DataConfig, alone: bool) -> DataConfig:
-    """Samples that share a sequence do not see each other."""
+    """Whether samples share sequences; those that do must not see each other."""
     packing = data.packing or ("off" if alone else "best-fit")
     packed = packing == "best-fit"
     return replace(data, packing=packing, reset_attention_mask=packed, reset_position_ids=packed)
@@ -93,7 +94,7 @@ def _check_source(config: Config, typed: Collection[str]) -> None:
 
 
 def _check_parts(config: Config, typed: Collection[str], *, evaluates: bool) -> None:
-    """What is trained on, and what is for validation; ``evaluates``: the latter is read."""
+    """Check the training and validation parts; ``evaluates``: the latter is read."""
     data = config.data
     if data.valid_data_path is None:
         return

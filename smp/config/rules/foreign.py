@@ -1,4 +1,4 @@
-"""A model that transformers computes: what of a run only this project's own decoder has, refused by name."""
+"""A model computed by transformers: settings that need this project's decoder are refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smp.config.model import ModelConfig
 from smp.config.schema import Config, ConfigError
 
 CHOICE = ("model_implementation", "model_config")
-"""Settings of a model that are not of its architecture."""
+"""Settings of a model that do not belong to its architecture."""
 
 _ONLY_OURS = {
     "parallel": (
@@ -26,7 +26,7 @@ _ONLY_OURS = {
 
 
 def check_foreign(config: Config) -> None:
-    """Raise ConfigError for what a model that transformers computes does not have."""
+    """Raise ConfigError for settings that a model computed by transformers does not support."""
     for group, names in _ONLY_OURS.items():
         settings = getattr(config, group)
         flags = [] if settings is None else given(settings, *names)
@@ -42,6 +42,7 @@ def check_foreign(config: Config) -> None:
     require(kernels != "apex", f"--kernels {kernels}: {_ONLY_HERE}; leave it out")
     data = config.data
     if config.objective is None:
+        # transformers derives document masks from positions that begin anew.
         require(
             data.reset_attention_mask == data.reset_position_ids,
             "--reset-attention-mask and --reset-position-ids go together with --model-implementation transformers, "
@@ -53,7 +54,7 @@ _APART = "the model is an encoder with a decoder, which read a prompt and its an
 
 
 def _check_apart(config: Config) -> None:
-    """Raise ConfigError for what needs prompt and answer in one sequence."""
+    """Raise ConfigError for settings that need prompt and answer in one sequence."""
     objective, data, parallel = config.objective, config.data, config.parallel
     require(objective is not None, f"pretrain_gpt.py has no prompts, and {_APART}: fine-tune it (finetune.py)")
     assert objective is not None
@@ -89,8 +90,8 @@ def require_implementation(config: Config) -> None:
 
 
 def refuse_architecture(given: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise ConfigError for settings of the architecture that were ``given`` another value than those of a config.json
-    of transformers' own, ``found``: it has all of it."""
+    """Raise ConfigError for ``given`` architecture settings that differ from those ``found`` in the config.json, which
+    describes the architecture completely."""
     defaults = {field.name: field.default for field in fields(ModelConfig)}
     own = [name for name in given if name in defaults and name not in CHOICE]
     flags = [flag_of(name) for name in own if given[name] != found.get(name, defaults[name])]
@@ -101,7 +102,7 @@ def refuse_architecture(given: Mapping[str, Any], found: Mapping[str, Any]) -> N
 
 
 def transformers_config(content: Mapping[str, Any], where: str) -> Any:
-    """transformers' configuration of a config.json.
+    """transformers' configuration object of a config.json.
 
     Raises:
         ConfigError: transformers is not installed, or does not know it.
@@ -122,7 +123,7 @@ def transformers_config(content: Mapping[str, Any], where: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers that JSON does not have, as transformers writes them: {"__float__": "Infinity"}."""
+    """The value with transformers' notation for numbers that JSON lacks, {"__float__": "Infinity"}, resolved."""
     if isinstance(value, Mapping):
         return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _plain(v) for k, v in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list) else value

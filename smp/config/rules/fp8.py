@@ -1,4 +1,4 @@
-"""What FP8 asks of the other settings, and which layers it leaves alone."""
+"""Checks of FP8, and the layers that it leaves out."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _ONLY_WITH_FP8 = (
 _BLOCKS = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Neighbouring numbers that share a scale."""
 _TOKENS = {"blockwise": 128, "mxfp8": 32}
-"""Those of tokens, in the gradient of a weight."""
+"""The same along tokens, in a weight's gradient."""
+# cuBLASLt's FP8 products need dimensions that are multiples of 16.
 _ALIGNED = 16
 _NOT_GROUPED = "products of experts take one scale of a matrix, or scales of its rows"
 
 
 def layers_in_bf16(parallel: ParallelConfig, num_layers: int) -> list[int]:
-    """Numbers of the layers that do not compute in FP8 although others do."""
+    """Numbers of the layers that stay out of FP8."""
     if not parallel.first_last_layers_bf16:
         return []
     end = num_layers - parallel.num_layers_at_end_in_bf16
@@ -46,6 +47,7 @@ def check_fp8(config: Config, layout: Layout) -> None:
         f"{flag} with --fp8-recipe {parallel.fp8_recipe}: e2m1 is the format of nvfp4, and its only one; give both, or "
         "neither",
     )
+    # Blocks of tokens would span experts.
     require(
         model.num_experts is None or parallel.fp8_recipe not in _BLOCKS,
         f"--fp8-recipe {parallel.fp8_recipe}: "
@@ -66,6 +68,7 @@ def check_fp8(config: Config, layout: Layout) -> None:
     _check_gather(parallel, layout)
     groups = model.num_query_groups or 1
     require(
+        # The rounded gradients would not add up to the rounded sum.
         groups % layout.tp == 0,
         f"{flag}: with --num-query-groups {groups} below --tensor-model-parallel-size {layout.tp} processes share a "
         f"key/value head, whose gradient they would round before it is summed; --tensor-model-parallel-size {groups} "
@@ -105,7 +108,7 @@ def _check_gather(parallel: ParallelConfig, layout: Layout) -> None:
 
 
 def _check_tokens(config: Config, layout: Layout) -> None:
-    """Rows that only fill up a slice of the tokens would take part in maxima."""
+    """Refuse lengths with padding rows, which would take part in maxima, or that are not whole blocks."""
     length, micro = config.data.seq_length or 0, config.data.micro_batch_size
     if config.parallel.sequence_parallel and micro * length // layout.cp % layout.tp:
         cut = f" / --context-parallel-size {layout.cp}" if layout.cp > 1 else ""
@@ -113,6 +116,7 @@ def _check_tokens(config: Config, layout: Layout) -> None:
             f"--fp8-format with --sequence-parallel needs --micro-batch-size {micro} x --seq-length {length}{cut} to "
             f"be divisible by --tensor-model-parallel-size {layout.tp}; change one of them"
         )
+    # Context parallelism: each of a rank's two chunks must be whole blocks.
     piece = length if layout.cp == 1 else length // (2 * layout.cp)
     block = _TOKENS.get(config.parallel.fp8_recipe, 1)
     if piece % block:
@@ -141,6 +145,7 @@ def _check_widths(model: ModelConfig, parallel: ParallelConfig, tp: int) -> None
     whole = {"--hidden-size": model.hidden_size, **_widths_of_latents(model)}
     shared = "" if tp == 1 else f" on each of {tp} tensor-parallel processes"
     multiple = _BLOCKS.get(parallel.fp8_recipe, 1 if parallel.fp8_emulate else _ALIGNED)
+    # Widths per tensor-parallel process for cut dimensions.
     for name, width in (whole | {name: width // tp for name, width in cut.items()}).items():
         place = "" if name in whole else shared
         require(

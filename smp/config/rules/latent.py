@@ -1,4 +1,4 @@
-"""What multi-head latent attention asks of the other settings."""
+"""Checks of multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _OF_OTHERS = (
     *("qk_layernorm_across_heads", "apply_layernorm_1p", "softmax_scale", "softmax_type", "attn_logit_softcapping"),
     *("qk_l2_norm", "attention_chunk_size", "attention_output_gate"),
 )
-"""What only layers with keys and values of their own have."""
+"""Settings of attention layers with keys and values of their own only."""
 
 
 def head_width(model: ModelConfig) -> int:
-    """Channels of a head as attention computes it: of keys or of values, of which the narrower is filled with zeros.
+    """Channels of a head as attention computes it: the wider of keys and values; the narrower is padded with zeros.
 
     Raises:
         ConfigError: --kv-channels says another width.

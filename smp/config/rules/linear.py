@@ -1,4 +1,4 @@
-"""What layers with a linear recurrence, and layers that are one part alone, ask of the other settings."""
+"""Checks of layers with a linear recurrence, and of layers that are only one part."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def check_linear(model: ModelConfig, tp: int) -> None:
 
 
 def check_pattern(model: ModelConfig) -> None:
-    """Check --hybrid-layer-pattern of a model with its defaults filled in, before anything that asks what layers are.
+    """Check --hybrid-layer-pattern of a model with its defaults filled in. Called before anything that asks what layers
+    are.
 
     Raises:
         ConfigError: one line that names the flag, and what works.
@@ -88,6 +89,7 @@ def check_pattern(model: ModelConfig) -> None:
     if not any(has_feed_forward(model)):
         width = [] if model.ffn_hidden_size == model.default_ffn else ["ffn_hidden_size"]
         named = given(model, *width, *OF_FEED_FORWARD)
+        # Attention layers have biases, too, which this flag gives them.
         bias = any(attends(model)) and "--no-disable-bias-linear" in named
         named = [flag for flag in named if not (bias and flag == "--no-disable-bias-linear")]
         require(not named, f"{', '.join(named)}: {where} has no layer with an MLP (-) or experts (E); leave it out")
@@ -127,6 +129,7 @@ def _check_mamba(model: ModelConfig, tp: int) -> None:
         heads % tp == 0,
         f"--mamba-num-heads {heads} is not divisible by --tensor-model-parallel-size {tp}; change one of them",
     )
+    # A single group is on every process; several must be whole on each.
     require(
         groups == 1 or groups % tp == 0,
         f"--mamba-num-groups {groups} is neither 1 nor divisible by --tensor-model-parallel-size {tp}: a group's norm "
@@ -140,7 +143,7 @@ def _check_mamba(model: ModelConfig, tp: int) -> None:
 
 
 def _check_without_attention(model: ModelConfig) -> None:
-    """Refuse what a model without attention in any layer cannot have."""
+    """Refuse settings of attention in a model without attention layers."""
     named = given(model, *OF_ATTENTION)
     if model.num_query_groups != model.num_attention_heads:
         named += given(model, "num_query_groups")

@@ -1,4 +1,4 @@
-"""What experts ask of the other settings."""
+"""Checks of mixtures of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smp.config.schema import Config
 
 
 def aux_losses(model: ModelConfig) -> dict[str, float]:
-    """Losses of the routers, which are added to the model's own, and their coefficients."""
+    """Router losses that are added to the model's own, with their coefficients."""
     if model.num_experts is None:
         return {}
     found = {"load balancing loss": model.moe_aux_loss_coeff, "z loss": model.moe_z_loss_coeff or 0.0}
@@ -33,6 +33,7 @@ def check_moe_model(model: ModelConfig) -> None:
         "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid; leave it out",
     )
     require(
+        # d softmax / d logit of a single chosen expert is 0.
         k > 1 or sigmoid or model.moe_router_pre_softmax,
         "--moe-router-topk 1: the softmax over one expert is 1, so the router gets no gradient; give "
         "--moe-router-pre-softmax or --moe-router-score-function sigmoid",
@@ -56,6 +57,7 @@ def _check_groups(model: ModelConfig) -> None:
     assert best is not None
     require(experts % groups == 0, f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}")
     require(best <= groups, f"--moe-router-group-topk {best} is above --moe-router-num-groups {groups}")
+    # DeepSeek-V3's score of a group is the sum of its best topk / group_topk experts.
     summed = model.moe_router_group_score == "sum"
     require(k % best == 0 or not summed, f"--moe-router-topk {k} is not divisible by --moe-router-group-topk {best}")
     size = experts // groups
@@ -111,6 +113,7 @@ def check_moe(config: Config, layout: Layout) -> None:
     )
     uneven = model.moe_expert_capacity_factor is not None and not model.moe_pad_expert_input_to_capacity
     require(
+        # With a capacity the number of rows depends on the routing of each step.
         not (parallel.compile and uneven),
         f"--compile cannot trace --moe-expert-capacity-factor {model.moe_expert_capacity_factor}, with which each step "
         "computes other numbers of rows; leave one of them out, or give --moe-pad-expert-input-to-capacity",
@@ -119,7 +122,7 @@ def check_moe(config: Config, layout: Layout) -> None:
 
 
 def _check_finetuning(config: Config) -> None:
-    """Losses of pairs are no sums over tokens, so routers are not measured with them."""
+    """Check fine-tuning: losses of answers are no sums over tokens, so routers are not measured with them."""
     losses = given(config.model, "moe_aux_loss_coeff", "moe_z_loss_coeff")
     moves = given(config.model, "moe_router_bias_update_rate")
     if config.objective is None:

@@ -1,4 +1,4 @@
-"""Multi-token prediction: which layers stand behind the last, and what they ask of the other settings."""
+"""Multi-token prediction: its layers, which follow the last one, and their checks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from smp.config.model import ModelConfig
 from smp.config.schema import Config
 
 MTP_LOSS = "mtp loss"
-"""The name of the loss of multi-token prediction in logs: the sum over its layers, as it is added to the total."""
+"""Name of the loss of multi-token prediction in logs: the sum over its layers, as it is added to the total."""
 
 
 def mtp_layers(model: ModelConfig) -> range:
-    """Numbers of the layers behind the last that each predict one token more ahead. They are made as the last is."""
+    """Numbers of the layers after the last, each of which predicts one token further ahead. They are built like the
+    last layer."""
     return range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
 
 

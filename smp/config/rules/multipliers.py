@@ -1,4 +1,4 @@
-"""Numbers that parts of a layer are multiplied by, several in one setting (Falcon-H1)."""
+"""Multipliers of parts of a layer, several in one setting (Falcon-H1)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from smp.config.schema import ConfigError
 
 
 def ssm_multipliers(model: ModelConfig) -> tuple[float, ...]:
-    """Of Mamba-2's gates, values, keys, queries and steps; raises as :func:`_numbers`."""
+    """Multipliers of Mamba-2's gates, values, keys, queries and steps; raises as :func:`_numbers`."""
     return _numbers(model, "ssm_multipliers", 5)
 
 
 def mlp_multipliers(model: ModelConfig) -> tuple[float, ...]:
-    """Of an MLP's gate and of its result; raises as :func:`_numbers`."""
+    """Multipliers of an MLP's gate and of its result; raises as :func:`_numbers`."""
     return _numbers(model, "mlp_multipliers", 2)
 
 
 def as_text(numbers: tuple[float, ...]) -> str | None:
-    """The setting that means these numbers, the same for all texts that do; None: each is 1."""
+    """The setting for these numbers, one text for equal numbers; None: all are 1."""
     return None if set(numbers) <= {1.0} else " ".join(str(float(number)) for number in numbers)
 
 
@@ -40,7 +40,7 @@ def check_multipliers(model: ModelConfig) -> None:
 
 
 def _numbers(model: ModelConfig, name: str, count: int) -> tuple[float, ...]:
-    """1 each where the setting is not given.
+    """The numbers of a setting; 1 each where it is not given.
 
     Raises:
         ConfigError: they are no numbers above 0, or not ``count``.

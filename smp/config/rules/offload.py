@@ -1,4 +1,4 @@
-"""What offloading asks of the other settings."""
+"""Checks of offloading."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def check_offload(config: Config) -> None:
     if not parallel.offload_activations:
         return
     recompute, schedule = parallel.recompute_granularity, parallel.pipeline_schedule
+    # Selective recompute keeps results in its own cache, which saved-tensor hooks do not see.
     require(
         recompute != "selective",
         "--offload-activations: --recompute-granularity selective keeps results where they cannot be taken from; "
@@ -31,6 +32,7 @@ def check_offload(config: Config) -> None:
         "--offload-activations and --compile exclude each other: compiled code keeps activations for itself; leave out "
         "one",
     )
+    # Delayed weight gradients read their inputs after the block's backward pass.
     if recompute == "none":
         require(
             schedule not in ("zb-h1", "zb-v"),

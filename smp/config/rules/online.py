@@ -1,4 +1,4 @@
-"""What the settings of reinforcement learning must satisfy, and their defaults."""
+"""Checks and defaults of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUILT_IN = ("exact_match", "number", "math", "json_schema", "regex")
 
 
 def fill_rollouts(config: Config) -> RolloutConfig | None:
-    """The group with the defaults of the objective.
+    """The group with the objective's defaults filled in.
 
     Raises:
         ConfigError: values outside of their range, or settings that do not go together.
@@ -31,8 +31,11 @@ def fill_rollouts(config: Config) -> RolloutConfig | None:
     given = {f.name: getattr(rollouts, f.name) for f in fields(rollouts) if getattr(rollouts, f.name) is not None}
     filled = replace(rollouts, **{key: value for key, value in DEFAULTS[name].items() if key not in given})
     _check_given(config, rollouts, filled, name)
+    # --loss-type cispo with another objective: its clip is an upper bound of a weight, not 1 +
+    # epsilon.
     if filled.loss_type == "cispo" and filled.epsilon_high is None:
         filled = replace(filled, epsilon_high=DEFAULTS["cispo"]["epsilon_high"])
+    # Sampled by another policy or engine: log-probabilities differ from the trainer's.
     differs = filled.one_step_off_policy or filled.rollout_engine != "smp"
     mode = filled.importance_sampling_mode or ("token_truncate" if differs else None)
     filled = replace(
@@ -40,6 +43,7 @@ def fill_rollouts(config: Config) -> RolloutConfig | None:
         epsilon_high=filled.epsilon if filled.epsilon_high is None else filled.epsilon_high,
         num_generations_eval=filled.num_generations_eval or filled.num_generations,
         eval_temperature=filled.temperature if filled.eval_temperature is None else filled.eval_temperature,
+        # k1 in the reward as in RLOO and REINFORCE++, k3 in the loss as in GRPO.
         kl_estimator=filled.kl_estimator or ("k1" if filled.kl_placement == "reward" else "k3"),
         importance_sampling_mode=mode,
         overlong_buffer_len=filled.max_completion_length // 5
@@ -71,6 +75,7 @@ def _check(config: Config, rollouts: RolloutConfig, name: str) -> None:
     given = len(shlex.split(rollouts.reward_weights or ""))
     wanted = len(shlex.split(rollouts.reward_funcs or ""))
     require(given in (0, wanted), f"--reward-weights needs {wanted} numbers, one for each")
+    # These estimators compare completions of one prompt: one alone has no baseline.
     few = {"rloo": 2, "grpo": 2, "reinforce++-baseline": 2}.get(rollouts.advantage_estimator or "", 1)
     require(
         (rollouts.num_generations or 0) >= few,
@@ -111,7 +116,7 @@ def _check(config: Config, rollouts: RolloutConfig, name: str) -> None:
 
 
 def _check_following(config: Config, rollouts: RolloutConfig) -> None:
-    """Check the settings of a reference that moves."""
+    """Check the settings of a reference model that follows the policy."""
     if not rollouts.sync_ref_model:
         return
     require(bool(rollouts.beta), "--sync-ref-model has no effect without --beta: there is no reference; leave it out")
@@ -129,7 +134,7 @@ def _check_following(config: Config, rollouts: RolloutConfig) -> None:
 
 
 def _check_engine(config: Config, rollouts: RolloutConfig) -> None:
-    """Of a sampler that is another program."""
+    """Check a sampler that is another library."""
     name = rollouts.rollout_engine
     if name == "smp":
         return
@@ -152,6 +157,7 @@ def _check_engine(config: Config, rollouts: RolloutConfig) -> None:
     memory, ranks = rollouts.vllm_gpu_memory_utilization, rollouts.vllm_tensor_parallel_size
     require(0 < memory <= 1, f"--vllm-gpu-memory-utilization {memory} must be above 0 and at most 1")
     require(ranks >= 1, f"--vllm-tensor-parallel-size {ranks} must be at least 1")
+    # vLLM renormalizes over the tokens left by top-k and top-p.
     cut = rollouts.top_k > 0 or rollouts.top_p < 1
     require(
         not cut or rollouts.temperature == 1,
@@ -169,8 +175,8 @@ def _check_environment(spec: str | None) -> None:
 
 
 def _check_given(config: Config, given: RolloutConfig, filled: RolloutConfig, name: str) -> None:
-    """Refuse what was given and has no effect with the rest."""
-    usual = DEFAULTS[name]["epsilon"]  # a resolved run says what it would be, which is no wish
+    """Refuse given settings that have no effect with the others."""
+    usual = DEFAULTS[name]["epsilon"]  # a resolved config has it filled in
     idle = {
         "--delta": given.delta is not None and filled.loss_type in ("cispo", "sapo"),
         "--epsilon": given.epsilon not in (None, usual) and filled.loss_type in ("cispo", "sapo"),
@@ -195,7 +201,7 @@ def _twice(names: list[str]) -> str:
 
 
 def _check_fit_of_vllm(config: Config, rollouts: RolloutConfig, world_size: int) -> None:
-    """Of the model in --load, and of the processes."""
+    """Check vLLM with the model in --load and the number of processes."""
     if rollouts.rollout_engine != "vllm":
         return
     # vLLM issue 42821: load_weights on a model that runs writes experts into a layout that
@@ -214,7 +220,7 @@ def _check_fit_of_vllm(config: Config, rollouts: RolloutConfig, world_size: int)
 
 
 def check_generation(config: Config, world_size: int) -> None:
-    """Once the model, and the sizes of batches and sequences are known.
+    """Check generation when the model, batch and sequence sizes are known.
 
     Raises:
         ConfigError: they do not fit to completions and their groups, or to what writes them.
@@ -226,6 +232,7 @@ def check_generation(config: Config, world_size: int) -> None:
     assert data.global_batch_size is not None and data.seq_length is not None and rollouts.num_generations is not None
     written = data.global_batch_size * rollouts.steps_per_generation
     require(
+        # Groups are compared as a whole: no prompt may be cut between two generations.
         written % rollouts.num_generations == 0,
         f"--global-batch-size {data.global_batch_size} x --steps-per-generation {rollouts.steps_per_generation} "
         f"completions are no whole number of prompts with --num-generations {rollouts.num_generations}: change one",
@@ -241,18 +248,19 @@ def check_generation(config: Config, world_size: int) -> None:
         "--lora-dropout": 0.0 if config.lora is None else config.lora.lora_dropout or 0.0,
     }
     for flag, share in dropouts.items():
+        # The same tokens must have the same probability in sampling and in training.
         require(share == 0, f"{flag} {share}: with dropout the ratio of two policies is noise; give 0")
 
 
 def reward_names(rollouts: RolloutConfig) -> list[str]:
-    """Names of each reward function, as in metrics, then of the environment and of the reward model."""
+    """Names of the reward functions as in metrics, then those of environment and reward model."""
     names = [spec.rpartition(":")[2] for spec in shlex.split(rollouts.reward_funcs or "")]
     names += [] if rollouts.environment is None else ["environment"]
     return names if rollouts.reward_model is None else [*names, "reward model"]
 
 
 def reward_weights(rollouts: RolloutConfig) -> list[float]:
-    """Weights of each of :func:`reward_names`.
+    """Weights in the order of :func:`reward_names`.
 
     Raises:
         ConfigError: one is no number.
@@ -261,6 +269,7 @@ def reward_weights(rollouts: RolloutConfig) -> list[float]:
     try:
         weights = [float(word) for word in words]
     except ValueError:
+        # NaN takes the same error as infinities.
         weights = [math.nan]
     require(all(map(math.isfinite, weights)), f"--reward-weights {rollouts.reward_weights} are no numbers")
     weights = weights or [1.0] * len(shlex.split(rollouts.reward_funcs or ""))

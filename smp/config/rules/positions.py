@@ -1,4 +1,4 @@
-"""What the settings of positions must satisfy: kind, RoPE and its scalings."""
+"""Checks of positions: kind, RoPE and its scalings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_positions(model: ModelConfig) -> None:
 
 
 def _check_layers(model: ModelConfig) -> None:
-    """What differs between layers."""
+    """Check settings by which layers differ."""
     turned = [not skipped for skipped in no_rope(model)]
     has_local = any(rope and window for rope, window in zip(turned, windowed(model), strict=True))
     local, skipped = given(model, "rotary_base_local"), given(model, "no_rope_freq")
@@ -60,7 +60,7 @@ def _check_layers(model: ModelConfig) -> None:
 
 
 def _check_of_rope_layers(model: ModelConfig) -> None:
-    """What layers with RoPE have that others have not."""
+    """Check settings that only layers with RoPE have."""
     require(
         model.attention_chunk_size is None or model.window_size is None,
         f"--attention-chunk-size {model.attention_chunk_size} and --window-size {model.window_size} exclude each "
@@ -105,7 +105,7 @@ def _check_rope_scaling(model: ModelConfig) -> None:
 
 
 def longrope_factors(model: ModelConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """LongRoPE's factors of short and of long sequences.
+    """LongRoPE's factors for short and for long sequences, one per pair of rotated channels.
 
     Raises:
         ConfigError: they are missing, or no numbers above 0, or not as many as there are pairs of rotated channels.

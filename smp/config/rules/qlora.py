@@ -1,4 +1,4 @@
-"""What weights in 4 bits ask of the other settings."""
+"""Checks of 4-bit weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from smp.config.layout import Layout
 from smp.config.schema import Config
 
 BLOCK, NESTED = 64, 256
-"""Elements of a block, which have a scale, and blocks whose scales have one."""
+"""Elements of a block with one scale, and blocks whose scales share a second one."""
 
 
 def packed_row_bytes(in_features: int, *, double: bool) -> int:
@@ -20,11 +20,13 @@ def packed_row_bytes(in_features: int, *, double: bool) -> int:
     k, rest = divmod(in_features, BLOCK)
     if rest:
         raise ValueError(f"rows of {in_features} elements are not made of blocks of {BLOCK}")
+    # 32 k: 64 elements of half a byte. Scales: 8-bit ones padded to 4 bytes, their mean, an offset
+    # and nested scales; or fp32 ones.
     return 32 * k + (k + -k % 4 + 8 + 4 * nested_of_row(k) if double else 4 * k)
 
 
 def nested_of_row(k: int) -> int:
-    """Nested scales that a row of k blocks may need, wherever it begins."""
+    """Nested scales that a row of k blocks may touch, wherever it begins."""
     return -(-k // NESTED) + 1
 
 

@@ -1,4 +1,4 @@
-"""What the settings of a run on a vision-language model must satisfy."""
+"""Checks of runs on vision-language models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOT_HERE = "--load is a vision-language model, and {}; {}"
 
 
 def check_vision(config: Config) -> None:
-    """Raise ConfigError for what does not go with a model that sees images, or with one that does not."""
+    """Raise ConfigError for settings that do not fit a model that sees images, or one that does not."""
     vision = config.vision
     if not config.model.sees_images:
         flags = [] if vision is None else given(vision, *vars(vision))
@@ -43,11 +43,11 @@ _MASKS = "this type counts positions, or makes masks, over whole sequences"
 
 
 PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "internvl", "idefics3")
-"""Types whose masks follow from positions, and whose positions can be those of each sample."""
+"""Model types whose masks follow from positions, and whose positions can be those of each sample."""
 
 
 def packs(config: Config) -> bool:
-    """Whether samples of this type of model can share a sequence."""
+    """Whether samples of this model type can share a sequence."""
     return _kind(config) in PACKED
 
 
