@@ -1,4 +1,4 @@
-"""What a device can do: data sheets, and the share of them that good kernels reach. No torch.
+"""What devices can do: data sheets, and the shares of them that good kernels reach. Imports no torch.
 
 Peaks are vendors' figures for dense bf16 (H100: 989 TFLOP/s; the 1,979 that are often quoted are with sparsity). The
 shares are assumptions, the same for all models: they were taken from public measurements of the kernels and not fitted
@@ -18,9 +18,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ShareErrors:
-    """Relative standard deviations of what a device is taken to do. The defaults, for devices that nobody measured, are
-    those of the factors that fit published runs (published/fit.yaml): the root of the mean square of their logarithms,
-    over trainers and kinds of GPU. Nothing tells the host's, which is an assumption."""
+    """Relative standard deviations of a device's shares. The defaults, for devices that were not measured, are those of
+    the factors that fit published runs (published/fit.yaml): the root mean square of their logarithms over trainers and
+    kinds of GPU. The host's is an assumption."""
 
     product: float = 0.41
     attention: float = 0.38
@@ -31,7 +31,7 @@ class ShareErrors:
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device and the links that it comes with.
+    """One kind of device and its links.
 
     Attributes:
         peak: FLOP/s of dense bf16 matrix products.
@@ -85,12 +85,13 @@ class Device:
 
     @property
     def connected(self) -> int:
-        """Devices that ``local_link`` connects."""
+        """Number of devices that ``local_link`` connects."""
         return self.domain or self.devices_per_node
 
     @cached_property
     def fabric(self) -> Fabric:
-        """What its links carry of collectives of large tensors."""
+        """The links, as collectives of large tensors see them."""
+        # Bytes/s that a collective reaches, not the data sheet's.
         local, card = self.local_link * self.link_share, self.node_link * self.link_share
         return Fabric(self.connected, local, card, self.latency, self.leaf, self.oversubscription, self.contention)
 
@@ -98,9 +99,11 @@ class Device:
 def _blackwell(
     peak: float, memory: float, domain: int, watts: float, node_link: float = 50e9, product_share: float = 0.68
 ) -> Device:
-    """A host of GB200 and GB300 has four devices, and NVLink connects a rack of 72. The 300s have the peak of the
-    200s and more power: mixtures train 1.15 times as fast on GB300 as on GB200 (median of three published runs)."""
+    """A Blackwell GPU. A host of GB200 or GB300 has four, and NVLink connects a rack of 72. The 300s have the 200s'
+    peak and more power: mixtures train 1.15 times as fast on GB300 as on GB200 (median of three published runs)."""
+    # Products, attention and FP8 alike.
     more = product_share / 0.68
+    # Positional: peak, memory, bandwidth, local_link (NVLink 5), node_link, devices_per_node.
     return Device(
         peak,
         memory,
@@ -120,7 +123,7 @@ def _blackwell(
 
 
 DEVICES = {
-    # a100: FlashAttention 2 was written for it and reaches a larger share than on Hopper
+    # FlashAttention 2 was written for the A100 and reaches a larger share there than on Hopper.
     "a100-40gb": Device(
         312e12,
         39.4 * GIB,
@@ -147,6 +150,8 @@ DEVICES = {
         family="ampere",
         watts=400.0,
     ),
+    # Peak, memory and bandwidth of data sheets; 450 GB/s are NVLink 4, 50 GB/s one 400 Gb/s card
+    # per GPU.
     "h100": Device(989e12, 79.1 * GIB, 3350e9, 450e9, 50e9, fp8_peak=1979e12),
     "h200": Device(989e12, 139.8 * GIB, 4800e9, 450e9, 50e9, fp8_peak=1979e12),
     "h100-500w": Device(989e12, 94.0 * GIB, 2400e9, 450e9, 50e9, fp8_peak=1979e12, watts=500.0),

@@ -1,4 +1,4 @@
-"""What FP8 changes in a step's time: the rate of products, bytes of gathers, and what rounds numbers to 8 bits."""
+"""What FP8 changes in a step's time: the rate of products, the bytes of gathers, and the rounding to 8 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smp.models.inventory import Parameter
 
 
 def in_fp8(parameter: Parameter) -> bool:
-    """Whether its products are: linear layers' and experts', not routers'."""
+    """Whether a parameter's products are in FP8: those of linear layers and experts, not routers'."""
     return parameter.linear or parameter.chosen is not None
 
 
@@ -30,15 +30,16 @@ class Fp8Costs:
 
     @staticmethod
     def of(parallel: ParallelConfig) -> Fp8Costs | None:
-        """None: the run is without FP8."""
+        """The costs of a run's recipe; None: without FP8."""
         if parallel.fp8_format is None:
             return None
+        # bf16 is read once more for the maximum, 2 bytes, unless the scale is known before.
         return Fp8Costs(0 if parallel.fp8_recipe == "delayed" else 2, parallel.fp8_recipe != "rowwise")
 
     def bytes_of_block(
         self, block: Sequence[Parameter], layout: Layout, tokens: Callable[[Parameter], float]
     ) -> tuple[float, float]:
-        """Bytes that a block's forward and backward pass read and write to round operands.
+        """Bytes that a block reads and writes to round operands, in its forward and in its backward pass.
 
         A number is read in bf16 and written in 8 bits; products take both operands along what they sum, so what the
         backward pass uses another way is read and written once more.
@@ -46,12 +47,15 @@ class Fp8Costs:
         Args:
             tokens: rows that a layer gets.
         """
+        # bf16 read, 8 bits written, and what the maximum takes; a transposed copy is read and
+        # written in 8 bits.
         round_, turn = 2 + 1 + self.amax, 2
         ahead = back = 0.0
         inputs: dict[tuple[str, int | None, int], float] = {}
         for p in filter(in_fp8, block):
             *_, rows, inner = p.local_shape(layout)
             # Query, key and value share their input, as do gate and up. (Experts' matrices are one parameter.)
+            # A dictionary, so that matrices with one input are counted once.
             inputs[p.module.rpartition(".")[0], p.shard_dim, inner] = tokens(p) * inner
             weight = math.prod(p.local_shape(layout))
             ahead += weight * round_

@@ -1,4 +1,4 @@
-"""Goodput of a run that fails at random, waits for its slowest process, and takes spare nodes for those that failed.
+"""Goodput of a run with random failures, waits for its slowest process, and spare nodes.
 
 Failures come as a Poisson process with mean M between two. After tau seconds of steps a save stops the run for C
 seconds; after a failure it recovers in R seconds and goes on from its last save. Failures strike during saves and
@@ -26,13 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 _TOO_MANY = 700.0
-"""Failures that are expected in a segment; e to a power above 709 is no float."""
+"""Largest expected number of failures (in mean times between failures) of a segment; exp of more than 709 overflows."""
 Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of all time; they add up to 1.
+    """Shares of all time, which add up to 1.
 
     Attributes:
         waiting: for the slowest process.
@@ -49,7 +49,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Reliability:
-    """What a run's machines are like; times in seconds.
+    """How reliable a run's machines are; times in seconds.
 
     Attributes:
         mtbf: mean time between failures of the whole run.
@@ -68,27 +68,35 @@ class Reliability:
     spread: float = 0.0
 
     def shares(self, interval: float, processes: int = 1) -> Shares:
-        """Where the time goes with ``interval`` seconds of steps between saves, the wait for the slowest included."""
+        """Where the time goes with ``interval`` seconds of steps between two saves. The interval includes waits for the
+        slowest process."""
+        # Without spares' waits: the formula of the module's docstring.
         running = predicted_shares(interval, self.save, self.recovery, self.mtbf)
         stopped = erlang_b(self.spares + 1, self.repair / self.mtbf)
+        # Nothing fails while the run waits for a repair, so its share comes off all others.
         parts = {name: value * (1 - stopped) for name, value in vars(running).items()}
+        # Productive time is stretched by the slowest process: the difference is waiting.
         working = parts["productive"] / slowest(processes, self.spread)
         parts |= {"productive": working, "waiting": parts["productive"] - working, "repair": stopped}
         return replace(running, **parts)
 
 
 def predicted_shares(interval: float, save: float, recovery: float, mtbf: float) -> Shares:
-    """Where the time goes with ``interval`` seconds of steps between saves; all in one unit."""
+    """Where the time goes with ``interval`` seconds of steps between two saves; all times in one unit."""
     segment = (interval + save) / mtbf
     # All shares are over the failures of a segment, whose number may be too large for a float: no segment ends then.
     each = 1 / math.expm1(segment) if segment < _TOO_MANY else 0.0
+    # Recoveries take n M (e^(R/M) - 1) of n M e^(R/M) seconds: a share of e^(-R/M) is left.
     stepping = math.exp(-recovery / mtbf)
+    # interval / (M (e^segment - 1)), times what recovery leaves; saves likewise.
     productive, saving = (stepping * part / mtbf * each if each else 0.0 for part in (interval, save))
     return Shares(productive, saving, stepping - productive - saving, -math.expm1(-recovery / mtbf))
 
 
 def erlang_b(lines: int, load: float) -> float:
-    """Share of time that all ``lines`` are busy, with ``load`` calls at once if there were lines for all."""
+    """Erlang's B: the share of time that all ``lines`` are busy; ``load`` is the mean number of calls with enough
+    lines."""
+    # The usual recursion over lines, which does not overflow as factorials would.
     blocked = 1.0
     for line in range(1, lines + 1):
         blocked = load * blocked / (line + load * blocked)
@@ -96,17 +104,19 @@ def erlang_b(lines: int, load: float) -> float:
 
 
 def slowest(processes: int, spread: float) -> float:
-    """Mean time of the slowest of so many processes, whose times have mean 1 and this standard deviation."""
+    """Mean of the slowest of ``processes`` times with mean 1 and standard deviation ``spread``."""
     return 1 + spread * largest_of(processes) if spread else 1.0
 
 
 def largest_of(count: int) -> float:
-    """Mean of the largest of so many standard normal numbers: the integral of what it is above, less what below."""
+    """Mean of the largest of ``count`` standard normal numbers."""
+    # 9 standard deviations: beyond, the tail of 10^9 processes is below 1e-9.
     points = np.linspace(0, 9, 1801)
+    # E[X] = integral over x > 0 of P(X > x) - P(X < -x).
     above, below = 1 - _normal(points) ** count, _normal(-points) ** count
     return float(np.trapezoid(above - below, points))
 
 
 def _normal(points: Numbers) -> Numbers:
-    """Share of standard normal numbers below each point."""
+    """The normal distribution function at each point."""
     return np.array([0.5 * math.erfc(-point / math.sqrt(2)) for point in points])

@@ -1,4 +1,4 @@
-"""Times of single operators and collectives on this machine's processor, as a training step calls them.
+"""Times of single operators and collectives on this machine's CPU, as a training step calls them.
 
 Each distinct call is timed once, in as many processes as will train: two processes that compute at the same time share
 memory and caches, and their collectives are gloo's. Inputs rotate over copies that a core's own cache does not hold,
@@ -37,22 +37,22 @@ from smp.training.settings import read_settings
 
 Timed = Operator | Collective
 ROTATED = 8 << 20
-"""Bytes of the copies of inputs, at most ``COPIES``."""
+"""Total bytes of the copies of inputs; at most ``COPIES`` of them."""
 COPIES = 8
 REPEATS = 7
-"""Measured calls of a collective; an operator is called again for ``PATIENCE`` seconds, 3 to 100 times."""
+"""Measured calls of a collective. An operator is called for ``PATIENCE`` seconds, 3 to 100 times."""
 PATIENCE = 0.02
 SMALL = (
     "--num-layers 4 --hidden-size {size} --ffn-hidden-size {size} --num-attention-heads {heads} --seq-length 128 "
     "--vocab-size 512 --mock-data --train-iters 99 --no-tensorboard --no-progress-bar "
 )
-"""A model whose step is largely the host's time: what Python, autograd and FSDP need between operators. Its tensors are
-more than a core's own cache: one that leaves them there is issued twice as fast as a model that is trained."""
+"""A model whose step is mostly the host's time: Python, autograd and FSDP between operators. Its tensors exceed a
+core's own cache, since operators on cached tensors are issued twice as fast as those of a real model."""
 
 
 @dataclass(frozen=True)
 class MachineTimes:
-    """Seconds on this machine.
+    """Measured times on this machine, in seconds.
 
     Attributes:
         calls: of each operator and collective, the latter without a group.
@@ -63,11 +63,12 @@ class MachineTimes:
     host: Mapping[str, float]
 
     def of(self, call: Timed) -> float:
-        """0 for what launches nothing: its time is the host's."""
+        """Seconds of a call; 0 for calls that launch nothing, whose time is the host's."""
         return 0.0 if is_free(call) else self.calls[alike(call)]
 
     def product_rate(self) -> float:
-        """FLOP/s of the fastest matrix product."""
+        """FLOP/s of the fastest matrix product among the calls."""
+        # mm has (inner, columns), smp.linear weights (columns, inner).
         columns = {"aten.mm.default": 1, "smp.linear.default": 0}  # where the second operand has them
         products = [c for c in self.calls if isinstance(c, Operator) and c.name in columns]
         rates = [
@@ -78,31 +79,31 @@ class MachineTimes:
 
 
 def alike(call: Timed) -> Timed:
-    """All groups of a machine's processes are alike."""
+    """The call without its group: all groups of this machine's processes are equally fast."""
     return Collective("", call.kind, call.ranks, call.size) if isinstance(call, Collective) else call
 
 
 def is_free(call: Timed) -> bool:
-    """Whether it launches nothing."""
+    """Whether a call launches nothing, such as a view."""
     return isinstance(call, Operator) and call.name.split(".")[1] in FREE
 
 
 def kind_of(layout: Layout) -> str:
-    """Which of a step's ways the host goes: FSDP's hooks, tensor-parallel operators, or neither."""
+    """The path that the host takes in a step: FSDP's hooks, tensor-parallel operators, or neither."""
     if layout.has_fsdp:
         return "sharded"
     return "tensor" if layout.tp > 1 else "alone"
 
 
 def small_settings(kind: str, processes: int) -> Config:
-    """Settings of the model whose step is largely the host's time."""
+    """Settings of the model whose step is mostly the host's time."""
     flags = f"--tensor-model-parallel-size {processes} --sequence-parallel" if kind == "tensor" else ""
     sizes = SMALL.format(size=128 * processes, heads=2 * processes)
     return read_settings(shlex.split(f"{sizes} {flags}"), PRESETS, processes)
 
 
 def calibrate(processes: int, steps: Iterable[Calls], kinds: Iterable[str], *, threads: int) -> MachineTimes:
-    """Time what ``steps`` call.
+    """Measure the times of all calls in ``steps``.
 
     Args:
         processes: that train at the same time.
@@ -113,6 +114,7 @@ def calibrate(processes: int, steps: Iterable[Calls], kinds: Iterable[str], *, t
     kinds = sorted(set(kinds))
     small = {kind: _small_calls(kind, processes) for kind in kinds}
     wanted = timed_calls([*steps, *small.values()])
+    # Rank 0's times: all processes run the same calls at the same time.
     calls, seconds = run_processes(_calibrate, processes, threads, wanted, kinds)[0]
     return MachineTimes(calls, {kind: host_time(small[kind], calls, seconds[kind]) for kind in kinds})
 
@@ -123,19 +125,20 @@ def _small_calls(kind: str, processes: int) -> Calls:
 
 
 def timed_calls(steps: Iterable[Calls]) -> list[Timed]:
-    """Each that takes time once, in an order that all processes agree on."""
+    """Every distinct call that takes time, in an order on which all processes agree."""
     return list(dict.fromkeys(alike(call) for step in steps for _, call in step if not is_free(call)))
 
 
 def host_time(step: Calls, calls: Mapping[Timed, float], seconds: float) -> float:
-    """Seconds between two operators, from a step that took ``seconds`` in all."""
+    """The host's seconds per call, from a step that took ``seconds`` in total."""
+    # Free calls are the host's as well: they count in the divisor only.
     known = sum(times * calls[alike(call)] for (_, call), times in step.items() if not is_free(call))
     # What the operators do not explain is the host's, shared equally: it is what every call costs.
     return max(seconds - known, 0.0) / sum(step.values())
 
 
 def run_processes(fn: Callable[..., Any], processes: int, threads: int, *arguments: Any) -> list[Any]:
-    """Call ``fn(rank, processes, *arguments)`` in new processes of one gloo group; their results by rank.
+    """Call ``fn(rank, processes, *arguments)`` in new processes with a common group; returns the results by rank.
 
     Raises:
         RuntimeError: one of them ended without a result.
@@ -166,6 +169,7 @@ def _work(
     rank: int, processes: int, threads: int, folder: str, answer: Connection, fn: Callable[..., Any], rest: Any
 ) -> None:
     torch.set_num_threads(threads)
+    # The allocator keeps memory, or page faults would be measured in every call.
     keep_freed_memory()  # as a run does
     os.chdir(folder)
     # In a folder of its own: no port that somebody else may have taken.
@@ -187,15 +191,16 @@ def _calibrate(
 
 
 class TrainingRun:
-    """A training run whose steps are timed; its first step is done. Its logs go to a folder ``name``."""
+    """A training run whose steps are timed. Its first step has been made; logs go to the folder ``name``."""
 
     def __init__(self, config: Config, rank: int, processes: int, name: str) -> None:
         config.logging.log_dir = name
         self._run = Run(Pretraining(config), Process(rank, processes, rank), torch.device("cpu"), StopSignal())
+        # The first step allocates memory.
         self.step()
 
     def step(self) -> float:
-        """Seconds of one more step, without the wait for its data."""
+        """Seconds of one more step, without waiting for data."""
         batch = self._run.batches.next_or_reason()
         dist.barrier()
         started = time.perf_counter()
@@ -203,12 +208,12 @@ class TrainingRun:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """End it."""
+        """End the run."""
         self._run.close()
 
 
 def time_calls(wanted: Sequence[Timed]) -> dict[Timed, float]:
-    """Seconds of each; all processes of the group call it with the same ones."""
+    """Seconds of each call. All processes of the group call it with the same list."""
     # Products of ones in place run into denormal numbers after a while, which are slow.
     torch.set_flush_denormal(True)
     return {call: _time_collective(call) if isinstance(call, Collective) else _time(call) for call in wanted}
@@ -221,10 +226,12 @@ def _time(call: Operator) -> float:
     copies = [_inputs(call)]
     # By storages: views of one tensor are one.
     size = sum(tensor.untyped_storage().nbytes() for tensor in tree_leaves(copies) if isinstance(tensor, torch.Tensor))
+    # As many copies as make ROTATED bytes: a small operand would stay in the core's cache.
     copies += [_inputs(call) for _ in range(min(COPIES, ROTATED // max(size, 1)) - 1)]
     times, begin = list[float](), time.perf_counter()
     in_place = call.name.split(".")[1].endswith("_")
     results = [None] * len(copies)  # kept for a while: the next result is written to other memory, as in a step
+    # At least 4: the first call is left out of the mean.
     while len(times) < 4 or (len(times) < 100 and time.perf_counter() - begin < PATIENCE):
         turn = len(times) % len(copies)
         arguments, keywords = copies[turn]
@@ -235,11 +242,11 @@ def _time(call: Operator) -> float:
         results[turn] = result
         if in_place:
             _fill_again(arguments)
-    return statistics.fmean(times[1:])  # a step is the sum of many calls, with what interrupts some of them
+    return statistics.fmean(times[1:])  # mean, not median: a step is the sum of many calls, interrupted ones too
 
 
 def _fill_again(arguments: Any) -> None:
-    """With ones: the exponential of an exponential is infinite soon, and infinities are slow."""
+    """Fill floating-point inputs with 1 again: repeated exponentials soon give infinities, which are slow."""
     for tensor in tree_leaves(arguments):
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             tensor.fill_(1)
@@ -253,14 +260,14 @@ def _inputs(call: Operator) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _made(value: Any) -> Any:
-    """An argument from what stands for it. Floats are 1, which products in place keep; integers 0, which is an index
-    of everything."""
+    """An argument from its description. Floats are 1, which products keep; integers 0, a valid index of everything."""
     if isinstance(value, Items):
         return [_made(item) for item in value.items]
     if isinstance(value, NotANumber):
         return math.nan
     if not isinstance(value, TensorLike):
         return value
+    # The recorded strides: a transposed operand takes another kernel.
     tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
     storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
     storage.fill_(1 if value.dtype.is_floating_point or value.dtype == torch.bool else 0)
@@ -269,18 +276,22 @@ def _made(value: Any) -> Any:
 
 def _time_collective(call: Collective) -> float:
     run = _collective(call)
+    # The first call makes connections.
     run()
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         run()
         times.append(time.perf_counter() - started)
+    # Median: another process may have delayed one.
     return statistics.median(times)
 
 
 def _collective(call: Collective) -> Callable[[], Any]:
-    """The collective over all processes, on bytes as floats; a smaller group is taken to be as slow."""
+    """A function that runs the collective over all processes, on floats of as many bytes. A smaller group is assumed to
+    be as slow."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
+    # Rounded up to whole floats per rank.
     part = torch.ones(-(-call.size // (4 * ranks)))
     whole = torch.ones(part.numel() * ranks)
     if call.kind == "all-gather":
@@ -295,7 +306,7 @@ def _collective(call: Collective) -> Callable[[], Any]:
     assert call.kind == "send", f"{call.kind} is no collective that a step has"
 
     def message() -> None:
-        """From even ranks to odd ones."""
+        """Even ranks send to odd ones."""
         if rank % 2 == 0 and rank + 1 < ranks:
             dist.send(whole, rank + 1)
         elif rank % 2:

@@ -1,4 +1,4 @@
-"""Measures what one device of this machine does, and writes it with error bars: a file that tools/plan.py --gpu takes.
+"""Measures one device of this machine and writes its shares with error bars to a file for tools/plan.py --gpu.
 
 Products, attention and element-wise passes of the sizes that training has, each many times. A share is the median over
 sizes; its error bar is how far sizes lie apart (a planner that knows one share for all sizes is off by that), or the
@@ -26,34 +26,36 @@ from smp.planner.devices import Device, ShareErrors
 
 GPU_SIZES = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (16384, 8192, 8192))
 CPU_SIZES = ((512, 512, 512), (1024, 768, 512), (512, 512, 1536))
-"""Rows, columns and inner size of products."""
+"""(rows, columns, inner size) of products."""
 REPEATS = 15
 LEAST_ERROR = 0.01
 MAY_BE_ZERO = ("latency", "launch", "fp8_peak", "domain", "leaf", "watts")
-"""Fields of ``Device`` by which nothing is divided, or whose 0 says that there is none."""
+"""Fields of ``Device`` that are never divided by, or whose 0 means that there is none."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate per second, and the relative error of one number for all sizes."""
+    """A rate per second, and its relative error as a single number for all sizes."""
 
     value: float
     error: float
 
     @staticmethod
     def of(sizes: Sequence[Sequence[float]]) -> Rate:
-        """From repetitions of each size."""
+        """The rate from repeated measurements of each size."""
         middle = [statistics.median(times) for times in sizes]
         value = statistics.median(middle)
         apart = statistics.pstdev(middle) / value
         shaky = max(
-            statistics.pstdev(times) / (m * math.sqrt(len(times))) for times, m in zip(sizes, middle, strict=True)
+            # The standard error of a size's mean.
+            statistics.pstdev(times) / (m * math.sqrt(len(times)))
+            for times, m in zip(sizes, middle, strict=True)
         )
         return Rate(value, max(apart, shaky, LEAST_ERROR))
 
 
 def measured(base: Device, where: torch.device) -> Device:
-    """``base`` with shares and their errors as this device has them."""
+    """``base`` with the shares and errors measured on this device."""
     on_gpu = where.type == "cuda"
     dtype, sizes = (torch.bfloat16, GPU_SIZES) if on_gpu else (torch.float32, CPU_SIZES)
     products = Rate.of([_product(where, dtype, *size) for size in sizes])
@@ -69,7 +71,7 @@ def measured(base: Device, where: torch.device) -> Device:
         # Without a data sheet the rates are the peaks; links are copies by the same cores.
         link, size = memory.value / 2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device(
-            2 * products.value,  # halved again for fp32, which is what was measured
+            2 * products.value,  # predictions halve the peak for fp32, which was measured here
             float(size), memory.value, link, link, devices_per_node=1, tiles=1, product_share=1.0,
             attention_share=attention.value / products.value, memory_share=1.0, link_share=1.0,
             launch=1 / launch.value, family="cpu", watts=0.0, errors=errors,
@@ -85,12 +87,13 @@ def measured(base: Device, where: torch.device) -> Device:
 
 
 def _rates(work: float, run: Callable[[], object], where: torch.device) -> list[float]:
-    """Work per second of each repetition."""
+    """Work per second in each repetition."""
 
     def wait() -> None:
         if where.type == "cuda":
             torch.cuda.synchronize()
 
+    # The first calls load kernels and choose algorithms.
     for _ in range(3):
         run()
     found = []
@@ -110,21 +113,22 @@ def _product(where: torch.device, dtype: torch.dtype, rows: int, columns: int, i
 
 
 def _attention(where: torch.device, dtype: torch.dtype, length: int) -> list[float]:
-    """Causal, of which half is computed."""
+    """Causal attention, which computes half of the scores."""
     heads, width = (32, 128) if where.type == "cuda" else (4, 64)
+    # 2 products of 2 n^2 width FLOPs for each head, half of them masked.
     q, k, v = (torch.randn(1, heads, length, width, device=where, dtype=dtype) for _ in range(3))
     work = 2 * heads * length * length * width
     return _rates(work, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), where)
 
 
 def _elementwise(where: torch.device, dtype: torch.dtype, count: int) -> list[float]:
-    """A sum of two: three numbers pass for each result."""
+    """An addition, which moves three numbers for each result."""
     a, b = (torch.randn(count, device=where, dtype=dtype) for _ in range(2))
     return _rates(3 * count * a.itemsize, lambda: torch.add(a, b, out=a), where)
 
 
 def _launch(where: torch.device) -> list[float]:
-    """Operations on next to nothing, a thousand in a row."""
+    """Operations on tiny tensors, a thousand in a row."""
     a = torch.zeros(8, device=where)
 
     def many() -> None:
@@ -135,13 +139,13 @@ def _launch(where: torch.device) -> list[float]:
 
 
 def write_device(device: Device, path: Path) -> None:
-    """Every field, and the errors."""
+    """Write every field, and the errors, as YAML."""
     text = yaml.safe_dump(asdict(device), sort_keys=False)
     path.write_text(f"# Written by tools/plan.py --measure: what one device does; errors are relative.\n{text}")
 
 
 def read_device(path: Path) -> Device:
-    """What :func:`write_device` wrote.
+    """The device in a file of :func:`write_device`.
 
     Raises:
         ConfigError: it is something else.

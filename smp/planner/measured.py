@@ -1,4 +1,4 @@
-"""How long a training step takes on this machine's processor, from the times of what it calls.
+"""Step time on this machine's CPU, from measured times of the step's calls.
 
 Without a pipeline a step is the sum of its operators and collectives, and of the host's time between them: the host is
 the device, and gloo's collectives need the same cores that compute, so nothing is hidden behind anything. With a
@@ -30,7 +30,7 @@ _LINKS = {"tp": "tensor", "cp": "context", "ep": "experts"}
 
 @dataclass(frozen=True)
 class Recorded:
-    """A layout and what its steps call, by pipeline rank."""
+    """A layout with the calls of its steps, by pipeline rank."""
 
     config: Config
     layout: Layout
@@ -45,21 +45,22 @@ class Recorded:
 
 
 def this_machine(processes: int) -> Device:
-    """What the search for layouts asks of a device: memory, and that all processes are on one node. Its rates stand for
-    nothing: :func:`timed` measures what takes time."""
+    """This machine as the search for layouts needs it: memory, and all processes on one node. The rates are dummies, as
+    :func:`timed` measures."""
+    # Every process has its share of the machine's memory.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes
     return Device(1.0, memory, 1.0, 1.0, 1.0, devices_per_node=processes)
 
 
 def threads_of(processes: int) -> int:
-    """Threads of each process: this one's, shared."""
+    """Threads per process when they share this process's."""
     return max(torch.get_num_threads() // processes, 1)
 
 
 def timed(
     found: Sequence[Candidate], processes: int, tell: Callable[[str], None]
 ) -> tuple[list[Candidate], MachineTimes]:
-    """Candidates with the time of their step, and this machine's times, which are measured here."""
+    """The candidates with step times measured on this machine, and the measured times."""
     recorded = []
     for number, one in enumerate(found, 1):
         tell(f"trying layout {number} of {len(found)} on tensors without data")
@@ -89,6 +90,7 @@ def _parts(calls: Calls, times: MachineTimes, host: float) -> Counter[str]:
 
 
 def _part(place: Place, call: Timed) -> str:
+    # By the phase, before the kind: clipping sums norms with collectives, too.
     if place.phase in ("clipping", "optimizer"):
         return "optimizer"
     if isinstance(call, Collective):
@@ -103,13 +105,15 @@ def _step(parts: Counter[str], bubble: float) -> StepTime:
 
 
 def _pipeline(recorded: Recorded, plan: Plan, times: MachineTimes, host: float) -> StepTime:
-    """Each rank's actions by their calls; messages are the simulator's."""
+    """Step time with a pipeline: each action's calls are summed, and the simulator adds waits and messages."""
     seconds: defaultdict[tuple[Op, int], float] = defaultdict(float)
     inside, outside, link = list[Counter[str]](), list[Counter[str]](), 0.0
     for calls in recorded.ranks:
         own = {key: n for key, n in calls.items() if not _is_message(key[1])}
         # One time for all messages, that of the slowest: the simulator knows no other.
         link = max([link, *(times.of(call) for _, call in calls if _is_message(call))])
+        # The simulator works with actions: what runs outside of them (clipping, update) is added
+        # after it.
         for (place, call), number in own.items():
             if place.op is not None and place.stage is not None:
                 seconds[place.op, place.stage] += number * (times.of(call) + host)
@@ -128,7 +132,7 @@ def _is_message(call: Timed) -> bool:
 
 
 def _costs(seconds: defaultdict[tuple[Op, int], float], stage: int, micro_batches: int) -> StageCosts:
-    """Costs of a stage, from the seconds of all its actions."""
+    """Costs of a stage per micro-batch, from the seconds of all its actions."""
     whole = seconds[Op.BACKWARD, stage] / 2  # a schedule may split some backward passes; the sum of both ways counts
     return StageCosts(
         seconds[Op.FORWARD, stage] / micro_batches,

@@ -1,4 +1,4 @@
-"""What training on so many tokens takes: days, GPU hours, money, energy, with what failures leave of the time."""
+"""What training on a number of tokens takes: days, GPU hours, money, energy; with the time that failures leave."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Outlook:
     def of(
         tokens: float, per_second: float, gpus: int, goodput: float, price: float | None, watts: float | None
     ) -> Outlook:
-        """Outlook for ``tokens`` in all, ``per_second`` by all GPUs while they train: ``goodput`` of the time."""
+        """The outlook for ``tokens``, at ``per_second`` of all GPUs while they train, which is ``goodput`` of the
+        time."""
+        # Goodput 0: no interval between failures is long enough.
         seconds = tokens / per_second / goodput if goodput > 0 else math.inf
         hours = seconds / 3600 * gpus
         return Outlook(
@@ -62,7 +64,9 @@ class Saving:
 
     @staticmethod
     def best(what: Reliability, step: float, processes: int) -> Saving:
-        """With steps of so many seconds on the mean process."""
+        """The best interval for steps of ``step`` seconds on the average process."""
+        # A step takes as long as its slowest process.
         took = step * slowest(processes, what.spread)
+        # Young's and Daly's interval is in seconds: rounded to whole steps.
         steps = max(1, round(best_interval(what.save, what.mtbf) / took))
         return Saving(steps, steps * took, what.shares(steps * took, processes))

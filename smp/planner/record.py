@@ -1,4 +1,4 @@
-"""What a training step calls, operator by operator with its shapes, from a step on fake tensors.
+"""The calls of a training step, operator by operator with shapes, from a step on fake tensors.
 
 A step has a few hundred different calls, however many micro-batches and blocks it has; a machine can time each of them
 once (:mod:`smp.planner.machine`).
@@ -25,7 +25,7 @@ from smp.training.cost.meter import Key, Meter
 
 @dataclass(frozen=True)
 class TensorLike:
-    """A tensor without its numbers."""
+    """A tensor without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -41,12 +41,12 @@ class Items:
 
 @dataclass(frozen=True)
 class NotANumber:
-    """The float NaN, which is not equal to itself: calls are looked up by what they are given."""
+    """Stands for NaN, which does not equal itself: calls are keys of dictionaries."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator and what it is called with, tensors by their shapes.
+    """An operator with its arguments, tensors as shapes.
 
     Attributes:
         name: such as ``aten.mm.default``.
@@ -94,11 +94,11 @@ Call = tuple[Place, Operator | Collective]
 
 
 UNCUT: Any = SimpleNamespace(cp_exchange=None)
-"""Stands for the context of a run whose sequences are whole: there is no process group, and the fake step cuts."""
+"""Stands for the context of a run with whole sequences: without process groups, the fake step cuts sequences itself."""
 
 
 class CallRecorder(Meter):
-    """Keeps calls in ``counts.calls``: how often each :data:`Call` was made."""
+    """Counts calls in ``counts.calls``, by :data:`Call`."""
 
     _action: Action | None = None
 
@@ -110,6 +110,7 @@ class CallRecorder(Meter):
     def _ran(self, func: Any, args: Any, kwargs: Any) -> None:
         # Marks of the profiler are operators of their own, and take no time.
         if func.namespace != "profiler" and (place := self._place()) is not None:
+            # Sorted: two calls with the same keywords are one.
             keywords = tuple((name, like(value)) for name, value in sorted(kwargs.items()))
             call = place, Operator(str(func), tuple(like(value) for value in args), keywords)
             self.counts.calls[call] += 1
@@ -125,7 +126,7 @@ class CallRecorder(Meter):
 
     @contextmanager
     def running(self, action: Action) -> Iterator[None]:
-        """Calls inside are of this action."""
+        """Calls inside belong to this action."""
         self._action = action
         try:
             yield
@@ -134,7 +135,7 @@ class CallRecorder(Meter):
 
 
 def like(value: Any) -> Any:
-    """An argument as a value that can be compared and sent to another process."""
+    """An argument as a value that can be compared and pickled."""
     if isinstance(value, torch.Tensor):
         return TensorLike(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, list | tuple):
@@ -152,6 +153,7 @@ def recorded_step(config: Config, layout: Layout, plan: Plan | None = None) -> l
     """Calls of a step on this machine's CPU, by pipeline rank."""
     # Without a cut: the fake step puts the exchange around attention itself.
     kernels, _ = choose_backends(config, UNCUT, torch.device("cpu"), documents=False)
+    # Ranks of a pipeline have different layers: one fake step for each.
     steps = [
         fake_step(config, layout, kernels, "cpu", plan, rank, make_meter=CallRecorder) for rank in range(layout.pp)
     ]

@@ -1,4 +1,4 @@
-"""Scaling curves: the best layout on fewer and on more devices, with one batch (strong) or one that grows (weak)."""
+"""Scaling curves: the best layout on fewer and more devices, with the same batch (strong) or one that grows (weak)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADER = ("scaling", "gpus", "global_batch_size", "step_seconds", "tokens_per_se
 
 @dataclass(frozen=True)
 class Point:
-    """The best layout on so many devices with this batch; None: none fits or works."""
+    """The best layout on this many devices with this batch; best None: none fits or works."""
 
     kind: Kind
     gpus: int
@@ -33,7 +33,8 @@ class Point:
 
 
 def sizes(gpus: int, each: int) -> list[int]:
-    """A node, then four times as many until ``gpus``, which is the last."""
+    """Numbers of devices: a node, then four times as many up to ``gpus``, which is the last."""
+    # At most a node for the first: links within it.
     found, size = list[int](), min(each, gpus)
     while size < gpus:
         found.append(size)
@@ -44,8 +45,8 @@ def sizes(gpus: int, each: int) -> list[int]:
 def curve(
     kind: Kind, asked: Config, gpus: int, device: Device, decided: Collection[str], tell: Callable[[str], None]
 ) -> list[Point]:
-    """Points from a node to ``gpus`` devices; ``asked`` says the batch of the last. A size whose devices have no whole
-    number of its samples is left out of a weak curve.
+    """Points from one node to ``gpus`` devices; ``asked`` has the batch of the last. A weak curve leaves out sizes
+    whose batch is no whole number of samples.
 
     Raises:
         ConfigError: all but the last are left out.
@@ -64,6 +65,7 @@ def curve(
         tell(f"{kind} scaling: no whole number of samples on {', '.join(map(str, sorted(left_out)))} devices")
     for size in whole:
         tell(f"{kind} scaling: {size:,} devices")
+        # Weak: samples per device stay.
         share = batch * size // gpus if kind == "weak" else batch
         config = replace(asked, data=replace(asked.data, global_batch_size=share))
         best = ranked(list(candidates(config, size, device, decided)))
@@ -72,13 +74,13 @@ def curve(
 
 
 def efficiency(points: Sequence[Point], point: Point) -> float:
-    """Tokens per second and device relative to those of the smallest size that works."""
+    """Tokens per second and device relative to the smallest size that works."""
     first = next((one for one in points if one.best), None)
     return point.rate / first.rate if first else 0.0
 
 
 def write_csv(curves: Sequence[Sequence[Point]], file: TextIO) -> None:
-    """A line for each point; where no layout works what it takes is empty."""
+    """A line per point; the numbers are empty where no layout works."""
     lines = csv.writer(file, lineterminator="\n")
     lines.writerow(HEADER)
     for points in curves:
@@ -96,7 +98,7 @@ def write_csv(curves: Sequence[Sequence[Point]], file: TextIO) -> None:
 
 
 def draw(curves: Sequence[Sequence[Point]], path: Path) -> None:
-    """Tokens per second of all devices, relative to what they would be at the smallest size's rate per device."""
+    """A plot of tokens per second, with dotted lines of linear scaling from the smallest size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -107,6 +109,7 @@ def draw(curves: Sequence[Sequence[Point]], path: Path) -> None:
             continue
         gpus = [point.gpus for point in shown]
         axes.loglog(gpus, [point.gpus * point.rate for point in shown], marker="o", label=f"{shown[0].kind} scaling")
+        # Linear scaling from the first point.
         axes.loglog(gpus, [n * shown[0].rate for n in gpus], linestyle=":", color="gray")
     axes.set_xlabel("GPUs")
     axes.set_ylabel("tokens per second, predicted")

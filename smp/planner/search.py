@@ -1,4 +1,4 @@
-"""Layouts that a model can be trained in on some devices, what each needs, and how long its step takes."""
+"""Layouts in which a model can be trained on some devices, with their memory and step time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from smp.training.cost.memory import MemoryEstimate, largest_memory
 FREE = 0.08
 """Share of a device's memory that stays free: the CUDA context, NCCL's buffers, fragments."""
 FREE_IN_PIPELINE = 0.12
-"""The same with a pipeline, whose memory the formula knows less well: of 22 random layouts two needed more than 8 %
+"""The same with a pipeline, for which the memory formula is less exact: of 22 random layouts two needed more than 8 %
 above it, both with a pipeline and a vocabulary of 256,000 (tests/planner/formula_sample.py)."""
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES: tuple[tuple[Any, int | None], ...] = (("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None))
 LONG_SEQUENCE = 32768
-"""From which on context parallelism is tried without being asked for."""
+"""Sequence length from which context parallelism is tried by itself."""
 LONGEST_PIPELINE = 16
-"""That is tried without being asked for."""
+"""Largest number of pipeline ranks tried by itself."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Candidate:
 def candidates(
     asked: Config, world_size: int, device: Device, decided: Collection[str] = (), why: list[ConfigError] | None = None
 ) -> Iterator[Candidate]:
-    """Every layout that works with what was asked for, those that do not fit into memory without a time.
+    """All layouts that work with ``asked``; those that do not fit into memory have no time.
 
     Args:
         asked: unresolved.
@@ -68,6 +68,7 @@ def candidates(
     """
     for config in _configs(asked, world_size, device, decided):
         try:
+            # resolve() checks everything that a run would: what is listed can be started.
             resolved = resolve(config, world_size)
             layout = Layout.from_config(resolved.parallel, world_size)
             # A schedule of hundreds of micro-batches takes long to simulate, and says the same.
@@ -84,25 +85,28 @@ def candidates(
 
 
 def ranked(found: list[Candidate]) -> list[Candidate]:
-    """Those that fit, fastest first; of equal ones the one that needs less memory."""
+    """Candidates that fit, fastest first; of equally fast ones the one with less memory first."""
+    # i breaks ties: candidates do not compare.
     fitting = [(c.time.total, c.memory.total, i) for i, c in enumerate(found) if c.time is not None]
     return [found[i] for _, _, i in sorted(fitting)]
 
 
 def shortened(config: Config, layout: Layout) -> Config:
-    """With as many micro-batches as it takes until each more costs the same, which is quickly simulated."""
+    """The config with only as many micro-batches as the pipeline needs to become steady: more are slow to simulate and
+    cost the same each."""
     each, data = config.data.micro_batch_size * layout.data_parallel, config.data
     assert data.global_batch_size is not None, "resolved before"
+    # 3 x pp micro-batches: fill, steady part and drain.
     return replace(config, data=replace(data, global_batch_size=min(data.global_batch_size, 3 * layout.pp * each)))
 
 
 def _whole(plan: Plan | None, config: Config, layout: Layout) -> Plan | None:
-    """The plan whose memory is that of the step: GPipe holds all micro-batches, so its memory grows with each more."""
+    """The plan that gives the step's memory: GPipe holds all micro-batches, so there the short plan is not enough."""
     return plan_pipeline(config, layout) if config.parallel.pipeline_schedule == "gpipe" and layout.pp > 1 else plan
 
 
 class _Given:
-    """What was decided, or all options where nothing was."""
+    """The decided value of a setting, or all options where nothing was decided."""
 
     def __init__(self, decided: Collection[str]) -> None:
         self._decided = decided
@@ -112,7 +116,7 @@ class _Given:
 
 
 def _configs(asked: Config, world_size: int, device: Device, decided: Collection[str]) -> Iterator[Config]:
-    """Combinations, unresolved; what cannot work among them is found out later."""
+    """Combinations to try, unresolved; resolve() sorts out those that cannot work."""
     parallel, given = asked.parallel, _Given(decided)
     # Tensor parallelism stays within a node: every collective of it is waited for.
     within_node = [n for n in _divisors(world_size) if device.connected % n == 0]
@@ -129,6 +133,7 @@ def _configs(asked: Config, world_size: int, device: Device, decided: Collection
         degrees = replace(
             parallel,
             tensor_model_parallel_size=tp,
+            # Always with TP: less memory for the same traffic.
             sequence_parallel=parallel.sequence_parallel if "sequence_parallel" in decided else tp > 1,
             pipeline_model_parallel_size=pp,
             context_parallel_size=cp,
@@ -138,7 +143,7 @@ def _configs(asked: Config, world_size: int, device: Device, decided: Collection
         data = replace(asked.data, micro_batch_size=row)
         batch, each = data.global_batch_size, row * (world_size // (tp * pp * cp) or 1)
         if row > 1 and batch is not None and batch % each and "micro_batch_size" not in decided:
-            continue  # it would be filled up, which a smaller one does less
+            continue  # it would be filled up with rows that count nothing
         # Under a pipeline weights are gathered as the schedule says; without one the strategy decides.
         options = (
             _schedules(degrees, given)
@@ -158,10 +163,11 @@ def _schedules(parallel: ParallelConfig, given: _Given) -> Iterator[ParallelConf
 def _sharding(
     parallel: ParallelConfig, data_ranks: int, device: Device, stride: int, given: _Given
 ) -> Iterator[ParallelConfig]:
-    """Over all data-parallel ranks or those of an NVLink domain; gathered for each micro-batch, or once per step."""
+    """Shards over all data-parallel ranks or those of an NVLink domain; gathered per micro-batch or once per step."""
     # As many ranks of an NVLink domain, besides those that tensor and context parallelism take, as make whole groups:
     # of a rack of 72 GPUs 64, where a job has 128.
     inside = max((n for n in _divisors(data_ranks) if n * stride <= device.connected), default=1)
+    # 0: all data-parallel ranks.
     degrees = [0, *([inside] if 1 < inside < data_ranks else [])]
     for degree in given("hybrid_shard_degree", parallel.hybrid_shard_degree, degrees):
         strategies = ["optim_grads_params", *(["optim_grads", "optim"] if data_ranks > 1 else [])]
@@ -174,13 +180,15 @@ def _divisors(n: int) -> list[int]:
 
 
 def _flags(config: Config, asked: Config) -> str:
-    """What differs from what was asked for."""
+    """Flags of what differs from ``asked``."""
     words = []
     for group, names in (("parallel", _PARALLEL), ("data", ("micro_batch_size",))):
         for name in names:
             value = getattr(getattr(config, group), name)
             if value != getattr(getattr(asked, group), name):
-                words.append(flag_of(name) if value is True else f"{flag_of(name)} {value}")  # switches: only on
+                words.append(
+                    flag_of(name) if value is True else f"{flag_of(name)} {value}"
+                )  # a switch that differs is on
     return " ".join(words)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a training step and of a pass through a part of it, by what they are spent on."""
+"""Seconds of a step, and of a pass through a part of it, by what they are spent on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one pass of something."""
+    """Seconds of one forward or backward pass through a part of the model."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -65,10 +65,11 @@ class Pass:
         return sum(vars(self).values())
 
     def issued(self, operations: int, device: Device) -> Pass:
-        """With the time that the host is behind."""
+        """The pass with the time for which the device waits for the host to issue operations."""
+        # Device and host work in parallel: only the difference is waited for.
         late = max(0.0, operations * device.launch - self.total)
         return self + Pass(host=late)
 
     def copying(self, seconds: float) -> Pass:
-        """With what copies that run during it take longer."""
+        """The pass with the time by which copies that run meanwhile exceed it."""
         return self + Pass(offload=max(0.0, seconds - self.total))

@@ -1,4 +1,4 @@
-"""Layouts as a user reads them: a table, and a picture of where the time goes."""
+"""Layouts for the user: a table, and a plot of where the time goes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ WORDS = {
     "host": "issuing operations",
     "offload": "activations on their way to the host and back",
 }
-"""Parts of a step as a user reads them."""
+"""Names of a step's parts for the user."""
 
 
 def mfu(found: Candidate, device: Device) -> float:
-    """Share of the device's peak that model FLOPs take."""
+    """Model FLOPs utilization: the share of the device's peak that the model's FLOPs take."""
     model, length = found.config.model, found.config.data.seq_length
     assert model.vocab_size is not None and length is not None
+    # Without recompute, as MFU is defined (PaLM, arXiv 2204.02311).
     return found.tokens_per_second() * training_flops_per_token(model, length, model.vocab_size) / device.peak
 
 
 def what_binds(found: Candidate) -> str:
-    """The two largest parts besides matrix products."""
+    """The two largest parts apart from matrix products."""
     assert found.time is not None
     parts = Counter(vars(found.time))
     del parts["products"]
@@ -43,7 +44,7 @@ def what_binds(found: Candidate) -> str:
 
 
 def table(best: Sequence[Candidate], device: Device) -> str:
-    """Fastest first, with half of the interval round a step's time."""
+    """A table, fastest first, with half of the interval around the step time."""
     lines = [f"{'step':>9}{'':8}{'tokens/s/GPU':>14}{'MFU':>8}{'memory':>11}  flags"]
     for found in best:
         assert found.time is not None
@@ -57,7 +58,7 @@ def table(best: Sequence[Candidate], device: Device) -> str:
 
 
 def draw(best: Sequence[Candidate], path: str) -> None:
-    """Bars of where the time of each step goes."""
+    """A bar chart of where the time of each step goes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 0.5 * len(best) + 1.6), layout="constrained")
@@ -65,6 +66,7 @@ def draw(best: Sequence[Candidate], path: str) -> None:
     left = [0.0] * len(best)
     for name, words in WORDS.items():
         seconds = [getattr(found.time, name) for found in best]
+        # Parts below 0.5 % everywhere would only fill the legend.
         if max(seconds) > 0.005 * max(found.time.total for found in best if found.time):
             axes.barh(range(len(best)), seconds, left=left, label=words)
         left = [a + b for a, b in zip(left, seconds, strict=True)]
@@ -78,7 +80,7 @@ def draw(best: Sequence[Candidate], path: str) -> None:
 
 
 def undecided(best: Sequence[Candidate], device: Device) -> str:
-    """A line that says whether the first of some layouts is the first; empty for a single one."""
+    """A line that says whether the first layout is really faster; "" for a single one."""
     alike = as_good_as_the_first(best, device.errors)
     if len(best) < 2:
         return ""

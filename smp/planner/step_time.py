@@ -1,4 +1,4 @@
-"""How long a training step takes, by formula: a roofline of each part, links, the pipeline's simulator.
+"""Step time by formula: a roofline of each part, links, and the pipeline's simulator.
 
 For each layer: matrix products at a share of the peak that falls with partly filled waves of tiles, attention, and what
 norms, activations and residuals read and write; the collectives of tensor, context and data parallelism. Collectives
@@ -38,13 +38,13 @@ from smp.training.cost.memory import kept_by_blocks
 from smp.training.cost.sparse_memory import is_sparse
 
 TILE = 128, 256
-"""Rows and columns of a tile of a product's result, as large kernels take them."""
+"""Rows and columns of a tile of a product's result, as large kernels use."""
 OPERATIONS = 24
-"""That the host issues for a block's forward pass; twice as many for its backward pass."""
+"""Operations that the host issues for a block's forward pass; twice as many for its backward pass."""
 
 
 def _offloaded(config: Config, layout: Layout) -> float:
-    """Bytes of a mean block that go to the host, and come back. Without a pipeline the last blocks of a micro-batch
+    """Bytes that an average block sends to the host and gets back. Without a pipeline the last blocks of a micro-batch
     stay: their backward passes begin at once."""
     stay = min(config.parallel.activation_loading_horizon - 1, config.model.num_layers) if layout.pp == 1 else 0
     kept = kept_by_blocks(config, layout)
@@ -52,7 +52,7 @@ def _offloaded(config: Config, layout: Layout) -> float:
 
 
 class StepModel:
-    """Times of one layout on one kind of device.
+    """Predicts the time of one layout on one kind of device.
 
     Args:
         config: resolved.
@@ -65,6 +65,7 @@ class StepModel:
         model, data, parallel = config.model, config.data, config.parallel
         assert data.seq_length is not None and data.global_batch_size is not None, "resolved before"
         self.config, self.layout, self.device, self.plan = config, layout, device, plan
+        # Sequences of a micro-batch are cut over cp.
         self.tokens = data.micro_batch_size * data.seq_length // layout.cp
         self.micro_batches = count_micro_batches(data, layout.data_parallel)
         self.width = 2 if parallel.bf16 else 4
@@ -72,6 +73,7 @@ class StepModel:
         self.fp8 = Fp8Costs.of(parallel)
         self.gathered_width = 1 if parallel.fp8_param_gather else self.width
         self.offloaded = _offloaded(config, layout) if parallel.offload_activations else 0.0
+        # Parameters of each block, by layer.
         self.blocks = of_each_block(model, range(model.num_layers), list)
         self.forward, self.backward = self._mean_passes()
         self.predictions = len(mtp_layers(model))
@@ -81,8 +83,8 @@ class StepModel:
         return self._with_pipeline(self.plan) if self.plan else self._without_pipeline()
 
     def _mean_passes(self) -> tuple[Pass, Pass]:
-        """A block's forward and backward pass for one micro-batch; the mean over kinds of blocks, by their mixer, of so
-        many parts, with experts or without, in FP8 or not."""
+        """An average block's forward and backward pass for one micro-batch: the mean over kinds of blocks (mixer,
+        number of parts, experts or not, FP8 or not)."""
         model, forward, backward = self.config.model, Pass(), Pass()
         layers = range(model.num_layers)
         in_bf16 = layers_in_bf16(self.config.parallel, model.num_layers)
@@ -91,8 +93,10 @@ class StepModel:
         blocks = zip(specs[: model.num_layers], in_8_bits, strict=True)
         kinds = [(type(spec.mixer), spec.parts, spec.has_experts, eight) for spec, eight in blocks]
         for kind, number in Counter(kinds).items():
+            # A layer in bf16 among FP8 ones is a kind of its own.
             first = kinds.index(kind)
             ahead, back = self._block_passes(self.blocks[first], specs[first], fp8=in_8_bits[first])
+            # Weighted by the number of layers.
             forward, backward = forward + ahead * (number / len(layers)), backward + back * (number / len(layers))
         return forward, backward
 
@@ -100,16 +104,21 @@ class StepModel:
         flops = forward_flops(self.config.model, self.config.data.seq_length or 1)
         # What is left of a layer's FLOPs without its matrix products is attention's.
         attended = flops.layer - sum(p.flops for each in self.blocks for p in each) / len(self.blocks)
+        # Heads are divided over tp.
         attention = attended * self.tokens / self.layout.tp / (self.peak * self.device.attention_share)
         products, gradients = self._products(block, fp8=fp8)
         elementwise, exchange = self._elementwise(spec), self._expert_exchange() if spec.has_experts else 0.0
         rounding = self._rounding(block) if fp8 else (0.0, 0.0)
         context = self._context_exchange(attention)
+        # FP8 gathers move 1 byte per element.
         tensor = self._tensor_collectives(spec.parts, in_8_bits=1 if fp8 else 0)
         ahead = Pass(products, attention, elementwise + rounding[0], tensor, context[0], exchange)
-        # half of the backward pass's collectives of tensor parallelism run during products of weight gradients
+        # Half of the backward pass's tensor-parallel collectives run during products of weight
+        # gradients.
         all_in_8_bits = fp8 and self.fp8 is not None and self.fp8.all_products
         tensor = self._tensor_collectives(spec.parts, in_8_bits=1 if all_in_8_bits else 0) / 2
+        # FlashAttention's backward pass has 2.5 times the FLOPs (5 products instead of 2) at 0.85
+        # of the rate.
         back = Pass(gradients, 2.5 / 0.85 * attention, 2 * elementwise + rounding[1], tensor, context[1], exchange)
         ahead, back = ahead.issued(OPERATIONS, self.device), back.issued(2 * OPERATIONS, self.device)
         granularity = self.config.parallel.recompute_granularity
@@ -123,25 +132,27 @@ class StepModel:
         return ahead.copying(copies), back.copying(copies)
 
     def _products(self, block: Sequence[Parameter], *, fp8: bool) -> tuple[float, float]:
-        """Seconds of a block's products, forward and backward: of what is no linear layer, as a router, without FP8."""
+        """Seconds of a block's products, forward and backward. Modules other than linear layers, such as routers, are
+        without FP8."""
         ahead = back = 0.0
         for p in block:
             plain = self._product(p)
             eight = self._product(p, in_8_bits=True) if fp8 and in_fp8(p) else plain
             ahead += eight
+            # Two products of the forward's size: input gradient and weight gradient.
             back += eight + (eight if self.fp8 is None or self.fp8.all_products else plain)
         return ahead, back
 
     def _rounding(self, block: Sequence[Parameter]) -> tuple[float, float]:
-        """Seconds of rounding operands to 8 bits, forward and backward."""
+        """Seconds to round operands to 8 bits, forward and backward."""
         assert self.fp8 is not None
         ahead, back = self.fp8.bytes_of_block(block, self.layout, self._tokens_of)
         bandwidth = self.device.bandwidth * self.device.memory_share
         return ahead / bandwidth, back / bandwidth
 
     def _further(self) -> tuple[Pass, Pass]:
-        """Forward and backward pass of the layers of multi-token prediction without their losses: each is the last
-        block, and before it a projection between norms, which a rank computes of its own tokens."""
+        """Forward and backward pass of the multi-token prediction layers without their losses. Each is like the last
+        block, with a projection between norms in front, which a rank computes for its own tokens."""
         model, last = self.config.model, self.config.model.num_layers - 1
         fp8 = self.fp8 is not None and last not in layers_in_bf16(self.config.parallel, model.num_layers)
         ahead, back = self._block_passes(self.blocks[last], layer_specs(model)[last], fp8=fp8)
@@ -153,19 +164,21 @@ class StepModel:
         return (ahead + around) * self.predictions, (back + around * 2) * self.predictions
 
     def _tokens_of(self, parameter: Parameter) -> float:
-        """Rows of a product on this rank; of experts, those of all of them."""
+        """Rows of a product on this rank; for experts those of all of them."""
         if parameter.chosen is not None:
             return self._tokens_to_experts() * parameter.chosen
         # Down projections of latent attention and routers are whole on each rank, for its slice of the tokens.
         return self.tokens / self._slices() if parameter.shard_dim is None else self.tokens
 
     def _product(self, parameter: Parameter, *, in_8_bits: bool = False) -> float:
-        """Seconds of a linear layer's forward product on one rank, or of all its experts': of whole waves of tiles."""
+        """Seconds of a linear layer's forward product on one rank (for experts of all of them), in whole waves of
+        tiles."""
         if not parameter.flops:
             return 0.0
         device = self.device
         *experts, rows, inner = parameter.local_shape(self.layout)
         number = experts[0] if experts else 1
+        # Even loads: every expert has the same number of rows.
         tokens = self._tokens_of(parameter) / number
         flops = 2 * number * tokens * rows * inner
         tiles = number * math.ceil(tokens / TILE[0]) * math.ceil(rows / TILE[1])
@@ -173,14 +186,15 @@ class StepModel:
         waves = math.ceil(tiles / device.tiles) * device.tiles
         filled = number * tokens * rows / (TILE[0] * TILE[1]) / waves
         rate = device.fp8_peak * device.fp8_share if in_8_bits else self.peak * device.product_share
-        # smaller tiles, or a product that is split along its inner dimension, fill a wave in part at most half empty
+        # At least half full: libraries then take smaller tiles, or split the inner dimension.
         return flops / (rate * max(filled, 0.5))
 
     def _elementwise(self, spec: LayerSpec) -> float:
-        """Seconds that norms, RoPE, activation and residuals of a forward pass read and write memory; with experts also
-        what sorts rows by them, and sums what comes back."""
+        """Seconds in which norms, RoPE, activation and residuals of a forward pass read and write memory; with experts
+        also the sorting of rows and the sum of results."""
         model, tp, split = self.config.model, self.layout.tp, self._slices()
         assert model.ffn_hidden_size is not None, "resolved before"
+        # Queries and keys are read and written.
         rotated = 0 if spec.mixer is None else 2 * self._rotated() // tp
         wide, sorted_ = 0 if spec.feed_forward is None else model.ffn_hidden_size, 0
         if spec.has_experts:
@@ -188,18 +202,19 @@ class StepModel:
                 model.moe_ffn_hidden_size or 0
             )
             sorted_ = (3 * model.moe_router_topk + 1) * model.hidden_size  # read and written, then read and summed
+        # Gated: gate and up read, result written.
         activation = (3 if model.gated else 2) * wide // tp
         branches = (spec.mixer is not None) + (spec.feed_forward is not None)
         numbers = 5 * branches * model.hidden_size // split + rotated + activation + sorted_  # a norm 2, a sum 3
         return self.tokens * numbers * self.width / (self.device.bandwidth * self.device.memory_share)
 
     def _slices(self) -> int:
-        """Ranks that share a sequence's tokens between attention and the MLP."""
+        """Number of ranks that share a sequence's tokens between attention and MLP."""
         return self.layout.tp if self.config.parallel.sequence_parallel else 1
 
     def _rotated(self) -> int:
-        """Numbers of a token's queries and keys that RoPE reads and writes; those of latent attention are put together
-        from what its projections make, values beside them, after a norm of its latents."""
+        """Elements of a token's queries and keys that RoPE reads and writes. Latent attention also assembles keys and
+        values from its projections and normalizes its latents."""
         model, heads = self.config.model, self.config.model.num_attention_heads
         if model.multi_latent_attention:
             whole = heads * (2 * (model.qk_head_dim + model.qk_pos_emb_head_dim) + model.v_head_dim)
@@ -208,8 +223,9 @@ class StepModel:
         return (heads + (model.num_query_groups or heads)) * model.kv_channels
 
     def _tensor_collectives(self, parts: int, in_8_bits: int = 0) -> float:
-        """Seconds of those of a forward pass of so many parts: each has two, or an all-reduce, which moves as much.
-        Under sequence parallelism gathers move ``in_8_bits`` bytes of a number; 0: as many as the others."""
+        """Seconds of tensor-parallel collectives in a forward pass with ``parts`` parts (attention, MLP): each has a
+        gather and a reduce-scatter, or an all-reduce, which moves as much. Under sequence parallelism gathers move
+        ``in_8_bits`` bytes per element; 0: as many as the others."""
         bytes_ = self.tokens * self.config.model.hidden_size * self.width
         gathered = bytes_ * in_8_bits / self.width if in_8_bits and self.config.parallel.sequence_parallel else bytes_
         return parts * (self._collective(bytes_, "tp") + self._collective(gathered, "tp"))
@@ -217,15 +233,17 @@ class StepModel:
     def _expert_exchange(self) -> float:
         """Seconds of both all-to-alls of a pass, which nothing hides."""
         model, ep = self.config.model, self.layout.ep
+        # Each token's hidden state goes to topk experts.
         rows = self._tokens_to_experts() * model.moe_router_topk * model.hidden_size * self.width
         return 2 * self.device.fabric.all_to_all(rows, ep, self._stride("ep"))
 
     def _tokens_to_experts(self) -> float:
-        """Tokens that this rank sends to experts: those of the ranks that share every matrix of an expert."""
+        """Tokens that this rank sends to experts: tensor-parallel ranks that do not cut an expert's matrices share
+        them."""
         return self.tokens * self.layout.expert_tp / self.layout.tp
 
     def _context_exchange(self, attention: float) -> tuple[float, float]:
-        """Seconds that attention's exchange takes longer than attention, forward and backward."""
+        """Seconds by which attention's exchange exceeds attention, forward and backward."""
         cp, model = self.layout.cp, self.config.model
         if cp == 1:
             return 0.0, 0.0
@@ -240,33 +258,35 @@ class StepModel:
         return max(0.0, ahead - attention), max(0.0, back - 2.5 / 0.85 * attention)
 
     def _collective(self, whole_bytes: float, dim: str) -> float:
-        """Seconds of an all-gather or a reduce-scatter of a tensor over one dimension of the mesh."""
+        """Seconds of an all-gather or reduce-scatter of a tensor over one dimension of the mesh."""
         return self.device.fabric.ring(whole_bytes, getattr(self.layout, dim), self._stride(dim))
 
     def _stride(self, dim: str) -> int:
-        """How far apart ranks of a dimension are; the first varies fastest. Ranks of ep are neighbours in what data and
-        context parallelism share."""
+        """Distance between neighbouring ranks of a dimension; the first one varies fastest. Ranks of ep are neighbours
+        among those of data and context parallelism."""
         order = ["expert_tp", "ep"] if dim == "ep" else ["tp", "cp", "dp_shard", "dp_replicate", "pp"]
         return math.prod(getattr(self.layout, name) for name in order[: order.index(dim)])
 
     def _sharded(self, parameters: Sequence[Parameter], width: int) -> float:
-        """Seconds of gathering weights, or reducing gradients, over FSDP's ranks; those of experts over fewer."""
+        """Seconds to gather weights, or reduce gradients, over FSDP's ranks; experts have fewer."""
         seconds = 0.0
         for experts in (False, True):
             ranks, stride = self._sharing(experts=experts), self.layout.tp
             if experts:
+                # Experts' FSDP ranks are further apart: those of ep lie between them.
                 stride = self.layout.expert_tp * self.layout.ep
+            # Expert and other parameters have different FSDP groups.
             elements = self._elements([p for p in parameters if (p.chosen is not None) == experts])
             if elements:
                 seconds += self.device.fabric.ring(elements * width, ranks, stride)
         return seconds
 
     def _sharing(self, *, experts: bool) -> int:
-        """Ranks that FSDP spreads a parameter over."""
+        """Number of ranks over which FSDP shards a parameter."""
         return self.layout.expert_shard if experts else self.layout.dp_shard * self.layout.cp
 
     def _elements(self, parameters: Sequence[Parameter]) -> int:
-        """That a rank computes with."""
+        """Elements with which a rank computes."""
         return sum(math.prod(p.local_shape(self.layout)) for p in parameters)
 
     def _owned(self, parameter: Parameter) -> float:
@@ -277,8 +297,8 @@ class StepModel:
         return list(inventory(self.config.model, [part]))
 
     def _head(self) -> Pass:
-        """The output layer and the loss of a micro-batch, forward and backward: three products; logits are read and
-        written about six times, in fp32. As often as there are predictions."""
+        """Output layer and loss of a micro-batch, forward and backward: three products, and logits read and written
+        about six times in fp32. Once for each prediction."""
         matrix = vocabulary_matrix(self.config.model, "head", has_product=True)
         rows, _ = matrix.local_shape(self.layout)
         passes = self.tokens * rows * 4 * 6 / (self.device.bandwidth * self.device.memory_share)
@@ -294,14 +314,17 @@ class StepModel:
         return self._step(work, self._exposed_gathers() + self._replicas(parameters), 0.0, parameters)
 
     def _exposed_gathers(self) -> float:
-        """Seconds of FSDP that no computation hides. The next block's weights come during the current one's passes; in
-        the backward pass gradients go during it. Each micro-batch gathers again, unless the strategy keeps them."""
+        """Seconds of FSDP that no computation hides. The next block's weights are gathered during the current one's
+        passes; in the backward pass gradients are reduced then, too. Each micro-batch gathers again unless the strategy
+        keeps weights."""
         gather, reduce_ = (
             sum(self._sharded(block, width) for block in self.blocks) / len(self.blocks)
+            # Gradients are reduced in fp32, 4 bytes.
             for width in (self.gathered_width, 4)
         )
         layers = self.config.model.num_layers + self.predictions
         strategy = self.config.parallel.data_parallel_sharding_strategy
+        # The first block's gather is in ``ends``.
         late_forward = max(0.0, gather - self.forward.total) * (layers - 1)
         late_backward = max(0.0, gather + reduce_ - self.backward.total) * (layers - 1)
         late_reduce = max(0.0, reduce_ - self.backward.total) * (layers - 1)
@@ -309,20 +332,24 @@ class StepModel:
         first = late_forward + ends
         if strategy == "optim_grads_params":
             return (late_forward + late_backward + ends) * self.micro_batches
+        # Gradients: per micro-batch, or once with "optim".
         times = self.micro_batches if strategy == "optim_grads" else 1
         return first + late_reduce * times
 
     def _replicas(self, parameters: Sequence[Parameter]) -> float:
-        """Seconds of the sum over replicas, which runs during the backward pass of the last micro-batch."""
+        """Seconds by which the sum over replicas exceeds the backward pass of the last micro-batch, during which it
+        runs."""
         if self.layout.dp_replicate == 1:
             return 0.0
+        # An all-reduce: twice the traffic of an all-gather.
         taken = 2 * self._collective(sum(map(self._owned, parameters)) * 4, "dp_replicate")
         return max(0.0, taken - self.backward.total * self.config.model.num_layers / self.layout.pp)
 
     def _with_pipeline(self, plan: Plan) -> StepTime:
-        """The simulator's step; of the busiest rank, its work, and as bubble what it waits."""
+        """The simulator's step: the busiest rank's work, and its waits as the bubble."""
         head = self._head()
         ahead, back = self._further()
+        # The output layer: one product forward, two backward.
         passes = [self.forward * part.count + (ahead + head * (1 / 3)) * part.head for part in plan.parts]
         backs = [self.backward * part.count + (back + head * (2 / 3)) * part.head for part in plan.parts]
         parameters = [self._parameters(part) for part in plan.parts]

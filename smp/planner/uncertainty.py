@@ -15,11 +15,11 @@ from smp.planner.search import Candidate
 from smp.planner.seconds import StepTime
 
 MODEL = 0.08
-"""Relative standard deviation of the formula with fitted shares: two thirds of the published runs that were used to fit
-them are within it (docs/planning-errors.md)."""
+"""Relative standard deviation of the formula with fitted shares: two thirds of the published runs used for fitting are
+within it (docs/planning-errors.md)."""
 SURE = 1.645
-"""Standard deviations on either side: they would hold 90 % of normal errors. docs/planning-errors.md counts how many of
-the published runs they hold."""
+"""Standard deviations on either side, which would hold 90 % of normal errors. docs/planning-errors.md counts how many
+published runs they hold."""
 DIVIDED_BY = {
     "products": "product",
     "attention": "attention",
@@ -32,11 +32,11 @@ DIVIDED_BY = {
     "offload": "link",
     "host": "host",
 }
-"""The share that a part's seconds are divided by. A bubble is as long as what is waited for."""
+"""The share by which a part's seconds are divided. A bubble scales with what is waited for."""
 
 
 def weights(time: StepTime) -> Mapping[str, float]:
-    """What of a step falls to each share: how much longer it gets, relatively, when the share is lower."""
+    """How a step depends on each share: the relative increase of its time when the share is lower."""
     found = dict.fromkeys(vars(ShareErrors()), 0.0)
     for part, share in DIVIDED_BY.items():
         found[share] += getattr(time, part)
@@ -45,19 +45,20 @@ def weights(time: StepTime) -> Mapping[str, float]:
 
 
 def relative_error(time: StepTime, errors: ShareErrors) -> float:
-    """Half of the interval round the step's time, as a share of it: ``SURE`` standard deviations."""
+    """Half of the interval around the step time, relative to it: ``SURE`` standard deviations."""
     variance = sum((weight * getattr(errors, share)) ** 2 for share, weight in weights(time).items())
     return SURE * math.sqrt(MODEL**2 + variance)
 
 
 def told_apart(one: StepTime, other: StepTime, errors: ShareErrors) -> bool:
     """Whether two layouts on a device differ by more than ``SURE`` standard deviations of their difference."""
+    # An error of a share moves both layouts: only the difference of their weights counts.
     a, b = weights(one), weights(other)
     shared = sum(((a[share] - b[share]) * getattr(errors, share)) ** 2 for share in a)
     return abs(math.log(one.total / other.total)) > SURE * math.sqrt(shared + 2 * MODEL**2)
 
 
 def as_good_as_the_first(best: Sequence[Candidate], errors: ShareErrors) -> int:
-    """How many of the layouts, fastest first, cannot be told from the first; that itself counts."""
+    """How many of the layouts, fastest first, cannot be told from the first, which counts itself."""
     times = [found.time for found in best if found.time is not None]
     return sum(not told_apart(times[0], time, errors) for time in times)

@@ -8,11 +8,11 @@ from smp.planner.devices import GIB
 from smp.planner.search import Candidate
 
 LEAST = 0.002
-"""Share of the step: a part that changes less is not named."""
+"""Parts that change by less than this share of the step are not named."""
 
 
 def difference(before: Candidate, after: Candidate, words: Mapping[str, str]) -> list[str]:
-    """Lines: step and memory of both, then what each part of the step takes now.
+    """Lines: step and memory before and after, then the parts of the step that change.
 
     Args:
         words: of parts, as a user reads them.
@@ -27,7 +27,7 @@ def difference(before: Candidate, after: Candidate, words: Mapping[str, str]) ->
         f"({100 * (rates[1] / rates[0] - 1):+.1f} %), memory {before.memory.total / GIB:.1f} -> "
         f"{after.memory.total / GIB:.1f} GiB"
     ]
-    # Per token, so that another batch is not more work.
+    # Per token: a larger batch is not a slower step.
     scale = rates[0] / rates[1] * was / now
     changes = {part: getattr(after.time, part) * scale - seconds for part, seconds in vars(before.time).items()}
     for part, seconds in sorted(changes.items(), key=lambda change: -abs(change[1])):

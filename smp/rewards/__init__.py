@@ -1,4 +1,4 @@
-"""Rewards of what a model writes: functions of the user's, built-in verifiers, and processes that call them.
+"""Rewards of what a model writes: user functions, built-in verifiers, and the processes that call them.
 
 ================  =============================================================
 file              what

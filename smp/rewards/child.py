@@ -1,4 +1,4 @@
-"""A process next to the run, which answers lines of JSON: for code of the user's that may fail, hang or end itself."""
+"""A subprocess that answers lines of JSON: for user code that may fail, hang or exit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any, TextIO
 from smp.rewards.functions import RewardError
 
 START_SECONDS = 120.0
-"""For a process to begin: files of functions may load models."""
+"""Seconds for a process to start: files of functions may load models."""
 _DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of Linux."""
+"""PR_SET_PDEATHSIG of Linux's prctl."""
 
 
 class Child:
-    """One process, which does one thing at a time: ``python -m MODULE ARGUMENTS``.
+    """One process, which answers one message at a time: ``python -m MODULE ARGUMENTS``.
 
     Args:
         module: of the program; it serves by :func:`serve`.
@@ -37,6 +37,8 @@ class Child:
             stdout=subprocess.PIPE,
             # Signals that stop a run are for the run: it saves first. And what a function starts ends with it.
             start_new_session=True,
+            # The child must find the same packages and files as this process, however this one was
+            # started.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         self._selector = selectors.DefaultSelector()
@@ -45,7 +47,7 @@ class Child:
         self._rest = bytearray()
 
     def wait_until_ready(self, what: str) -> None:
-        """Until the program has loaded what it needs.
+        """Wait until the program has loaded what it needs.
 
         Raises:
             RewardError: it cannot; ``what`` names it where the process does not say why.
@@ -57,7 +59,7 @@ class Child:
             raise RewardError(why or f"the process for {what} did not start")
 
     def send(self, message: Any) -> bool:
-        """Ask something; False: the process is gone."""
+        """Send a message; False: the process has ended."""
         assert self._process.stdin is not None
         try:
             # Dates and the like of tables go as text: functions get what JSON can say.
@@ -69,13 +71,15 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def line(self, seconds: float) -> dict[str, Any] | None:
-        """The next message; None: none came in time, or the process is gone."""
+        """The next message; None: none came in time, or the process has ended."""
         assert self._process.stdout is not None
         ends = time.monotonic() + seconds
+        # Bytes are read as they come: a pipe delivers lines in pieces, and readline would ignore
+        # the time limit.
         while b"\n" not in self._rest:
             try:
                 ready = self._selector.select(max(0.0, ends - time.monotonic()))
@@ -83,6 +87,7 @@ class Child:
             except (OSError, ValueError):  # closed by another thread
                 return None
             if not more:
+                # Readable without data: the end of the file.
                 if ready:
                     self._process.wait()
                 return None
@@ -93,8 +98,9 @@ class Child:
         return message
 
     def kill(self) -> None:
-        """End the process and what it has started. Safe to call twice."""
+        """Kill the process and all that it has started. Safe to call twice."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            # start_new_session made it the leader of a process group.
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -107,8 +113,8 @@ Say = Callable[..., None]
 
 
 def serve(prepare: Callable[[], Callable[[Any, Say], None]]) -> int:
-    """In the process: answer each line until the input ends, or the process that it works for is gone, also while a
-    function runs. Returns an exit code.
+    """In the process: answer each line until the input ends. Killed together with the process that started it, even
+    while a function runs. Returns an exit code.
 
     Args:
         prepare: loads what is needed, and returns what answers a message by ``say(name=value, ...)``. Before the first
@@ -132,20 +138,23 @@ def serve(prepare: Callable[[], Callable[[Any, Say], None]]) -> int:
 
 
 def _pipes() -> tuple[Iterator[str], TextIO]:
-    """(lines that come in, where answers go). Functions may print, and read: the pipes are kept out of their way."""
+    """(incoming lines, where answers go). Standard input and output are replaced, since user functions may read and
+    print."""
     if sys.platform == "linux":
+        # Only where prctl exists; elsewhere the end of standard input ends the process.
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     lines = os.fdopen(os.dup(0), "r", encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
+    # Python's print and C's printf go to the error output from here on.
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     return lines, answers
 
 
 def run(main: Callable[[list[str]], int]) -> None:
-    """The process's ``__main__``."""
+    """Run the ``__main__`` of such a process."""
     try:
         sys.exit(main(sys.argv[1:]))
     except (BrokenPipeError, KeyboardInterrupt):  # the process that it worked for is gone, or ends

@@ -40,10 +40,10 @@ class ToolEnvironment:
     text = ""
 
     def reset(self, prompt: list[dict[str, Any]], **columns: Any) -> None:
-        """Nothing; to be overridden."""
+        """Does nothing; to be overridden."""
 
     async def step(self, text: str) -> list[dict[str, Any]] | None:
-        """Answer the calls in a turn."""
+        """Answer the tool calls in a turn."""
         self.text = text
         return [await self._answer(call) for call in _CALL.findall(text)] or None
 
@@ -52,6 +52,8 @@ class ToolEnvironment:
         try:
             call = json.loads(text)
             name = str(call["name"])
+            # Private names and the protocol's own methods are no tools: a model may ask for any
+            # name.
             if name in ("reset", "step", "reward") or name.startswith("_") or not callable(getattr(self, name, None)):
                 raise KeyError(f"there is no tool {name}")
             found = getattr(self, name)(**(call.get("arguments") or {}))
@@ -64,7 +66,7 @@ class ToolEnvironment:
 
 
 class _Episodes:
-    """Instances of the class, by the name of the episode."""
+    """Instances of the class by the name of their episode."""
 
     def __init__(self, spec: str) -> None:
         self._spec, self._kind = spec, load(spec, "--environment", "class")
@@ -80,6 +82,7 @@ class _Episodes:
             found = getattr(self, f"_{method}")(episode, **arguments)
             json.dumps(found)  # what cannot be said is the episode's error, and not the end of this process
         except Exception as error:
+            # An episode after an error is in an unknown state.
             self._held.pop(episode, None)
             said = str(error) if isinstance(error, RewardError) else f"raised {type(error).__name__}: {error}"
             say(error=" ".join(f"environment {self._spec}: {method} {said}".split()))
@@ -97,6 +100,7 @@ class _Episodes:
         parameters = inspect.signature(instance.reset).parameters.values()
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         names = {p.name for p in parameters}
+        # Only what the method names, or everything with **columns.
         given = {name: x for name, x in (columns | {"prompt": prompt}).items() if takes_all or name in names}
         if self._awaited(instance.reset(**given)) is not None:
             raise RewardError("returned something: what is said first stands in the prompt")
@@ -116,7 +120,7 @@ class _Episodes:
         return messages or None
 
     def _drop(self, episode: str) -> None:
-        """An episode that ended without a reward."""
+        """Forget an episode that ended without a reward."""
         self._held.pop(episode, None)
 
     def _reward(self, episode: str) -> float | None:
@@ -133,7 +137,7 @@ class _Episodes:
 
 
 def main(specs: list[str]) -> int:
-    """Serve."""
+    """Serve until the input ends."""
 
     def prepare() -> Callable[[Any, Say], None]:
         return _Episodes(specs[0]).answer

@@ -12,8 +12,8 @@ from smp.rewards.functions import RewardError
 
 
 class EnvironmentPool:
-    """Episodes divided over processes; those of one process take turns. A call that takes too long ends its process and
-    all episodes in it; another process takes its place.
+    """Episodes divided over processes; those of one process take turns. A call that takes too long ends its process
+    with all its episodes, and another process replaces it.
 
     Args:
         spec: ``FILE.py:CLASS``.
@@ -33,8 +33,9 @@ class EnvironmentPool:
             raise
 
     def ask(self, method: str, episode: tuple[int, int], **arguments: Any) -> Future[Any]:
-        """What a method of an episode answers (reset, step, reward; drop ends it without one); a RewardError where it
-        fails."""
+        """The answer of a method of an episode (reset, step, reward; drop ends it without a reward), or a RewardError
+        where it fails."""
+        # An episode's instance lives in one process: all of its calls must go there.
         host = self._hosts[hash(episode) % len(self._hosts)]
         return host.thread.submit(host.ask, method, "/".join(map(str, episode)), arguments)
 
@@ -52,10 +53,11 @@ class _Host:
         self._child: Child | None = None
         self._episodes: set[str] = set()
         self._lock, self._closed = threading.Lock(), False
+        # One thread: calls of one process are made one after the other.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="environment")
 
     def start(self) -> Child:
-        """The process, which is there afterwards."""
+        """The process; starts it if necessary."""
         with self._lock:
             if self._closed:
                 raise RewardError("the run ends")
@@ -66,7 +68,7 @@ class _Host:
         return child
 
     def ask(self, method: str, episode: str, arguments: Mapping[str, Any]) -> Any:
-        """Runs in the thread."""
+        """Ask the process; runs in the thread."""
         if method == "drop" and episode not in self._episodes:
             return None  # it failed in there, and is gone
         child = self.start()
@@ -76,6 +78,7 @@ class _Host:
             raise RewardError(f"environment {self._spec}: {method}: its process ended in another episode")
         said = child.line(self._timeout) if child.send([method, episode, arguments]) else None
         if said is None:
+            # Order: whether it ended by itself must be known before it is killed.
             gone = child.ended
             child.kill()
             self._child, self._episodes = None, set()

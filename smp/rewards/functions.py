@@ -1,4 +1,4 @@
-"""Reward functions: from their names to the rewards of some completions.
+"""Reward functions: from names to rewards of completions.
 
 A function is called as TRL calls it, by keywords: ``prompts``, ``completions``, ``completion_ids`` and every column of
 the data, each a list with a value for every completion; it returns a list of numbers, None where it does not apply. A
@@ -34,11 +34,11 @@ _VERL = "solution_str"
 
 
 class RewardError(ValueError):
-    """A reward function that cannot be used, or what it gave; the message names it."""
+    """A reward function that cannot be used, or an invalid result; the message names the function."""
 
 
 class Call(NamedTuple):
-    """What functions are called with: some completions, each list as long as ``completions``.
+    """The arguments of functions: some completions, each list as long as ``completions``.
 
     Attributes:
         prompts, completions: texts or lists of messages.
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
 
 class RewardFunction:
-    """One function.
+    """One reward function.
 
     Args:
         spec: ``FILE.py:NAME`` or the name of a built-in one.
@@ -74,7 +74,7 @@ class RewardFunction:
         self._names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
     def start(self, call: Call) -> Any:
-        """The rewards, or of an async function what is to be awaited."""
+        """The rewards, or an awaitable of them for async functions."""
         if _VERL in self._names:
             made = [self._of_verl(call, i) for i in range(len(call.completions))]
             return _together(made) if any(map(inspect.isawaitable, made)) else made
@@ -83,6 +83,7 @@ class RewardFunction:
         return self._function(**{name: x for name, x in given.items() if self._takes_all or name in self._names})
 
     def _of_verl(self, call: Call, i: int) -> Any:
+        # verl's data sets have the truth in reward_model["ground_truth"].
         row = {name: values[i] for name, values in call.columns.items()}
         model = row.get("reward_model")
         truth = model.get("ground_truth") if isinstance(model, dict) else row.get("ground_truth", row.get("answer"))
@@ -95,7 +96,7 @@ class RewardFunction:
         return self._function(**{name: x for name, x in given.items() if self._takes_all or name in self._names})
 
     def checked(self, found: Any, count: int) -> list[float | None]:
-        """What it returned, as numbers; None where it does not apply.
+        """The result as numbers; None where the function does not apply.
 
         Raises:
             RewardError: it is something else.
@@ -103,6 +104,7 @@ class RewardFunction:
         if found is None:
             return [None] * count
         try:
+            # A text is a sequence, too: its characters are no rewards.
             values = None if isinstance(found, (str, bytes, dict)) else list(found)
         except TypeError:
             values = None
@@ -113,7 +115,7 @@ class RewardFunction:
         return [self._number(self._score_of(value)) for value in values]
 
     def _score_of(self, value: Any) -> Any:
-        """What a function of verl's signature says may be a dictionary with more to log."""
+        """verl's functions may return a dictionary with "score" and more to log."""
         if not (isinstance(value, dict) and _VERL in self._names):
             return value
         if "score" not in value:
@@ -133,12 +135,12 @@ class RewardFunction:
 
 
 async def _together(made: list[Any]) -> list[Any]:
-    """The results of calls for one completion each, which wait together."""
+    """Results of calls for one completion each, awaited together."""
     return list(await asyncio.gather(*made))
 
 
 def load(spec: str, flag: str, kind: str = "function") -> Callable[..., Any]:
-    """A function or class of a file, ``FILE.py:NAME``, which ``flag`` names.
+    """A function or class of ``FILE.py:NAME``; ``flag`` names it in errors.
 
     Raises:
         RewardError: there is none, or the file fails.
@@ -147,6 +149,7 @@ def load(spec: str, flag: str, kind: str = "function") -> Callable[..., Any]:
     path = Path(file)
     if not path.is_file():
         raise RewardError(f"{flag} {spec}: there is no file {file}")
+    # A file with several functions is run once: they may share state.
     known = f"smp_rewards_{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
     module = sys.modules.get(known)
     if module is None:
@@ -158,6 +161,7 @@ def load(spec: str, flag: str, kind: str = "function") -> Callable[..., Any]:
         sys.path.insert(0, str(path.resolve().parent))
         try:
             found.loader.exec_module(module)
+        # BaseException: a file may call sys.exit.
         except BaseException as error:
             del sys.modules[known]
             raise RewardError(f"{flag} {spec}: {file} fails: {type(error).__name__}: {error}") from None
@@ -168,7 +172,7 @@ def load(spec: str, flag: str, kind: str = "function") -> Callable[..., Any]:
 
 
 class Scored(NamedTuple):
-    """What one function gave.
+    """The result of one function.
 
     Attributes:
         rewards: None where it does not apply.
@@ -182,8 +186,8 @@ class Scored(NamedTuple):
 
 
 def score(functions: list[RewardFunction], call: Call, begin: Callable[[int], None]) -> list[Scored]:
-    """What each function says. ``begin`` is called with the number of each before it runs; async ones run last and
-    together, under the number of the first of them."""
+    """The result of each function. ``begin`` is called with a function's number before it runs; async functions run
+    last and together, under the number of the first of them."""
     return asyncio.run(_score(functions, call, begin))
 
 
@@ -203,6 +207,7 @@ async def _score(functions: list[RewardFunction], call: Call, begin: Callable[[i
         else:
             found[i] = _finished(function, call, made, started)
     if waiting:
+        # A time limit then covers all that wait together.
         begin(min(waiting))
     results = await asyncio.gather(*(made for made, _ in waiting.values()), return_exceptions=True)
     for (i, (_, started)), made in zip(waiting.items(), results, strict=True):

@@ -1,4 +1,4 @@
-"""Processes that call reward functions while the model writes on."""
+"""Processes that call reward functions while the model keeps generating."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from smp.rewards.functions import Call, RewardError, Scored
 
 
 class RewardPool:
-    """Calls functions in processes of their own. A call that takes too long ends its process; another one takes its
-    place.
+    """Calls functions in their own processes. A call that takes too long ends its process, and another one replaces it.
 
     Args:
         specs: of the functions.
@@ -38,11 +37,11 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
 
     def submit(self, call: Call) -> Future[list[Scored]]:
-        """What each function will say."""
+        """The results of each function, as a future."""
         return self._threads.submit(self._score, call)
 
     def close(self) -> None:
-        """End the processes; what they work on is lost."""
+        """End the processes; their work is lost."""
         with self._lock:
             self._closed = True
             workers = list(self._all)
@@ -63,6 +62,7 @@ class RewardPool:
         return worker
 
     def _score(self, call: Call) -> list[Scored]:
+        # As many threads as workers: a free one is there at once.
         worker = self._free.get()
         try:
             return worker.score(call, self._timeout)
@@ -84,7 +84,7 @@ class RewardPool:
 
 
 class _LostWorkerError(Exception):
-    """A process was too slow, or is gone, in a function."""
+    """A process was too slow in a function, or ended."""
 
     def __init__(self, why: str, function: int) -> None:
         super().__init__(why)
@@ -92,7 +92,7 @@ class _LostWorkerError(Exception):
 
 
 class _Worker:
-    """One process, which does one call at a time."""
+    """One process, which makes one call at a time."""
 
     def __init__(self, specs: list[str]) -> None:
         self._child = Child("smp.rewards.worker", specs)
@@ -101,6 +101,7 @@ class _Worker:
         self._child.wait_until_ready("reward functions")
 
     def score(self, call: Call, timeout: float) -> list[Scored]:
+        # The time limit is for each function: "begin" messages start it anew.
         function = 0
         if not self._child.send(call):
             raise _LostWorkerError("ended its process", function)

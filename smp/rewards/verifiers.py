@@ -1,4 +1,4 @@
-"""Built-in reward functions, with the signature of any other: lists in, 1.0 or 0.0 for each completion out.
+"""Built-in reward functions with the signature of all others: lists in, 1.0 or 0.0 for each completion out.
 
 What is right stands in a column of the data: ``answer``, ``solution``, ``ground_truth`` or ``target``, the first that
 there is; a ``pattern`` for regex, a ``schema`` for json_schema. None where a row has no such column.
@@ -15,11 +15,12 @@ from typing import Any
 from smp.config.command_line.commands import pip_install
 
 _ANSWERS = ("answer", "solution", "ground_truth", "target")
+# Signs, thousands' commas, decimals and exponents.
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: itself, or the content of the last of its messages."""
+    """The text of a completion: itself, or the content of its last message."""
     return completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
 
 
@@ -34,21 +35,22 @@ def _each(
 
 
 def exact_match(completions: list[Any], **columns: list[Any]) -> list[float | None]:
-    """The completion is the answer, but for white space around it."""
+    """Whether the completion is the answer, except for surrounding white space."""
     return _each(completions, columns, _ANSWERS, lambda said, want: said.strip() == str(want).strip())
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, commas between digits left out; of GSM8K's "#### 42" as well."""
+    """The last number in a text without commas between digits, such as 42 in GSM8K's "#### 42"."""
     found = _NUMBER.findall(text)
     try:
+        # Decimal: 0.1 and 0.10 are equal, and no rounding makes different numbers so.
         return Decimal(found[-1].replace(",", "")) if found else None
     except InvalidOperation:
         return None
 
 
 def number(completions: list[Any], **columns: list[Any]) -> list[float | None]:
-    """The last number of the completion is the last one of the answer."""
+    """Whether the last number of the completion is the last one of the answer."""
 
     def right(said: str, want: Any) -> bool:
         value = last_number(said)
@@ -58,7 +60,7 @@ def number(completions: list[Any], **columns: list[Any]) -> list[float | None]:
 
 
 def math(completions: list[Any], **columns: list[Any]) -> list[float | None]:
-    """The completion's expression (LaTeX, boxed or plain) equals the answer's, as math-verify decides."""
+    """Whether the completion's expression (LaTeX, boxed or plain) equals the answer's by math-verify."""
     try:
         from math_verify import parse, verify
     except ImportError:
@@ -72,6 +74,7 @@ def math(completions: list[Any], **columns: list[Any]) -> list[float | None]:
         return bool(verify(gold_of(want), read(said), timeout_seconds=None))
 
     def gold_of(want: Any) -> Any:
+        # math-verify reads LaTeX only in math environments: a bare expression is put into one.
         return read(str(want)) or read(f"${want}$")
 
     # An answer that cannot be read says nothing of a completion.
@@ -82,7 +85,7 @@ def math(completions: list[Any], **columns: list[Any]) -> list[float | None]:
 
 
 def json_schema(completions: list[Any], **columns: list[Any]) -> list[float | None]:
-    """The completion is JSON that the column ``schema`` (JSON schema, as an object or as text) allows."""
+    """Whether the completion is JSON that the column ``schema`` (a JSON schema as object or text) allows."""
     try:
         from jsonschema import ValidationError, validate
     except ImportError:
@@ -99,9 +102,10 @@ def json_schema(completions: list[Any], **columns: list[Any]) -> list[float | No
 
 
 def regex(completions: list[Any], **columns: list[Any]) -> list[float | None]:
-    """The whole completion matches the column ``pattern`` (``re.fullmatch``; a point is any character)."""
+    """Whether the whole completion matches the column ``pattern`` (``re.fullmatch``; a dot matches line ends, too)."""
 
     def right(said: str, pattern: Any) -> bool:
+        # Patterns of the data may be numbers in a table.
         return re.fullmatch(str(pattern), said.strip(), re.DOTALL) is not None
 
     return _each(completions, columns, ("pattern",), right)

@@ -14,7 +14,7 @@ from smp.rewards.functions import Call, RewardFunction, score
 
 
 def main(specs: list[str]) -> int:
-    """Serve."""
+    """Serve until the input ends."""
 
     def prepare() -> Callable[[Any, Say], None]:
         functions = [RewardFunction(spec) for spec in specs]

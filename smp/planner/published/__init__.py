@@ -1,1 +1,1 @@
-"""Published runs of other trainers, what the planner's formula says of them, and how far that is off."""
+"""Published runs of other trainers, and the errors of the planner's predictions for them."""

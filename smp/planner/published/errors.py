@@ -1,4 +1,4 @@
-"""Writes docs/planning-errors.md: every published run, what the planner says of it, and how far that is off.
+"""Writes docs/planning-errors.md: every published run, its prediction, and the error.
 
     python -m smp.planner.published.errors       # a minute; after a change of the formula, of a device or of runs.yaml
 
@@ -47,7 +47,8 @@ MiCS, SMP's tables).
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens per second and GPU; and ``± interval``, relative, that ``tools/plan.py`` says of the step."""
+    """Tokens per second and GPU, published and predicted; ``interval``: the relative ± that ``tools/plan.py``
+    prints."""
 
     run: Run
     published: float
@@ -62,7 +63,7 @@ class Row:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Relative, of the formula and of the fitted one."""
+        """Relative errors of the formula and of the fitted formula."""
         return self.formula / self.published - 1, self.fitted / self.published - 1
 
     def line(self) -> str:
@@ -80,7 +81,7 @@ class Row:
 
 @cache
 def factors() -> Mapping[str, Factors]:
-    """By groups of runs."""
+    """Fitted factors by group of runs."""
     return {name: Factors(**found) for name, found in yaml.safe_load(FIT.read_text(encoding="utf-8")).items()}
 
 
@@ -88,24 +89,26 @@ def row_of(run: Run) -> Row:
     """A run with both predictions."""
     unit = 1e12 / run.flops
     step = run.step(Factors())
+    # A rate is inverse to a step's time, so factors go through the whole formula.
     formula, fitted = run.rate(step), run.rate(run.step(factors()[group_of(run)]))
+    # Of the unfitted step: what the planner prints.
     interval = relative_error(step, DEVICES[run.gpu].errors)
     return Row(run, run.measured * unit, formula * unit, fitted * unit, interval)
 
 
 def spread(errors: Sequence[float]) -> str:
-    """Median and 90th percentile of absolute errors, in percent."""
+    """Median and 90th percentile of absolute errors in percent, as cells of a table."""
     found = sorted(abs(error) for error in errors)
     return f"{100 * statistics.median(found):.1f} | {100 * percentile(found, 0.9):.1f}"
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """The smallest value that so many are not above."""
+    """The smallest value that a ``share`` of the values does not exceed."""
     return ascending[max(0, math.ceil(len(ascending) * share) - 1)]
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """A line for each group, and for all."""
+    """Lines of a table: all runs, then each group."""
     groups: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[group_of(row.run)].append(row)
@@ -121,7 +124,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def coverage(rows: Sequence[Row]) -> str:
-    """How many of the rows the interval of a prediction holds."""
+    """A sentence on how many rows the predicted interval holds."""
     outside = [row for row in rows if not row.inside]
     slower = sum(row.errors[0] > 0 for row in outside)
     fast = sum(row.errors[0] > 0 for row in rows)
@@ -134,7 +137,7 @@ def coverage(rows: Sequence[Row]) -> str:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The whole text."""
+    """The text of the page."""
     listed = [f"- {one.title}: {one.address}. {one.about}".rstrip() for one in sources().values()]
     head = "| Measured by | Run | GPUs | published | formula | error | fitted | error | |"
     table = [head, "|---|---|---|--:|--:|--:|--:|--:|---|", *(row.line() for row in rows)]

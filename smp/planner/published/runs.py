@@ -1,4 +1,4 @@
-"""Training runs of other trainers that were published with their layouts, and what the planner's formula says of them.
+"""Training runs of other trainers, published with their layouts, and the planner's predictions for them.
 
 ``runs.yaml`` holds the rows as they were published. A third of them is never used for calibration: which, a hash
 of the row decides. Trainers differ in kernels and in what they hide, so each gets factors of the shares of a device
@@ -28,14 +28,14 @@ from smp.planner.step_time import StepModel
 HERE = Path(__file__).parent
 FIT = HERE / "fit.yaml"
 HELD_OUT = 3
-"""One row of so many is never used for calibration."""
+"""One row of so many is held out of calibration."""
 # smp refuses MXFP8 with experts, and on tensor cores.
 _FP8 = {"fp8": "tensorwise", "mxfp8": "tensorwise", "rowwise": "rowwise"}
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What a trainer's kernels do of a device's shares; each a factor of ``Device``'s value."""
+    """A trainer's kernels relative to a device's shares: factors of ``Device``'s values."""
 
     product_share: float = 1.0
     fp8_share: float = 1.0
@@ -44,7 +44,7 @@ class Factors:
     link_share: float = 1.0
 
     def of(self, device: Device) -> Device:
-        """The device as this trainer drives it."""
+        """The device with this trainer's kernels."""
         shares: dict[str, Any] = {f.name: getattr(device, f.name) * getattr(self, f.name) for f in fields(self)}
         return replace(device, **shares)
 
@@ -86,13 +86,14 @@ class Run:
 
     @cached_property
     def held_out(self) -> bool:
-        """By a hash of what was run, not of what came out."""
+        """Decided by a hash of the settings, not of the result."""
+        # The note and the layout count; results do not, so a corrected figure moves no row.
         said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name not in ("tokens", "tflops")]
         return int(hashlib.sha256(";".join(said).encode()).hexdigest(), 16) % HELD_OUT == 0
 
     @property
     def layout_in_words(self) -> str:
-        """Degrees that are not 1, and what else the step depends on."""
+        """Degrees other than 1, and whatever else the step depends on."""
         names = {"tp": "TP", "pp": "PP", "vp": "VP", "cp": "CP", "ep": "EP"}
         words = [f"{name} {getattr(self, key)}" for key, name in names.items() if getattr(self, key) > 1]
         words += [f"{self.recompute} recompute"] if self.recompute != "none" else []
@@ -101,7 +102,7 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """Resolved settings of smp that are nearest to the run's."""
+        """Resolved settings of smp that are closest to the run's."""
         model = dict(PRESETS.get(self.model) or _shape(self.model)) | {"max_position_embeddings": self.seq}
         if self.model.startswith("gpt-oss") or self.model in PRESETS:
             model["max_position_embeddings"] = max(self.seq, PRESETS[self.model]["max_position_embeddings"])
@@ -109,11 +110,12 @@ class Run:
         parallel = _parallel(self)
         data = DataConfig(mock_data=True, seq_length=self.seq, micro_batch_size=self.mbs, global_batch_size=self.gbs)
         training = TrainingConfig(dry_run=True)
+        # dry_run: no data and no length of the run is asked for.
         return resolve(Config(ModelConfig(**model), parallel=parallel, data=data, training=training), self.gpus)
 
     @cached_property
     def layout(self) -> Layout:
-        """Degrees."""
+        """The run's degrees."""
         return Layout.from_config(self.config.parallel, self.gpus)
 
     @cached_property
@@ -123,29 +125,29 @@ class Run:
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs of a token's training."""
+        """Training FLOPs of a token."""
         assert self.config.model.vocab_size is not None
         return training_flops_per_token(self.config.model, self.seq, self.config.model.vocab_size)
 
     @property
     def measured(self) -> float:
-        """TFLOP/s of a GPU."""
+        """TFLOP/s per GPU, as published or from tokens per second."""
         if self.tflops is not None:
             return self.tflops
         assert self.tokens is not None, "one of both is given"
         return self.tokens * self.flops / 1e12
 
     def step(self, factors: Factors) -> StepTime:
-        """What it takes by the formula."""
+        """The predicted step."""
         return StepModel(self.config, self.layout, factors.of(DEVICES[self.gpu]), self.plan).predict()
 
     def rate(self, step: StepTime) -> float:
-        """TFLOP/s of a GPU whose steps take this."""
+        """TFLOP/s per GPU for this step time."""
         return self.gbs * self.seq / step.total / self.gpus * self.flops / 1e12
 
 
 def _parallel(run: Run) -> ParallelConfig:
-    """smp's names of a row's layout."""
+    """A row's layout in smp's settings."""
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": run.tp,
         "sequence_parallel": run.tp > 1,
@@ -156,6 +158,7 @@ def _parallel(run: Run) -> ParallelConfig:
     }
     if run.vp > 1:
         settings |= {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": run.vp}
+    # Megatron's name of several chunks per rank.
     if run.pp == 1:
         sharded = {2: "optim_grads", 3: "optim_grads_params"}[run.strategy]
         trainer = sources()[run.source].trainer
@@ -167,7 +170,7 @@ def _parallel(run: Run) -> ParallelConfig:
 
 
 def _shape(name: str) -> dict[str, Any]:
-    """GPTs of Megatron's README and of MosaicML: LayerNorm, GELU, no gate."""
+    """Sizes of GPTs in Megatron's README and of MosaicML's: LayerNorm, GELU, no gate."""
     layers, width, heads = _file()["models"][name]
     shape = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads, "swiglu": False}
     shape |= {"normalization": "LayerNorm", "ffn_hidden_size": 4 * width}
@@ -177,7 +180,7 @@ def _shape(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Source:
-    """Where figures are from."""
+    """Where figures come from."""
 
     title: str
     trainer: str
@@ -192,7 +195,7 @@ def _file() -> Any:
 
 @cache
 def sources() -> Mapping[str, Source]:
-    """By their keys."""
+    """Sources by key."""
     return {key: Source(**one) for key, one in _file()["sources"].items()}
 
 
@@ -203,7 +206,7 @@ def runs() -> Sequence[Run]:
 
 
 def group_of(run: Run) -> str:
-    """Runs that share their factors: of one trainer on one kind of GPU, with experts or without."""
+    """The group of runs that share factors: one trainer on one kind of GPU, with or without experts."""
     hides = " async TP" if run.note == "async TP" else ""
     experts = ""
     if run.config.model.num_experts:
