@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-Channel = tuple[int, int]  # source, destination
+from smp.parallel.mailboxes import Channel, Mailboxes, open_mailboxes
+from smp.parallel.node_group import CompletedWork
 
 
 class Links:
@@ -46,7 +47,7 @@ class Links:
         self._groups: dict[tuple[int, bool], dist.ProcessGroup] = {}
         for lane in sorted({_lane(channel, self.size) for channel in ordered}):
             # torch names a group made by its members alone after how many groups they are in: the same on all, so far
-            # gloo where ranks share memory: it delivers while this rank computes.
+            # gloo where ranks share memory, for what there is no room for: it delivers while this rank computes.
             self._groups[lane] = dist.new_group(
                 self._ranks,
                 timeout=timeout,
@@ -55,7 +56,9 @@ class Links:
             )
             self._progress()
         # On the device: it is NCCL's communicator that has to be there. CPU tensors would connect gloo alone.
+        self._boxes: Mailboxes | None = None
         self._connect(ordered, torch.zeros(1, device=mesh.device_type))
+        self._boxes = open_mailboxes(group, ordered, timeout)
 
     def _connect(self, channels: Sequence[Channel], element: torch.Tensor) -> None:
         """Send one element through each channel. All ranks go through the channels in one order, so there is no
@@ -73,16 +76,25 @@ class Links:
 
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Begin to send; the tensor must stay as it is until the work is done."""
+        tag = None if self._boxes is None else self._boxes.send(tensor, to)
+        if self._boxes is not None and tag is None:
+            return CompletedWork([tensor])
         group = self._groups[_lane((self.rank, to), self.size)]
         # Global numbers, also for a message within a group.
-        work = dist.isend(tensor, self._ranks[to], group=group)
+        work = dist.isend(tensor, self._ranks[to], group=group, tag=tag or 0)
         assert work is not None, "this rank is in the group"
         return work
 
     def receive(self, into: torch.Tensor, source: int) -> dist.Work:
         """Begin to receive; ``into`` is filled once the work is waited for."""
+        if self._boxes is not None:
+            return self._boxes.receive(into, source, lambda tag: self._over_group(into, source, tag).wait())
+        return self._over_group(into, source, 0)
+
+    def _over_group(self, into: torch.Tensor, source: int, tag: int) -> dist.Work:
+        """Begin to receive through the channel's process group."""
         group = self._groups[_lane((source, self.rank), self.size)]
-        work = dist.irecv(into, self._ranks[source], group=group)
+        work = dist.irecv(into, self._ranks[source], group=group, tag=tag)
         assert work is not None, "this rank is in the group"
         return work
 

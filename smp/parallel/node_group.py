@@ -3,19 +3,21 @@
     import smp.parallel.node_group
     torch.distributed.new_group(ranks, backend="smp_node")
 
-gloo sends every byte through the system's sockets: a sum of 256 KiB over two ranks takes 1 to 1.5 ms, through memory
-0.1 ms. A collective runs in the thread that calls it and is done when the call returns: ranks have to call the
-collectives of all their groups in one order, as programs for NCCL have to.
+gloo sends every byte through the system's sockets: a sum of 256 KiB over two ranks takes 0.2 ms, through memory 0.05
+ms (docs/measurements/collectives.md). A collective runs in the thread that calls it and is done when the call returns:
+ranks have to call the collectives of all their groups in one order, as programs for NCCL have to.
 
 A group uses it if all of its ranks see the same memory and their processor keeps the order of stores (x86); else, and
-for what this class does not have (messages between two ranks, ``reduce``, sparse tensors), it is what the backend
-``smp`` is (:mod:`smp.parallel.backend`). ``group.counts`` says what ran how.
+for what this class does not have (``reduce``, sparse tensors, messages between two ranks other than a pipeline's, which
+:mod:`smp.parallel.mailboxes` has), it is what the backend ``smp`` is (:mod:`smp.parallel.backend`). ``group.counts``
+says what ran how.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -40,6 +42,7 @@ class NodeProcessGroup(NetworkProcessGroup):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
+        self._store, self._stores = options.store, 0
         # Keys of its own: the backends of the base class use the same store.
         store = dist.PrefixStore("smp/memory", options.store)
         # Collective over the group: all of its ranks get memory, or none.
@@ -52,6 +55,11 @@ class NodeProcessGroup(NetworkProcessGroup):
     def name(self) -> str:
         """The backend's name, as newer versions of torch ask for it."""
         return NAME
+
+    def new_store(self) -> dist.Store:
+        """Where ranks can tell each other something; each call, which all ranks make, gives another one."""
+        self._stores += 1
+        return dist.PrefixStore(f"smp/more/{self._stores}", self._store)
 
     def shutdown(self) -> None:
         """Called by ``destroy_process_group``."""
@@ -133,7 +141,7 @@ class NodeProcessGroup(NetworkProcessGroup):
         self.counts["memory barrier"] += 1
         # The limit as a function: it is asked for only when a rank is late.
         self.memory.barrier(partial(self._seconds, opts))
-        return _CompletedWork([])
+        return CompletedWork([])
 
     def shift(self, output: torch.Tensor, given: torch.Tensor, source: int) -> Any:
         """Each rank reads ``given`` of its ``source`` into ``output``; every rank is the source of one. None: these
@@ -156,12 +164,14 @@ class NodeProcessGroup(NetworkProcessGroup):
         """Run ``call`` with the flat output, the time limit and the memory, count it as ``kind``, and return its
         handle."""
         self.counts[f"memory {kind}"] += 1
-        with torch.inference_mode(output.is_inference()):  # else nothing may write to it
+        inference = output.is_inference()  # outside of its mode nothing may write to it
+        same = inference == torch.is_inference_mode_enabled()
+        with nullcontext() if same else torch.inference_mode(inference):
             # A view where the tensor is contiguous; else a copy, which is written back.
             result = _flat(output)
             call(result, partial(self._seconds, opts), self.memory)
             _copy_into(result, output)
-        return _CompletedWork([output])
+        return CompletedWork([output])
 
     def _seconds(self, opts: Any) -> float:
         return (limit_of(opts) or self.network.timeout).total_seconds()
@@ -241,7 +251,7 @@ def _copy_into(result: torch.Tensor, x: torch.Tensor) -> None:
         x.detach().copy_(result.view(x.shape))
 
 
-class _CompletedWork(dist.Work):
+class CompletedWork(dist.Work):
     """The handle of a collective that has finished."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:

@@ -13,22 +13,25 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import platform
 import secrets
 import select
 import socket
 import threading
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from smp.parallel.network.group import CollectiveError
+from smp.parallel.shared_numbers import LOOK, AbsentError, Numbers, is_possible
 
-SLOT_BYTES = 1 << 22
-"""Larger tensors go in several chunks. Pages that nothing was written to take no memory."""
+SLOT_BYTES = 1 << 21
+"""Larger tensors go in several chunks, which caches have room for. Pages that nothing was written to take no memory."""
+_SHARED_WORK = 1 << 16
+"""Bytes from which on more than two ranks share the work of an all-reduce."""
+_KEPT_VIEWS = 64
+"""Views of slots, by size and dtype, that are made once."""
 _LINE, _GONE, _CALL = 16, 1, 2
 """Numbers (int64) of one rank, in cache lines of their own, and where in them is what: first the sequence number, at
 _GONE why the rank will not come any more, at _CALL and behind it which collective it calls with this sequence number
@@ -40,9 +43,9 @@ _WHY = {
     _LEFT: "its process ended, or it left the group",
     _FAILED: "a collective of the group failed or was interrupted there",
 }
-_HEADER, _SECRET = 1 << 16, 32
+HEADER, _SECRET = 1 << 16, 32
 """Bytes before the slots, and of the secret at their end."""
-_MOST = (_HEADER - _SECRET) // (8 * _LINE)
+_MOST = (HEADER - _SECRET) // (8 * _LINE)
 """Ranks that there is room for."""
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "shift", "barrier")
 OPERATIONS = ("SUM", "AVG", "MAX", "MIN")
@@ -53,10 +56,10 @@ DTYPES = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128),
 )
 """Dtypes that are moved; those before bool can be added up."""
+_Slots = Sequence[torch.Tensor]
+"""One tensor in memory for each rank."""
 _Limit = Callable[[], float]
 """Seconds until a late rank is an error, asked for only while one is late."""
-_SPINS = 3000
-"""Looks at a sequence number, about 0.1 ms, before the processor is offered to other threads."""
 
 
 class AbsentRankError(CollectiveError):
@@ -72,16 +75,13 @@ class Memory:
     """
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, processes: dict[int, int]) -> None:
-        self.rank, self.size = rank, size
-        # With more ranks than processors on this machine, a rank that spins takes the time of one that is waited for.
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", size)))
-        self._spins = _SPINS if ranks <= (os.cpu_count() or 1) else _SPINS // 100
-        # int64, aligned: a processor writes one at once, so a reader never sees half a number.
-        self._numbers = memoryview(memory).cast("q")
+        self.rank, self.size, self.processes = rank, size, processes
+        self._numbers = numbers_of(memory, size)
         with torch.inference_mode(False):  # in which mode a group is made says nothing of its later calls
-            self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER).view(2, size, SLOT_BYTES)
-        self._sequence, self._processes = 0, processes
-        self._close = weakref.finalize(self, _close_all, tuple(processes.values()))
+            self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER).view(2, size, SLOT_BYTES)
+        self._views: dict[tuple[int, int, torch.dtype], _Slots] = {}
+        self._sequence = 0
+        self._close = weakref.finalize(self, close_all, tuple(processes.values()))
         self._call, self._failure = 0, ""
         self.waited = 0.0
         """Seconds so far in which this rank could not go on before another one came."""
@@ -92,78 +92,107 @@ class Memory:
     def all_reduce(self, x: torch.Tensor, limit: _Limit, operation: str = "SUM") -> None:
         """(n), reduced over all ranks in their order, in place; 16-bit sums are rounded once."""
         with self._lock, self._begin("all-reduce", x, OPERATIONS.index(operation)):
-            # Every chunk is a meeting of its own, with the next sequence number.
-            for chunk in x.split(SLOT_BYTES // x.itemsize):
+            for chunk in _chunks(x, SLOT_BYTES // x.itemsize):
                 slots = self._next_slots(chunk)
                 # Then all ranks read all slots: each adds up the same numbers in the same order, to the same bits.
                 slots[self.rank].copy_(chunk)
                 self._meet(limit)
-                _reduce(slots, chunk, operation)
-            if operation == "AVG":
-                x.div_(self.size)
+                # The size decides, which is the same on all ranks.
+                if self.size > 2 and chunk.nbytes >= _SHARED_WORK:
+                    self._reduce_together(slots, chunk, limit, operation)
+                else:
+                    self._reduce(slots, chunk, chunk, operation)
+
+    def _reduce_together(self, slots: _Slots, into: torch.Tensor, limit: _Limit, operation: str) -> None:
+        """Every rank reduces its own part of all slots, and reads those of the others."""
+        parts = [slot.tensor_split(self.size) for slot in slots]
+        results = [slot.tensor_split(self.size)[rank] for rank, slot in enumerate(self._next_slots(into))]
+        self._reduce([part[self.rank] for part in parts], None, results[self.rank], operation)
+        self._meet(limit)
+        for part, result in zip(into.tensor_split(self.size), results, strict=True):
+            part.copy_(result)
 
     def all_gather(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit) -> None:
         """(n) of every rank -> (size x n)."""
         columns = SLOT_BYTES // x.itemsize
         with self._lock, self._begin("all-gather", x):
-            chunks = _apart(x, output).split(columns)
-            for chunk, into in zip(chunks, output.view(self.size, -1).split(columns, 1), strict=True):
+            chunks = _chunks(_apart(x, output), columns)
+            for chunk, into in zip(chunks, _chunks(output.view(self.size, -1), columns), strict=True):
                 slots = self._next_slots(chunk)
                 slots[self.rank].copy_(chunk)
                 self._meet(limit)
-                into.copy_(slots)
+                own = into[self.rank]
+                if own.data_ptr() != chunk.data_ptr():
+                    own.copy_(chunk)  # first: another row may be what is gathered from here
+                for rank, (row, slot) in enumerate(zip(into, slots, strict=True)):
+                    if rank != self.rank:
+                        row.copy_(slot)
 
     def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, limit: _Limit, operation: str = "SUM") -> None:
         """(size x n) of every rank -> this rank's (n) of what is reduced."""
         # Elements of each rank's part that fit into a slot at a time.
         columns = SLOT_BYTES // x.itemsize // self.size
         with self._lock, self._begin("reduce-scatter", x, OPERATIONS.index(operation)):
-            # (ranks, n) in pieces of some columns
-            chunks = _apart(x, output).view(self.size, -1).split(columns, 1)
-            for chunk, into in zip(chunks, output.split(columns), strict=True):
-                # (ranks, ranks, n): part j of each rank's slot is for rank j
-                slots = self._next_slots(chunk).view(self.size, *chunk.shape)
-                slots[self.rank].copy_(chunk)
+            chunks = _chunks(_apart(x, output).view(self.size, -1), columns)
+            for chunk, into in zip(chunks, _chunks(output, columns), strict=True):
+                # of each rank (ranks, n): part j is for rank j
+                slots = [slot.view(chunk.shape) for slot in self._next_slots(chunk)]
+                for rank, row in enumerate(chunk):
+                    if rank != self.rank or self.rank > 1:
+                        slots[self.rank][rank].copy_(row)
                 self._meet(limit)
-                _reduce(slots[:, self.rank], into, operation)
-            if operation == "AVG":
-                output.div_(self.size)
+                self._reduce([slot[self.rank] for slot in slots], chunk[self.rank], into, operation)
+
+    def _reduce(self, parts: _Slots, own: torch.Tensor | None, into: torch.Tensor, operation: str) -> None:
+        """Parts of all ranks, (n) each -> (n), in their order; ``own`` is what this rank's part is a copy of."""
+        if own is not None and self.rank < 2:  # it is read before ``into``, which may be its memory, is written
+            parts = [own if rank == self.rank else part for rank, part in enumerate(parts)]
+        _reduce(parts, into, operation)
+        if operation == "AVG":
+            into.div_(self.size)
 
     def all_to_all(
         self, output: torch.Tensor, x: torch.Tensor, received: list[int], sent: list[int], limit: _Limit
     ) -> None:
         """Parts of ``x`` (n) of ``sent`` elements to the ranks, in their order; parts of ``received`` elements from
-        them. A slot holds how many bytes each rank is sent, then a part of equal size for each; parts that are larger
-        take several turns."""
-        most = (SLOT_BYTES - 8 * self.size) // self.size // 16 * 16
+        them. A slot holds how many bytes each rank is sent, the largest of these numbers, and a part of equal size for
+        each rank; parts that are larger take several turns."""
+        header = 8 * (self.size + 1)
+        most = (SLOT_BYTES - header) // self.size // 16 * 16
         nothing = x.new_empty(0)  # how much there is, ranks need not know of each other before
         with self._lock, self._begin("all-to-all", nothing):
             parts = [_bytes(part) for part in _apart(x, output, whole_rows=False).split(sent)]
             into = [_bytes(part) for part in output.split(received)]
-            start = more = 0
-            while start <= more:
-                counts, areas = self._areas(most)
+            sizes = [part.numel() for part in parts]
+            if sizes[self.rank] == into[self.rank].numel():  # else an error, which all get
+                into[self.rank].copy_(parts[self.rank])
+            start, more = 0, 1
+            while start < more:
+                counts, slots = self._counted_slots()
+                # With the data, so that a receiver can compare it with what it expects.
+                for at, size in enumerate([*sizes, max(sizes)], counts[self.rank]):
+                    self._numbers.values[at] = size
                 for rank, part in enumerate(parts):
-                    # With the data, so that a receiver can compare it with what it expects.
-                    counts[self.rank, rank] = part.numel()
-                    chunk = part[start : start + most]
-                    areas[self.rank, rank, : chunk.numel()].copy_(chunk)
+                    if rank != self.rank and start < sizes[rank]:
+                        chunk, at = part[start : start + most], header + rank * most
+                        slots[self.rank][at : at + chunk.numel()].copy_(chunk)
                 self._meet(limit)
                 for rank, part in enumerate(into):
-                    if (count := int(counts[rank, self.rank])) != part.numel():
+                    if (count := self._numbers.values[counts[rank] + self.rank]) != part.numel():
                         self._fail(
                             f"ranks of a group on {socket.gethostname()} disagree: in an all-to-all rank {rank} sends "
                             f"{count:,} bytes to rank {self.rank}, which expects {part.numel():,}"
                         )
-                    chunk = part[start : start + most]
-                    chunk.copy_(areas[rank, self.rank, : chunk.numel()])
+                    if rank != self.rank and start < count:
+                        chunk, at = part[start : start + most], header + self.rank * most
+                        chunk.copy_(slots[rank][at : at + chunk.numel()])
                 # The same on all ranks: by the largest part of any two of them.
-                more, start = int(counts.max()) - 1, start + most
+                more, start = max(self._numbers.values[at + self.size] for at in counts), start + most
 
     def broadcast(self, x: torch.Tensor, root: int, limit: _Limit) -> None:
         """Broadcast ``x`` (n) of the rank ``root``, in place."""
         with self._lock, self._begin("broadcast", x, root):
-            for chunk in x.split(SLOT_BYTES // x.itemsize):
+            for chunk in _chunks(x, SLOT_BYTES // x.itemsize):
                 slots = self._next_slots(chunk)
                 # The other ranks' slots stay empty; they meet all the same.
                 if self.rank == root:
@@ -176,7 +205,7 @@ class Memory:
         """Copy ``x`` (n) of the rank ``source`` into ``output``; every rank is the source of one."""
         with self._lock, self._begin("shift", x):
             columns = SLOT_BYTES // x.itemsize
-            for chunk, into in zip(x.split(columns), output.split(columns), strict=True):
+            for chunk, into in zip(_chunks(x, columns), _chunks(output, columns), strict=True):
                 slots = self._next_slots(chunk)
                 slots[self.rank].copy_(chunk)
                 self._meet(limit)
@@ -196,8 +225,13 @@ class Memory:
     def leave(self) -> None:
         """Tell the other ranks that this one will not come any more, so that they do not wait for it."""
         if not self._failure:
-            self._numbers[self.rank * _LINE + _GONE] = _LEFT
+            self._go(_LEFT)
         self._close()
+
+    def _go(self, why: int) -> None:
+        """Tell the others that this rank does not come any more."""
+        self._numbers.values[self.rank * _LINE + _GONE] = why
+        self._numbers.wake(self.rank * _LINE)
 
     def _begin(self, kind: str, x: torch.Tensor, detail: int = 0) -> Memory:
         """Begin a collective, which then runs as ``with self._lock, self._begin(...)``; ``detail``: its operation or
@@ -222,41 +256,40 @@ class Memory:
         if error is None:
             self._failure = ""
         else:
-            self._numbers[self.rank * _LINE + _GONE] = _FAILED
+            self._go(_FAILED)
 
-    def _next_slots(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Slots of the next sequence number, (ranks, elements of chunk)."""
+    def _next_slots(self, chunk: torch.Tensor) -> _Slots:
+        """Slots of the next sequence number, each (elements of chunk), by rank."""
         self._sequence += 1
         # Two slots in turn: a rank fills that of number n + 2 after all have published n + 1, and so have read n.
-        return self._slots[self._sequence & 1][:, : chunk.nbytes].view(chunk.dtype)
+        key = self._sequence & 1, chunk.numel(), chunk.dtype
+        if (found := self._views.get(key)) is None:
+            if len(self._views) > _KEPT_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # views outlive the call
+                found = self._slots[key[0]][:, : chunk.nbytes].view(chunk.dtype).unbind()
+            self._views[key] = found
+        return found
 
-    def _areas(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of the next sequence number: bytes of each part, int64 (ranks, ranks), and room for ``most`` bytes of
-        each, uint8 (ranks, ranks, most)."""
-        self._sequence += 1
-        slots, header = self._slots[self._sequence & 1], 8 * self.size
-        return (
-            slots[:, :header].view(torch.int64),
-            slots[:, header : header + self.size * most].unflatten(1, (self.size, most)),
-        )
+    def _counted_slots(self) -> tuple[list[int], _Slots]:
+        """Slots of the next sequence number that begin with numbers: where among all numbers, and their bytes, by
+        rank."""
+        slots = self._next_slots(self._slots[0, 0])
+        first = (self._sequence & 1) * self.size
+        return [(HEADER + (first + rank) * SLOT_BYTES) // 8 for rank in range(self.size)], slots
 
     def _meet(self, limit: _Limit) -> None:
         """Say that this rank's slot is filled, and wait for those of the others."""
-        numbers, sequence = self._numbers, self._sequence
+        numbers, sequence = self._numbers.values, self._sequence
         call = _CALL + (sequence & 1)
         # In this order: x86 makes stores visible in the order of the program, so a rank that reads
         # the new number also finds the slot and the call that were written before it. (Other
         # processors may not: ``join`` refuses them.)
         numbers[self.rank * _LINE + call] = self._call
-        numbers[self.rank * _LINE] = sequence
+        self._numbers.publish(self.rank * _LINE, sequence)
         for other in range(self.size):
-            spins = 0
-            while numbers[other * _LINE] < sequence:
-                spins += 1
-                # First in a loop, because most ranks come within microseconds; then with the
-                # processor offered to others.
-                if spins > self._spins:
-                    self._wait(other, limit)
+            if numbers[other * _LINE] < sequence:
+                self._wait(other, limit)
             if numbers[other * _LINE + call] != self._call:
                 self._fail(
                     f"ranks of a group on {socket.gethostname()} call different collectives: rank {self.rank} "
@@ -264,27 +297,18 @@ class Memory:
                 )
 
     def _wait(self, other: int, limit: _Limit) -> None:
-        """Wait for a rank that did not come during the spin loop: yield for 1 ms, then sleep between looks."""
-        at, sequence = other * _LINE, self._sequence
-        started = time.perf_counter()
-        ends = select.poll()
-        ends.register(self._processes[other], select.POLLIN)
-        while self._numbers[at] < sequence:
-            passed = time.perf_counter() - started
-            if passed < 1e-3:
-                os.sched_yield()
-                continue
+        """Wait for a rank that is not there yet."""
+
+        def absent(passed: float) -> str:
             # A process that was killed writes nothing: its pidfd becomes readable.
-            gone = self._numbers[at + _GONE] or (_LEFT if ends.poll(0) else 0)
-            # The number once more: a rank may have come and left since the loop looked.
-            if (gone or passed > limit()) and self._numbers[at] < sequence:
-                self._failure = (
-                    f"{_in_words(self._call)} failed after {passed:.1f} s on rank {self.rank} of {self.size} on "
-                    f"{socket.gethostname()}: rank {other} of the group has not come: {_WHY[gone]}"
-                )
-                raise AbsentRankError(self._failure)
-            time.sleep(5e-5)
-        self.waited += time.perf_counter() - started
+            gone = self._numbers.values[other * _LINE + _GONE] or _LEFT * has_ended(self.processes[other], passed)
+            return _absence(_in_words(self._call), passed, self, other, gone) if gone or passed > limit() else ""
+
+        try:
+            self.waited += self._numbers.wait(other * _LINE, self._sequence, absent)
+        except AbsentError as error:
+            self._failure = str(error)
+            raise AbsentRankError(self._failure) from None
 
     def _fail(self, why: str) -> NoReturn:
         self._failure = why
@@ -304,7 +328,15 @@ def _in_words(call: int) -> str:
     return f"{kind} of {call >> 24:,} bytes ({', '.join(told)})"
 
 
-def _close_all(descriptors: tuple[int, ...]) -> None:
+def _absence(what: str, passed: float, here: Memory, other: int, gone: int) -> str:
+    return (
+        f"{what} failed after {passed:.1f} s on rank {here.rank} of {here.size} on {socket.gethostname()}: "
+        f"rank {other} of the group has not come: {_WHY[gone]}"
+    )
+
+
+def close_all(descriptors: tuple[int, ...]) -> None:
+    """Close them."""
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -323,34 +355,60 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
 
 
-def _reduce(slots: torch.Tensor, into: torch.Tensor, operation: str) -> None:
-    """(ranks, n) -> (n), in the order of ranks; an average is not yet divided."""
+def _chunks(x: torch.Tensor, columns: int) -> Sequence[torch.Tensor]:
+    """(..., n) in parts of (..., columns) at most."""
+    return (x,) if x.shape[-1] <= columns else x.split(columns, -1)
+
+
+def _reduce(parts: _Slots, into: torch.Tensor, operation: str) -> None:
+    """Parts (n) of all ranks -> (n), in the order of ranks; an average is not yet divided."""
     combine = {"MAX": torch.maximum, "MIN": torch.minimum}.get(operation, torch.add)
     # With two ranks one addition rounds once anyway.
-    if len(slots) > 2 and into.itemsize == 2 and into.is_floating_point():
-        total = slots[0].float()
-        for slot in slots[1:]:
-            combine(total, slot, out=total)
+    if len(parts) > 2 and into.itemsize == 2 and into.is_floating_point():
+        total = parts[0].float()
+        for part in parts[1:]:
+            combine(total, part, out=total)
         into.copy_(total)
         return
-    combine(slots[0], slots[1], out=into)
-    for slot in slots[2:]:
-        combine(into, slot, out=into)
+    combine(parts[0], parts[1], out=into)
+    for part in parts[2:]:
+        combine(into, part, out=into)
+
+
+def has_ended(process: int, passed: float) -> bool:
+    """Whether the process of a descriptor has, looked at when a wait for it has taken a moment."""
+    if passed < LOOK:
+        return False
+    ends = select.poll()
+    ends.register(process, select.POLLIN)
+    return bool(ends.poll(0))
+
+
+def numbers_of(memory: mmap.mmap, size: int) -> Numbers:
+    """What a group of so many ranks waits for; they may be some of a run's."""
+    return Numbers(memory, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", size))))
 
 
 def join(rank: int, size: int, store: Any) -> Memory | None:
-    """Memory that all ranks of a group see, or None on every one of them. Every rank calls this.
+    """Memory that all ranks of a group see, or None on every one of them. Every rank calls this."""
+    found = share(rank, size, store, HEADER + 2 * size * SLOT_BYTES)
+    return None if found is None else Memory(rank, size, *found)
+
+
+def share(rank: int, size: int, store: Any, length: int) -> tuple[mmap.mmap, dict[int, int]] | None:
+    """``length`` bytes that all ranks of a group see, and descriptors of the other ranks' processes, or None on every
+    one of them. Every rank calls this. The first HEADER bytes are zeros, but for the secret at their end.
 
     It has no name: rank 0's descriptor is opened through /proc, which ranks elsewhere (another machine, a container)
     cannot, or they find another secret behind it. It is gone with the last process that has it. What a system refuses
     to one rank, all of them do without: each says what became of it.
     """
-    able = platform.machine() == "x86_64" and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
+    able = is_possible() and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
     able = able and size <= _MOST
     store.set(f"process {rank}", str(os.getpid()))
     # The path may open another file in another container: the secret tells.
     secret = secrets.token_hex(16)
-    descriptor = _create_memory(size, secret) if able and rank == 0 else -1
+    descriptor = _create_memory(length, secret) if able and rank == 0 else -1
     try:
         if rank == 0:
             store.set("memory", json.dumps([f"/proc/{os.getpid()}/fd/{descriptor}", secret]))
@@ -358,29 +416,29 @@ def join(rank: int, size: int, store: Any) -> Memory | None:
         processes = {other: int(store.get(f"process {other}")) for other in range(size) if other != rank}
         memory = _open(path, secret) if able else None
         watched = _watch(processes) if memory is not None else None
-        made = Memory(rank, size, memory, watched) if memory is not None and watched is not None else None
+        made = (memory, watched) if memory is not None and watched is not None else None
         store.set(f"joined {rank}", str(int(made is not None)))
         # Also what keeps rank 0's descriptor open until all have opened it.
         joined = [int(store.get(f"joined {other}")) for other in range(size)]
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    # Some rank cannot: then none does, and what this one has mapped is given back.
-    if made is not None and not all(joined):
-        made.leave()
+    # Some rank cannot: then none does, and what this one has opened is closed.
+    if watched is not None and not all(joined):
+        close_all(tuple(watched.values()))
     return made if all(joined) else None
 
 
-def _create_memory(size: int, secret: str) -> int:
+def _create_memory(length: int, secret: str) -> int:
     """Create the memory; returns its file descriptor, -1 if the system refuses it."""
     descriptor = -1
     try:
         # Without a name in the file system: nothing is left behind when processes are killed.
         descriptor = os.memfd_create("smp_node", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _HEADER + 2 * size * SLOT_BYTES)
-        os.pwrite(descriptor, secret.encode(), _HEADER - _SECRET)
+        os.ftruncate(descriptor, length)
+        os.pwrite(descriptor, secret.encode(), HEADER - _SECRET)
     except OSError:
-        _close_all((descriptor,) if descriptor >= 0 else ())
+        close_all((descriptor,) if descriptor >= 0 else ())
         return -1
     return descriptor
 
@@ -392,7 +450,7 @@ def _open(path: str, secret: str) -> mmap.mmap | None:
     except OSError:
         return None
     try:
-        if os.pread(descriptor, _SECRET, _HEADER - _SECRET) != secret.encode():
+        if os.pread(descriptor, _SECRET, HEADER - _SECRET) != secret.encode():
             return None
         return mmap.mmap(descriptor, 0)
     except OSError:  # a pipe, or no room for it
@@ -408,6 +466,6 @@ def _watch(processes: dict[int, int]) -> dict[int, int] | None:
         for rank, process in processes.items():
             opened[rank] = os.pidfd_open(process)
     except OSError:
-        _close_all(tuple(opened.values()))
+        close_all(tuple(opened.values()))
         return None
     return opened

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from smp.parallel.shared_memory import AbsentRankError
 
+_GROUPS = ("backend", "node_group", "shared_memory", "shared_numbers", "mailboxes")
+"""Modules of ``smp.parallel`` that are process groups: their functions do not say where a run stands."""
 LOST = "lost is the rank that says nothing, or a link if every rank says this"
 
 
@@ -70,7 +72,7 @@ def of_this_package(stack: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
     """Functions of this package in a stack, but not of its process groups: who called them is what says where a run
     stands."""
     package = Path(__file__).parents[1]
-    groups = {str(package / "parallel" / f"{name}.py") for name in ("backend", "node_group", "shared_memory")}
+    groups = {str(package / "parallel" / f"{name}.py") for name in _GROUPS}
     names = (
         frame.f_code.co_qualname
         for frame, _ in stack

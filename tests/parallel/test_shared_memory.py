@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import mmap
 import os
 import signal
@@ -86,9 +87,10 @@ def test_collectives_are_those_of_gloo() -> None:
 def sums(rank: int, world: int) -> list[torch.Tensor]:
     group = dist.new_group(backend=node_group.NAME)
     out = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(1000, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        every = [torch.randn(1000, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
+    # The large ones are reduced together by more than two ranks, each its part.
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16), (1000, 50_001)):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        every = [torch.randn(size, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
         expected = every[0].float()
         for other in every[1:]:
             expected = expected + other.float()
@@ -378,12 +380,12 @@ def test_ranks_of_which_one_cannot_share_memory_send_over_gloo(what: str) -> Non
 
 def test_there_is_room_for_the_numbers_of_all_ranks() -> None:
     used = shared_memory._MOST * shared_memory._LINE * 8
-    assert used <= shared_memory._HEADER - shared_memory._SECRET < used + shared_memory._LINE * 8
+    assert used <= shared_memory.HEADER - shared_memory._SECRET < used + shared_memory._LINE * 8
 
 
 def test_memory_of_another_group_is_not_taken() -> None:
     secret = "0123456789abcdef" * 2
-    descriptor = shared_memory._create_memory(2, secret)
+    descriptor = shared_memory._create_memory(shared_memory.HEADER, secret)
     other, pipe = os.pipe()
     try:
         assert shared_memory._open(f"/proc/self/fd/{descriptor}", secret) is not None
