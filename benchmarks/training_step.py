@@ -10,7 +10,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.optim.optimizer import build_optimizer, clip_gradients
 from smp.parallel.context import ParallelContext, build_context
+from smp.parallel.node_group import NAME
 from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
 from smp.training.build import RunSetup, assemble, choose_backends
@@ -234,18 +235,29 @@ def beside_transformers(rounds: int) -> None:
 
 
 def beside_one_process(rounds: int) -> None:
-    """Tensor and sequence parallelism over two processes with a thread each, beside rank 0 alone with two threads."""
+    """Two processes with a thread each, through memory and over gloo, beside rank 0 alone with two threads: tensor and
+    sequence parallelism, and FSDP of half of the batch each."""
     context = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("copy", "dp_shard", "tp"))
-    alone = ParallelContext(tp=context.tp, fsdp=context.fsdp)
-    both = build_context(Layout(tp=2), "cpu")
+    alone = ParallelContext(tp=context["tp"], fsdp=context["dp_shard"])
     single = smp_step(ON_CPU, alone) if dist.get_rank() == 0 else _nothing
-    entries = [
-        Entry("smp TP=1", single, 2, []),
-        Entry("smp TP=2 --sequence-parallel", smp_step(ON_CPU, both, sequence_parallel=True), 1, []),
-    ]
+    entries = [Entry("smp TP=1", single, 2, [])]
+    half = replace(ON_CPU, batch=ON_CPU.batch // 2)
+    for backend in (NAME, "gloo"):
+        tp, fsdp = (
+            build_context(layout, "cpu", backend=_always(backend)) for layout in (Layout(tp=2), Layout(dp_shard=2))
+        )
+        entries += [
+            Entry(f"TP=2 --sequence-parallel, {backend}", smp_step(ON_CPU, tp, sequence_parallel=True), 1, []),
+            Entry(f"FSDP over 2, {backend}", smp_step(half, fsdp), 1, []),
+        ]
     interleave(entries, rounds)
     if dist.get_rank() == 0:
         show("one step, fp32, two cores", ON_CPU, entries)
+
+
+def _always(backend: str) -> Callable[[Sequence[int]], str]:
+    """The same backend for every group."""
+    return lambda ranks: backend
 
 
 def _nothing() -> torch.Tensor:
