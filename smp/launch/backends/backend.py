@@ -1,4 +1,4 @@
-"""What every back-end does, and what all of them share: files of a job's folder."""
+"""The interface of all back-ends, and what they share: the files of a job's folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smp.launch.job import Artifacts, Job
 from smp.launch.secrets import is_private
 
 Facts = dict[str, Any]
-"""What job.json holds: the name of the back-end, what it needs to submit the folder again, and the id of the job."""
+"""The content of job.json: name of the back-end, what it needs to submit the folder again, and the id of the job."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Backend:
 
 
 NOT_SUBMITTED = "not submitted"
-"""State of a job whose files alone were written."""
+"""State of a job of which only the files were written."""
 PRIVATE = ("secrets.sh", "secrets.json", "secret.yaml")
-"""Files of secrets, which their owner alone can read."""
+"""Files with secrets, readable by their owner only."""
 ASKED = "asked to save and end"
-"""State of a job that was cancelled and still runs."""
+"""State of a job that was cancelled and is still running."""
 
 
 def facts_artifact(job: Job, **facts: Any) -> Artifacts:
@@ -57,7 +57,7 @@ def facts_artifact(job: Job, **facts: Any) -> Artifacts:
 
 
 def read_facts(folder: Path) -> Facts:
-    """What job.json says.
+    """The content of job.json.
 
     Raises:
         ConfigError: there is no job, or its file is damaged.
@@ -74,7 +74,7 @@ def read_facts(folder: Path) -> Facts:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """What a JSON file says; nothing where it is cut off or holds something else."""
+    """A JSON object from text; {} where the text is cut off or something else."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -83,9 +83,9 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def write_artifacts(folder: Path, artifacts: Artifacts) -> None:
-    """Write all files of a job. Those of a job that went before are replaced, its checkpoints and logs stay."""
+    """Write all files of a job. Files of an earlier job are replaced; its checkpoints and logs stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    if "recipe.yaml" in artifacts:  # a new job; secrets of the one before are not its own
+    if "recipe.yaml" in artifacts:  # a new job must not get the secrets of the one before
         for name in PRIVATE:
             (folder / name).unlink(missing_ok=True)
     for name, text in artifacts.items():
@@ -93,8 +93,10 @@ def write_artifacts(folder: Path, artifacts: Artifacts) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         mode = 0o755 if name.endswith((".sh", ".sbatch")) else 0o644
         if name in PRIVATE or (name != "supervise.py" and is_private(text)):
-            path.unlink(missing_ok=True)  # it may be open to others from the time before
+            path.unlink(missing_ok=True)  # an existing file keeps its mode, which may be open to others
             mode &= 0o700
+        # The mode is set when the file is made: chmod afterwards would leave a moment in which
+        # others can read it.
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode & 0o666), "w", encoding="utf-8") as file:
             file.write(text)
         if mode & 0o100:
@@ -102,7 +104,7 @@ def write_artifacts(folder: Path, artifacts: Artifacts) -> None:
 
 
 def said(folder: Path) -> str:
-    """What the run itself says in its status file."""
+    """What the run says in its status file."""
     try:
         status = _object((folder / "status.json").read_text(encoding="utf-8"))
     except OSError:
@@ -111,6 +113,7 @@ def said(folder: Path) -> str:
         return "nothing yet"
     iteration, reason = status.get("iteration", 0), status.get("reason")
     if status["status"] == "running":  # the status file says where it began
+        # The status file is written at start and end; in between the log of metrics is newer.
         iteration = max(iteration, _last_iteration(folder / "metrics.jsonl"))
     if status["status"] == "requeue":
         return f"it saved at iteration {iteration} and ended: {reason}"
@@ -118,9 +121,10 @@ def said(folder: Path) -> str:
 
 
 def _last_iteration(metrics: Path) -> int:
-    """The last one that a run has logged; 0: none. A line may just be written."""
+    """The last iteration that a run has logged; 0: none. The last line may be incomplete."""
     found = 0
     with contextlib.suppress(OSError):
+        # The last lines only: the newest may be half written, the one before it is whole.
         for line in metrics.read_text(encoding="utf-8").splitlines()[-3:]:
             with contextlib.suppress(ValueError):
                 found = int(json.loads(line).get("iteration", found))
@@ -128,12 +132,12 @@ def _last_iteration(metrics: Path) -> int:
 
 
 def with_request(folder: Path, doing: str | None) -> str | None:
-    """What a job does, and that it was cancelled meanwhile."""
+    """What a job does, with a note when it was cancelled meanwhile."""
     return f"{doing}, {ASKED}" if doing and (folder / "cancelled").exists() else doing
 
 
 def ended(folder: Path) -> str | None:
-    """How the job ended, when nothing more is going to happen."""
+    """How the job ended, when nothing more will happen; None otherwise."""
     try:
         return str(json.loads((folder / "end.json").read_text(encoding="utf-8"))["end"])
     except (OSError, ValueError):  # cancelled before it started
@@ -141,7 +145,7 @@ def ended(folder: Path) -> str | None:
 
 
 def start_afresh(folder: Path) -> None:
-    """Forget that a job was cancelled or gave up; its checkpoints stay."""
+    """Forget that a job was cancelled or gave up. Checkpoints stay."""
     for name in ("cancelled", "end.json", "tries.json"):
         (folder / name).unlink(missing_ok=True)
 
@@ -162,9 +166,10 @@ def run(words: Sequence[str], *, needed_for: str) -> str:
 
 
 def follow(paths: Callable[[], Sequence[Path]], alive: Callable[[], bool]) -> None:
-    """Print files from their beginning, and what is written to them while ``alive``."""
+    """Print files from their beginning, and what is appended to them while ``alive()``."""
     places: dict[Path, int] = {}
     while True:
+        # Asked before reading: what was written up to the end is then read in the last round.
         last = not alive()
         for path in paths():
             if path.is_file():

@@ -1,5 +1,5 @@
-"""Kubernetes: plain manifests, one per job. The default kind, an indexed Job behind a headless Service, needs nothing
-but Kubernetes; PyTorchJob (Kubeflow's training operator v1) and HyperPodPyTorchJob (SageMaker's) wrap the same pods."""
+"""Kubernetes manifests, one file per job. The default kind, an indexed Job with a headless Service, needs only
+Kubernetes; PyTorchJob (Kubeflow's training operator v1) and HyperPodPyTorchJob (SageMaker's) wrap the same pods."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from smp.launch.stages import only_training
 CONFIG, PORT = "/config", 29500
 KINDS = ("Job", "PyTorchJob", "HyperPodPyTorchJob")
 _FILES = ("settings.yaml", "train.sh", "supervise.py")
-"""What a pod needs of the job's folder."""
+"""Files of the job's folder that a pod needs."""
 _CLEAN = ("All", "Running", "None")
 _RESTARTS = {
     "OnFailure": None,
@@ -42,7 +42,7 @@ _RESTARTS = {
     "Always": "starts a training again that has ended well; take OnFailure",
     "ExitCode": "takes the code of a run that is to be started again for its end; take OnFailure",
 }
-"""Of a PyTorchJob, and why not."""
+"""Restart policies of a PyTorchJob; the text says why one cannot be used."""
 _NAME = "app.kubernetes.io/name"
 _KUEUE = "kueue.x-k8s.io/queue-name"
 Object = dict[str, Any]
@@ -87,7 +87,7 @@ def artifacts(job: Job) -> Artifacts:
 
 
 def _check_folder(job: Job) -> None:
-    """Checkpoints must outlive a pod."""
+    """Raise ConfigError where checkpoints would be lost with the pod."""
     save = job.recipe.settings.get("save")
     folder = str(save or job.folder)
     mounts = [_mount_path(volume) for volume in [*_volumes(job, "volumes"), *_claims(job)]]
@@ -116,7 +116,7 @@ def _claims(job: Job) -> list[Object]:
 
 
 def _mount_path(volume: Object) -> str:
-    """HyperPod's own example is a path without its first slash."""
+    """The mount path with its leading slash, which HyperPod's own example leaves out."""
     return "/" + str(volume["mountPath"]).strip("/")
 
 
@@ -152,7 +152,8 @@ def _secret(job: Job) -> Object:
 
 
 def _config_map(job: Job, files: Mapping[str, str]) -> Object:
-    """The resolved recipe and what runs it, under /config of every pod; a Secret where URLs in it have passwords."""
+    """The resolved recipe and the scripts that run it, mounted under /config of every pod; a Secret where URLs in it
+    have passwords."""
     if _is_private(files):
         return {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(job), "stringData": dict(files)}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job), "data": dict(files)}
@@ -175,12 +176,14 @@ def _workload(job: Job, kind: str, private: bool) -> list[Object]:
         return [_service(job), _job(job, pod, tries)] if nodes > 1 else [_job(job, pod, tries)]
     if kind == "PyTorchJob":
         restart = job.cluster.get("restartPolicy") or "OnFailure"
-        # with the operator's None the pods of a job that failed would go on, and so would their restarts
+        # With the operator's default, None, pods of a failed job would go on, and so would their
+        # restarts.
         policy = {"cleanPodPolicy": clean or "Running"}
         roles = {"Master": 1, **({"Worker": nodes - 1} if nodes > 1 else {})}
-        # the operator injects its own rendezvous for every container named pytorch; torchrun's flags win over it
+        # The operator injects its own rendezvous into containers named pytorch; torchrun's flags
+        # win over it.
         specs = {role: {"replicas": n, "restartPolicy": restart, "template": pod} for role, n in roles.items()}
-        # the operator adds up the restarts of all pods, and one lost process ends all of them
+        # The operator counts the restarts of all pods, and one lost process ends all of them.
         spec: Object = {"runPolicy": {"backoffLimit": tries * nodes, **policy}, "pytorchReplicaSpecs": specs}
         return [{"apiVersion": "kubeflow.org/v1", "kind": kind, "metadata": metadata, "spec": spec}]
     spec = {
@@ -192,13 +195,14 @@ def _workload(job: Job, kind: str, private: bool) -> list[Object]:
 
 
 def _monitoring(job: Job) -> Object:
-    """Rules for lines that a run of this project prints; what scripts print is not known."""
+    """HyperPod's rules for log lines of a run; {} for a user's own script, whose lines are not known."""
     rules = log_monitoring(job.cluster.get("log_monitoring")) if job.recipe.task != "custom" else None
     return {} if rules is None or job.recipe.num_nodes > 1 else {"logMonitoringConfiguration": rules}
 
 
 def _with_notes(job: Job, kind: str) -> Job:
-    """With a note where rules for log lines are asked for, by default too, and left out, or tries that are not."""
+    """The job with notes where rules for log lines were asked for (also by default) and left out, or where tries have
+    no effect."""
     recipe, notes = job.recipe, list(job.recipe.notes)
     watched = recipe.num_nodes == 1 or recipe.task == "custom" or job.cluster.get("log_monitoring") is None
     if kind == "HyperPodPyTorchJob" and not watched:
@@ -209,10 +213,10 @@ def _with_notes(job: Job, kind: str) -> Job:
 
 
 def _service(job: Job) -> Object:
-    """Gives the pods of the Job names that the others can look up."""
+    """A headless Service: gives the pods of the Job names that the others can look up."""
     spec = {
         "clusterIP": "None",
-        "publishNotReadyAddresses": True,  # they meet before any of them is ready
+        "publishNotReadyAddresses": True,  # names must resolve before pods are ready: they meet first
         "selector": {"job-name": job.recipe.name},
         "ports": [{"name": "rendezvous", "port": PORT}],
     }
@@ -221,6 +225,7 @@ def _service(job: Job) -> Object:
 
 def _job(job: Job, pod: Object, tries: int) -> Object:
     nodes = job.recipe.num_nodes
+    # The pods' hostnames are <job>-<index>.<subdomain>.
     pod["spec"]["subdomain"] = job.recipe.name if nodes > 1 else None
     pod["spec"] = _set(**pod["spec"])
     spec = {
@@ -230,7 +235,8 @@ def _job(job: Job, pod: Object, tries: int) -> Object:
         "backoffLimit": tries * nodes,  # one lost process ends the pods of all nodes
         "podFailurePolicy": {
             "rules": [
-                # a setting that cannot work fails again; a pod that the cluster took away is not the run's fault
+                # 2: bad settings fail again. A pod that the cluster took away is not the run's
+                # fault.
                 {"action": "FailJob", "onExitCodes": {"containerName": "pytorch", "operator": "In", "values": [2]}},
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
@@ -246,6 +252,7 @@ def _pod(job: Job, kind: str, private: bool) -> Object:
     files: Object = {"secret": {"secretName": name}} if private else {"configMap": {"name": name}}
     volumes: list[Object] = [
         {"name": "config", **files},
+        # The default /dev/shm of a container is 64 MB: too small for data workers and NCCL.
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": check_quantity("shm_size", cluster["shm_size"])}},
     ]
     mounts: list[Object] = [{"name": "config", "mountPath": CONFIG}, {"name": "shm", "mountPath": "/dev/shm"}]
@@ -258,11 +265,12 @@ def _pod(job: Job, kind: str, private: bool) -> Object:
     claims: dict[str, str] = {}
     for claim in _claims(job):
         wanted = check_subdomain("persistent_volume_claims.claimName", claim["claimName"])
-        if wanted not in claims:  # one volume, however many paths it is mounted at
+        if wanted not in claims:  # a claim may be mounted at several paths, but is one volume
             claims[wanted] = volume_name(wanted, [other["name"] for other in volumes])
             volumes.append({"name": claims[wanted], "persistentVolumeClaim": {"claimName": wanted}})
         mounts.append({"name": claims[wanted], "mountPath": _mount_path(claim)})
     check_mounts(mount["mountPath"] for mount in mounts)
+    # Pods of a Job are never restarted in place: a new pod meets the others anew.
     restart = cluster.get("restartPolicy") or "Never"
     if restart not in _RESTARTS:
         raise ConfigError(f"cluster.restartPolicy: {restart} is none of {', '.join(_RESTARTS)}")
@@ -277,6 +285,7 @@ def _pod(job: Job, kind: str, private: bool) -> Object:
         restartPolicy="Never" if kind == "Job" else None,
         terminationGracePeriodSeconds=check_seconds("termination_seconds", cluster["termination_seconds"]),
         hostNetwork=cluster.get("hostNetwork") or None,
+        # With the host's network, names of Services resolve only under this policy.
         dnsPolicy="ClusterFirstWithHostNet" if cluster.get("hostNetwork") else None,
         serviceAccountName=_named(job, "service_account_name"),
         priorityClassName=_named(job, "priority_class_name"),
@@ -289,13 +298,13 @@ def _pod(job: Job, kind: str, private: bool) -> Object:
 
 
 def _named(job: Job, key: str) -> str | None:
-    """The name of an object of the cluster; None: none is wanted."""
+    """The name of a cluster object; None: none is wanted."""
     value = job.cluster.get(key)
     return None if value is None else check_subdomain(key, value)
 
 
 def _checked(job: Job, key: str, check: Callable[[list[Any]], None]) -> list[Any] | None:
-    """A list of objects; None: there is none."""
+    """A checked list of objects; None: empty."""
     found = _list(job, key)
     check(found)
     return found or None
@@ -306,7 +315,7 @@ def _selector(job: Job) -> Object:
     instance = job.tree.get("instance_type")
     if instance is None:
         return own
-    if job.cluster.get("kind") == "HyperPodPyTorchJob":  # HyperPod's nodes are labelled so
+    if job.cluster.get("kind") == "HyperPodPyTorchJob":  # HyperPod labels its nodes with "ml." in front
         instance = f"ml.{str(instance).removeprefix('ml.')}"
     return {"node.kubernetes.io/instance-type": instance, **own}
 
@@ -316,10 +325,12 @@ def _container(job: Job, mounts: list[Object]) -> Object:
     if cluster.get("pullPolicy") not in ("Always", "IfNotPresent", "Never"):
         raise ConfigError(f"cluster.pullPolicy: {cluster.get('pullPolicy')} is none of Always, IfNotPresent, Never")
     script = "\n".join([*map(str, _list(job, "pre_script")), f"bash {CONFIG}/train.sh"])
+    # The exit code of the training must survive the commands after it: it decides about a restart.
     if after := _list(job, "post_script"):
         script += " && code=0 || code=$?\n" + "\n".join(map(str, after)) + "\nexit $code"
-    else:  # the pod's first process hears of its end
+    else:  # exec: the pod's first process gets SIGTERM
         script = script.replace(f"bash {CONFIG}", f"exec bash {CONFIG}")
+    # IPC_LOCK: RDMA pins memory.
     security: Object = {"privileged": True} if cluster.get("privileged") else {"capabilities": {"add": ["IPC_LOCK"]}}
     resources = _resources(job)
     secrets = [
@@ -347,7 +358,7 @@ def _image(job: Job) -> str:
 
 
 def _resources(job: Job) -> Object:
-    """What is asked for of a machine: the devices, and what cluster.resources says, which wins."""
+    """Resources of a pod: the devices, overridden by cluster.resources."""
     given = _mapping(job, "resources")
     if unknown := set(given) - {"limits", "requests"}:
         raise ConfigError(f"cluster.resources.{sorted(unknown)[0]}: there are limits and requests")
@@ -360,7 +371,8 @@ def _resources(job: Job) -> Object:
             name: None if amount is None else check_quantity(f"resources.{kind}.{name}", amount)
             for name, amount in of_kind.items()
         }
-    # Of devices as much is asked for as is the limit, or the cluster refuses the pod: said of one, it is said of both.
+    # Of devices (names with a slash) requests must equal limits, or the cluster refuses the pod:
+    # given for one, it counts for both.
     both = {name: n for kind in ("requests", "limits") for name, n in own[kind].items() if "/" in name}
     amounts = {kind: _devices(job) | own[kind] | both for kind in own}
     found = {kind: {name: n for name, n in amount.items() if n is not None} for kind, amount in amounts.items()}
@@ -368,7 +380,7 @@ def _resources(job: Job) -> Object:
 
 
 def _devices(job: Job) -> Object:
-    """GPUs, unless the run has none, and EFA where a machine has that: without, NCCL would take TCP in silence."""
+    """GPUs, unless the run uses none, and EFA where the machine has it: without it NCCL would silently use TCP."""
     if job.environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1") or (job.instance and not job.instance.devices):
         return {}
     efa = job.instance.efa if job.instance is not None and job.recipe.num_nodes > 1 else 0
@@ -407,7 +419,7 @@ def _term(labels: Mapping[str, Any]) -> Object:
 
 
 def _set(**values: Any) -> Object:
-    """A mapping without what is not set."""
+    """A mapping without None values."""
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -426,7 +438,7 @@ def _kubectl(facts: Facts, *words: str) -> str:
 
 
 def busy(folder: Path, facts: Facts) -> str | None:
-    """What is true of a job that has not ended; one that was cancelled ends when its pods are gone."""
+    """What a job that has not ended does; a cancelled one ends when its pods are gone."""
     if not facts.get("id") or not _there(facts):
         return None
     conditions = _conditions(facts)
@@ -443,7 +455,8 @@ def _conditions(facts: Facts) -> list[str]:
 
 
 def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
-    """kubectl apply; what is left of a job of the same name goes first, because a finished Job cannot be changed."""
+    """kubectl apply. A job of the same name is deleted first, because a finished Job cannot be changed."""
+    # foreground: returns only when its pods are gone, too.
     _kubectl(facts, "delete", facts["resource"], "--ignore-not-found", "--cascade=foreground")
     for name in ("secret.yaml", "manifest.yaml"):
         if (folder / name).is_file():
@@ -452,7 +465,7 @@ def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
 
 
 def state(folder: Path, facts: Facts) -> str:
-    """What Kubernetes says and, where the job's folder is seen from here, the run."""
+    """What Kubernetes says, and the run's status file where the job's folder is visible from here."""
     if not facts.get("id"):
         return NOT_SUBMITTED
     conditions = (", ".join(_conditions(facts)) or "waiting or running") if _there(facts) else "not there any more"
@@ -460,7 +473,8 @@ def state(folder: Path, facts: Facts) -> str:
 
 
 def logs(folder: Path, facts: Facts, more: bool) -> int:
-    """Show the logs of all pods. By their label: kubectl knows no pods of the two operators' kinds."""
+    """Show the logs of all pods, selected by label: kubectl does not know the pods of the operators' kinds."""
+    # kubectl follows at most 5 pods by default.
     following = ["--follow", f"--max-log-requests={facts['nodes']}"] if more else []
     words = [
         "logs",
@@ -477,7 +491,7 @@ def logs(folder: Path, facts: Facts, more: bool) -> int:
 
 
 def cancel(folder: Path, facts: Facts) -> str:
-    """Delete the job; its pods have cluster.termination_seconds to save. Until they are gone it keeps its name, so that
+    """Delete the job; its pods have cluster.termination_seconds to save. Until they are gone the name is taken, so
     resume cannot start others next to them."""
     if busy(folder, facts) is None:
         raise ConfigError(f"{folder}: its job is not running")

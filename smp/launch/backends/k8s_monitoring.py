@@ -1,4 +1,4 @@
-"""``logMonitoringConfiguration`` of a HyperPodPyTorchJob: what HyperPod's agent is to make of the lines of a run.
+"""``logMonitoringConfiguration`` of a HyperPodPyTorchJob: rules by which HyperPod's agent watches a run's log lines.
 
 The agent reads the standard output of the first training process of every pod. A rule whose line does not come in time
 marks the job as hanging, one whose number is on the wrong side of a threshold as slow; the operator then starts it
@@ -16,21 +16,21 @@ from smp.config import ConfigError
 KEYS: dict[str, float | None] = {"start_seconds": 3600, "hang_seconds": 1800, "min_tokens_per_second": None}
 """Keys of cluster.log_monitoring with their defaults; null: no such rule."""
 ITERATION = r".*\] iteration +\d+/ *\d+ \|.*"
-"""The line of --log-interval, in both formats."""
+"""The line of --log-interval in both formats."""
 SPEED = r".*\] iteration +\d+/.* tokens/s: (\d+).*"
 OVER = r".*goodput \d+\.\d+ % of .*"
-"""What a run says when it has saved its last checkpoint."""
+"""What a run prints when it has saved its last checkpoint."""
 POINTS = 5
-"""Lines in a row that have to be slow."""
+"""Consecutive lines that must be slow."""
 NOT_WATCHED = (
     "cluster.log_monitoring: HyperPod's agent reads the lines of every node, and only the first node prints those of "
     "iterations, so a job of several nodes has no rules"
 )
-"""What notes.txt says."""
+"""The note in notes.txt."""
 
 
 def log_monitoring(given: Any) -> list[dict[str, Any]] | None:
-    """Rules for the lines of a run; None: there are to be none.
+    """Rules for the lines of a run; None: no rules.
 
     Args:
         given: cluster.log_monitoring: null, or values of :data:`KEYS`.
@@ -46,7 +46,10 @@ def log_monitoring(given: Any) -> list[dict[str, Any]] | None:
     rules: list[dict[str, Any]] = []
     if start is not None:
         rules.append({"name": "Start", "logPattern": ITERATION, "expectedStartCutOffInSeconds": int(start)})
+    # expectedStartCutOffInSeconds: the first iteration must be there by then, with loading and
+    # compilation.
     if hang is not None:
+        # stopPattern ends the rule: after the last save no line comes.
         recurring = {"expectedRecurringFrequencyInSeconds": int(hang), "stopPattern": OVER}
         rules.append({"name": "Hang", "logPattern": ITERATION, **recurring})
     if speed is not None:
@@ -56,7 +59,7 @@ def log_monitoring(given: Any) -> list[dict[str, Any]] | None:
 
 
 def _number(key: str, value: Any) -> float | None:
-    """Files of clusters leave numbers as they are written."""
+    """The number of a key; files of clusters may have numbers as text."""
     try:
         number = None if value is None else float(str(value))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What an API server of Kubernetes refuses, said before it is asked."""
+"""Checks of what Kubernetes' API server refuses, before it is asked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from smp.config import ConfigError
 
+# DNS labels, DNS subdomains, label values and quantities as Kubernetes' documentation defines them.
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
@@ -15,9 +16,10 @@ _QUANTITY = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+|[numkMGTPE]|[KMGTPE
 
 
 def check_name(name: str, kind: str, nodes: int) -> None:
-    """Raise ConfigError for a name of a job whose pods or service could not have theirs."""
+    """Raise ConfigError for a job name from which names of pods or the Service cannot be made."""
     last = {"Job": f"-{nodes - 1}", "HyperPodPyTorchJob": f"-pods-{nodes - 1}"}
     suffix = last.get(kind, f"-worker-{nodes - 2}" if nodes > 11 else "-master-0")
+    # A pod's name becomes a label and a hostname, which have at most 63 characters.
     if len(name) + len(suffix) > 63:
         raise ConfigError(
             f"run.name: {name} has {len(name)} letters; its pods are called {name}{suffix}, and 63 is the most"
@@ -27,21 +29,21 @@ def check_name(name: str, kind: str, nodes: int) -> None:
 
 
 def check_label(key: str, value: Any) -> str:
-    """A name that is a DNS label, such as a namespace's."""
+    """``value`` as a DNS label, such as a namespace's name."""
     if not _LABEL.fullmatch(str(value)) or len(str(value)) > 63:
         raise ConfigError(f"cluster.{key}: {value!r} must be of a-z, 0-9 and -, at most 63 of them")
     return str(value)
 
 
 def check_subdomain(key: str, value: Any) -> str:
-    """A name of an object, such as a claim's."""
+    """``value`` as the name of an object, such as a claim's."""
     if not _SUBDOMAIN.fullmatch(str(value)) or len(str(value)) > 253:
         raise ConfigError(f"cluster.{key}: {value!r} must be of a-z, 0-9, - and ., at most 253 of them")
     return str(value)
 
 
 def check_labels(key: str, labels: Mapping[str, Any], values: bool = True) -> dict[str, str]:
-    """Labels, or annotations, whose ``values`` may be anything."""
+    """Checked labels; or annotations, whose ``values`` may be anything."""
     for name, value in labels.items():
         prefix, slash, rest = name.rpartition("/")
         if not _VALUE.fullmatch(rest) or not 0 < len(rest) <= 63 or (slash and not _SUBDOMAIN.fullmatch(prefix)):
@@ -56,14 +58,14 @@ def check_labels(key: str, labels: Mapping[str, Any], values: bool = True) -> di
 
 
 def check_quantity(key: str, value: Any) -> str:
-    """An amount, such as 64Gi."""
+    """A quantity, such as 64Gi."""
     if not _QUANTITY.fullmatch(str(value)):
         raise ConfigError(f"cluster.{key}: {value!r} is no amount, such as 4 or 64Gi")
     return str(value)
 
 
 def check_tolerations(tolerations: Iterable[Any]) -> None:
-    """Raise ConfigError for one that says what no taint can be."""
+    """Raise ConfigError for a toleration that no taint can match."""
     choices = {"operator": ("Exists", "Equal"), "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute")}
     known = ("key", "value", "tolerationSeconds", *choices)
     for given in tolerations:
@@ -78,7 +80,7 @@ def check_tolerations(tolerations: Iterable[Any]) -> None:
 
 
 def check_env_from(sources: Iterable[Any]) -> None:
-    """Raise ConfigError for a source of variables that is no Secret and no ConfigMap."""
+    """Raise ConfigError for a source of variables other than a Secret or ConfigMap."""
     for source in sources:
         kinds = [name for name in ("secretRef", "configMapRef") if isinstance(source, Mapping) and name in source]
         if len(kinds) != 1 or set(source) - {*kinds, "prefix"}:
@@ -90,14 +92,14 @@ def check_env_from(sources: Iterable[Any]) -> None:
 
 
 def check_seconds(key: str, value: Any) -> int:
-    """A length of time."""
+    """A number of seconds."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"cluster.{key}: {value!r} is not a number of seconds")
     return value
 
 
 def check_mounts(paths: Iterable[str]) -> None:
-    """Raise ConfigError for a path that is mounted twice, or that a pod cannot have."""
+    """Raise ConfigError for a path that is mounted twice, or that cannot be a mount path."""
     seen: set[str] = set()
     for path in paths:
         if ":" in path or path == "/":
@@ -108,6 +110,6 @@ def check_mounts(paths: Iterable[str]) -> None:
 
 
 def volume_name(wanted: str, taken: Iterable[str]) -> str:
-    """A name for a volume: a claim may be called what another volume is, or have dots."""
+    """A free name for a volume: a claim's name may be taken, or have dots."""
     name = wanted if _LABEL.fullmatch(wanted) and len(wanted) <= 63 else "claim"
     return next(n for n in [name, *(f"{name[:59]}-{i}" for i in range(1, 1000))] if n not in taken)

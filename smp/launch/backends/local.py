@@ -61,21 +61,28 @@ def artifacts(job: Job) -> Artifacts:
 
 
 def busy(folder: Path, facts: Facts) -> str | None:
-    """Which process has the folder."""
+    """The process that holds the folder; None: no job is running."""
     holder = _holder(folder)
     return None if holder is None else f"running (process {holder})"
 
 
 def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
-    """Start, and show the log until the end unless it is to run in the background."""
+    """Start the job; show its log until the end unless it runs in the background."""
     start_afresh(folder)
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(
-            ["bash", str(folder / "submit.sh")], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            # A session of its own: Ctrl-C here must not reach torchrun, which would kill workers
+            # while they save.
+            ["bash", str(folder / "submit.sh")],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     if facts["background"]:
         return 0, {"id": process.pid}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: a container that stops sends it
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # a container that is stopped sends SIGTERM: handled as Ctrl-C
     try:
         _show(folder, process)
     except KeyboardInterrupt:
@@ -89,10 +96,11 @@ def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
 
 
 def _stop(folder: Path, process: subprocess.Popen[bytes], number: int) -> None:
-    """A signal to the training, or an end to the stage that runs with it."""
+    """Send a signal to supervise.py, or end the job's script where that has not started yet."""
     (folder / "cancelled").touch()
     holder = _holder(folder)
     with suppress(ProcessLookupError):
+        # supervise.py has not taken the lock yet: nothing is to be saved.
         if holder is None:
             os.killpg(process.pid, signal.SIGTERM)
         else:
@@ -131,10 +139,12 @@ def cancel(folder: Path, facts: Facts) -> str:
 
 
 def _holder(folder: Path) -> int | None:
-    """The process that holds the folder's lock."""
+    """The process that holds the folder's lock; None: nobody."""
     try:
         with (folder / "lock").open("r") as file:
             try:
+                # A shared lock is refused while supervise.py holds the exclusive one; it ends with
+                # its process, however that ends.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return int(file.read() or 0) or None

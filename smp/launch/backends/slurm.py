@@ -1,4 +1,4 @@
-"""Slurm: sbatch of a script that runs supervise.py next to srun. Bare, with enroot and pyxis, or with docker."""
+"""Slurm: sbatch of a script that runs supervise.py and srun. Bare, with enroot and pyxis, or with docker."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ _OURS = (
     *("srun_args", "container_mounts", "slurm_docker_cfg"),
 )
 """Settings of cluster/slurm.yaml that are not options of sbatch."""
+# Options of sbatch that follow from the recipe.
 _DECIDED = ("nodes", "ntasks_per_node", "job_name", "time", "output", "error", "signal", "dependency", "open_mode")
 _OPTION = re.compile(r"[a-z][a-z0-9_-]*")
 RENDEZVOUS = '--rdzv-backend c10d --rdzv-endpoint "$SMP_RENDEZVOUS" --rdzv-id "$SMP_JOB_ID"'
@@ -38,6 +39,7 @@ RENDEZVOUS = '--rdzv-backend c10d --rdzv-endpoint "$SMP_RENDEZVOUS" --rdzv-id "$
 def artifacts(job: Job) -> Artifacts:
     """The files of a job."""
     cluster, container = job.cluster, job.tree.get("container")
+    # pyxis runs .sqsh images; any other name is docker's.
     docker = container is not None and not str(container).endswith(".sqsh")
     _check_container(cluster, container is not None, docker)
     srun_args = _words(cluster, "srun_args")
@@ -64,7 +66,7 @@ def artifacts(job: Job) -> Artifacts:
 
 
 def _check_container(cluster: Mapping[str, Any], runs_one: bool, docker: bool) -> None:
-    """Raise ConfigError for settings of a container that there is not."""
+    """Raise ConfigError for container settings without such a container."""
     if not runs_one and _words(cluster, "container_mounts"):
         raise ConfigError("cluster.container_mounts: there is no container; give one, or leave it out")
     section = cluster.get("slurm_docker_cfg")
@@ -73,15 +75,17 @@ def _check_container(cluster: Mapping[str, Any], runs_one: bool, docker: bool) -
 
 
 def _head(job: Job, stage: str) -> str:
-    """The options of sbatch."""
+    """The #SBATCH lines of a stage's script."""
     recipe, cluster = job.recipe, job.cluster
     training = stage == TRAINING
     name = f"{cluster.get('job_name_prefix') or ''}{recipe.name}" + ("" if training else f"-{stage}")
+    # sbatch fills in: %A_%a array job and task, %j job number.
     number = "%A_%a" if training and cluster.get("array") is not None else "%j"
     if "\\" in str(job.folder):
         raise ConfigError(
             f"base_results_dir: {job.folder} has a backslash, behind which sbatch fills in no job's number"
         )
+    # A % of the folder's own must be doubled.
     log = f"{str(job.folder).replace('%', '%%')}/log-{stage}_{number}"
     options: dict[str, Any] = {
         "job-name": name,
@@ -90,7 +94,9 @@ def _head(job: Job, stage: str) -> str:
         "time": recipe.time_limit,
         "output": f"{log}.out",
         "error": None if flag(cluster, "stderr_to_stdout", "cluster.") else f"{log}.err",
+        # append: a requeued job writes to the same log.
         "open-mode": "append",
+        # B: only the batch script gets the signal, which supervise.py passes on.
         "signal": f"B:USR1@{_seconds(job)}" if training and recipe.time_limit else None,
     }
     options |= {key.replace("_", "-"): value for key, value in _options(cluster).items() if training or key != "array"}
@@ -99,7 +105,7 @@ def _head(job: Job, stage: str) -> str:
 
 
 def _options(cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """What a user adds; sbatch knows its own options best."""
+    """Options that the user adds; sbatch checks their names itself."""
     options = {key: value for key, value in cluster.items() if key not in _OURS}
     for key, value in options.items():
         if key.replace("-", "_") in _DECIDED:
@@ -112,12 +118,12 @@ def _options(cluster: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option(key: str, value: Any) -> str:
-    """A line of sbatch's options, which it splits into words as a shell does."""
+    """A line of sbatch's options, which sbatch splits into words as a shell does."""
     return f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={shlex.quote(str(value))}"
 
 
 def _seconds(job: Job) -> int:
-    """How long before its time limit a job is told."""
+    """How many seconds before its time limit a job is told."""
     seconds = job.cluster.get("signal_seconds")
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not 0 < seconds < 65536:
         raise ConfigError(f"cluster.signal_seconds: {seconds!r} is not a number of seconds from 1 to 65535")
@@ -138,7 +144,7 @@ def _words(section: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _mounts(job: Job) -> list[str]:
-    """The job's folder, the code and what the user adds, each under its own path."""
+    """The job's folder, the code and the user's mounts, each under its own path."""
     code = code_of(job, job.tree.get("git") or {})
     paths = [str(job.folder), *([code] if code else []), *_words(job.cluster, "container_mounts")]
     return [path if ":" in path else f"{path}:{path}" for path in dict.fromkeys(paths)]
@@ -160,36 +166,39 @@ def _docker(job: Job) -> str:
 
 
 def busy(folder: Path, facts: Facts) -> str | None:
-    """The states of the jobs of all stages that are in Slurm's queue."""
+    """States of the jobs of all stages in Slurm's queue; None: none is there."""
     return ", ".join(f"{state} (job {number})" for number, state in _in_queue(facts).items()) or None
 
 
 def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
-    """sbatch of every stage, each after the one before it."""
+    """sbatch of every stage, each depending on the one before it."""
     if not facts["submit"]:
         return 0, {}
     start_afresh(folder)
     ids: dict[str, str] = {}
     for script in facts["order"]:
+        # kill-on-invalid-dep: a stage whose predecessor failed would wait in the queue for ever.
         after = [f"--dependency=afterok:{list(ids.values())[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
         said = run(["sbatch", "--parsable", *after, str(folder / script)], needed_for="cluster=slurm")
+        # --parsable prints number;cluster.
         ids[script] = said.splitlines()[-1].partition(";")[0]
         print(f"{script}: job {ids[script]}")
     return 0, {"id": ids["submit.sbatch"], "ids": list(ids.values())}
 
 
 def _in_queue(facts: Facts) -> dict[str, str]:
-    """Number -> state of the job of every stage that Slurm has not finished with."""
+    """Job number -> state, for the jobs of all stages that Slurm has not finished."""
     states = {str(number): _queued(str(number)) for number in facts.get("ids", [])}
     return {number: state for number, state in states.items() if state is not None}
 
 
 def _queued(number: str) -> str | None:
-    """The state of a job that Slurm has not finished with."""
+    """The state of a job that Slurm has not finished; None otherwise."""
     try:
         states = run(["squeue", "--noheader", "--format=%T", "--jobs", number], needed_for="cluster=slurm")
     except OSError:  # squeue does not know it any more
         return None
+    # An array has a state for each task.
     return ", ".join(sorted(set(states.split()))) or None
 
 
@@ -212,22 +221,25 @@ def logs(folder: Path, facts: Facts, more: bool) -> int:
 
 
 def cancel(folder: Path, facts: Facts) -> str:
-    """Ask what runs of the training to save and end; take all that waits, and other stages, out of the queue."""
+    """Ask a running training to save and end; remove waiting jobs and other stages from the queue."""
     if not facts.get("id"):
         raise ConfigError(f"{folder}: it was never submitted")
     number, queued = str(facts["id"]), _in_queue(facts)
     if not queued:
         raise ConfigError(f"{folder}: it has no job in Slurm's queue: {ended(folder) or 'it is gone'}")
+    # The mark is set before the signal: supervise.py reads it when the run ends.
     for path in sorted(folder.glob("array-*")) or [folder]:
         (path / "cancelled").touch()
     training = queued.get(number, "")
     running = "RUNNING" in training
+    # Other stages have nothing to save.
     if ended_at_once := [other for other in queued if other != number or not running]:
         _scancel(*ended_at_once)
     if not running:
         return "taken out of the queue"
     if "PENDING" in training:  # tasks of an array
         _scancel("--state=PENDING", number)
+    # --batch: to the batch script only, since torchrun would die of SIGUSR1.
     _scancel("--batch", "--signal=USR1", number)
     return ASKED
 

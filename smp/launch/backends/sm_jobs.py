@@ -1,4 +1,4 @@
-"""SageMaker training jobs: one request to its API, through boto3, which validates it.
+"""SageMaker training jobs: one request to the API through boto3, which validates it.
 
 The image starts ``python -m smp.launch.backends.in_sagemaker``, so that it needs this package and no toolkit of
 SageMaker's. Settings travel as hyper-parameters.
@@ -47,6 +47,7 @@ def artifacts(job: Job) -> Artifacts:
         job, region=section.get("region"), wait=flag(dict(section), "wait", "cluster.sm_jobs_config.")
     )
     common = common_artifacts(job, "")
+    # Hyper-parameters are shown in SageMaker's console.
     if any(name.startswith("SMP_ARGUMENT") for name in job.secrets):
         raise ConfigError(
             "training_cfg.script_args: a secret among them would be a hyper-parameter; give +env_vars.NAME=..."
@@ -58,11 +59,13 @@ def artifacts(job: Job) -> Artifacts:
 
 
 def _section(job: Job) -> dict[str, Any]:
-    """The settings, none of them unknown. Keys that HyperPod's launcher passes to the SDK's estimator are read too."""
+    """The section's settings, none of them unknown. Keys that HyperPod's launcher passes to the SDK's estimator are
+    accepted."""
     section = job.cluster.get("sm_jobs_config")
     if not isinstance(section, Mapping):
         raise ConfigError(f"cluster.sm_jobs_config: expected keys and values, not {section!r}")
     known = load_yaml(collection() / "cluster" / "sm_jobs.yaml")["sm_jobs_config"]
+    # additional_estimator_kwargs win: they are what HyperPod's launcher hands to the estimator.
     given = {**section, **(section.get("additional_estimator_kwargs") or {})}
     given.pop("additional_estimator_kwargs", None)
     if unknown := [key for key in given if key not in known]:
@@ -78,7 +81,7 @@ def _section(job: Job) -> dict[str, Any]:
 
 
 def _request(job: Job, section: Mapping[str, Any]) -> dict[str, Any]:
-    """What CreateTrainingJob takes; the name of the job is added when it is submitted."""
+    """The request of CreateTrainingJob; the job's name is added on submission."""
     output = _s3("output_path", section.get("output_path"))
     assert job.instance is not None, "checked before"
     checkpoints = _s3(
@@ -99,6 +102,7 @@ def _request(job: Job, section: Mapping[str, Any]) -> dict[str, Any]:
         },
         "StoppingCondition": {"MaxRuntimeInSeconds": section["max_run"]},
         "OutputDataConfig": {"S3OutputPath": output},
+        # SageMaker copies this folder to S3 while the job runs, and back when it is restarted.
         "CheckpointConfig": {"S3Uri": checkpoints, "LocalPath": CHECKPOINTS},
         "RetryStrategy": {"MaximumRetryAttempts": int(job.tree["max_tries"])},
         "RemoteDebugConfig": {
@@ -124,7 +128,7 @@ def _request(job: Job, section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hyper_parameters(job: Job) -> dict[str, str]:
-    """Texts, as the API wants them; ``smp.launch.backends.in_sagemaker`` reads them back."""
+    """Hyper-parameters as text, as the API requires; ``smp.launch.backends.in_sagemaker`` reads them."""
     recipe = job.recipe
     if recipe.task == "custom":
         return {"smp_task": "custom", "smp_devices": str(recipe.devices), "smp_script": json.dumps(recipe.script)}
@@ -134,7 +138,7 @@ def _hyper_parameters(job: Job) -> dict[str, str]:
 
 
 def _as_parameter(text: str) -> str:
-    """Quotes around a value are taken for those of the SDK; a text's own get more of them."""
+    """The text with JSON quotes if it begins with a quote of its own, which would be taken for the SDK's."""
     return json.dumps(text) if text[:1] == '"' else text
 
 
@@ -150,7 +154,7 @@ def _file_system(section: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _channels(section: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Inputs; each channel is a folder of /opt/ml/input/data."""
+    """Input channels; each becomes a folder of /opt/ml/input/data."""
     s3 = {name: uri for name, uri in ((section.get("inputs") or {}).get("s3") or {}).items() if uri}
     system = _file_system(section)
     if s3 and system:
@@ -187,7 +191,7 @@ def _client(facts: Facts, service: str) -> Any:
 
 
 def _call(facts: Facts, action: str, service: str = "sagemaker", **words: Any) -> Any:
-    """One request; what AWS refuses is one line."""
+    """One request; an error of AWS becomes one line."""
     client = _client(facts, service)
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -198,16 +202,17 @@ def _call(facts: Facts, action: str, service: str = "sagemaker", **words: Any) -
 
 
 def busy(folder: Path, facts: Facts) -> str | None:
-    """The status of a training job that has not ended."""
+    """The status of a training job that has not ended; None otherwise."""
     status = facts.get("id") and _described(facts)["TrainingJobStatus"]
     return f"{status} ({facts['id']})" if status in _ACTIVE else None
 
 
 def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
-    """CreateTrainingJob under a new name; the checkpoints of the job before it are at the same place."""
+    """CreateTrainingJob under a new name; checkpoints of the job before are at the same place."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     if (secrets := folder / "secrets.json").is_file():
         request["Environment"] |= json.loads(secrets.read_text(encoding="utf-8"))
+    # Names are unique for ever, and have at most 63 characters.
     name = f"{facts['name'][:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
     _call(facts, "create_training_job", TrainingJobName=name, **request)
     print(f"training job {name}")
@@ -234,7 +239,7 @@ def state(folder: Path, facts: Facts) -> str:
 
 
 def logs(folder: Path, facts: Facts, more: bool) -> int:
-    """Show what CloudWatch has of every node, and with ``more`` what comes until the job ends."""
+    """Show the CloudWatch logs of all nodes, and with ``more`` new lines until the job ends."""
     places: dict[str, str] = {}
     last = False
     while not last:
@@ -249,7 +254,8 @@ def logs(folder: Path, facts: Facts, more: bool) -> int:
 
 
 def _new_lines(facts: Facts, places: dict[str, str]) -> Iterator[str]:
-    """Lines that nodes have written since ``places``: name of a node's stream -> token of where it was read up to."""
+    """Lines written since ``places``, which maps the name of a node's stream to the token of the last reading and is
+    updated."""
     words = {"logGroupName": _LOGS, "logStreamNamePrefix": f"{facts['id']}/"}
     answer = _call(facts, "describe_log_streams", "logs", **words)
     streams = answer["logStreams"]
@@ -266,14 +272,14 @@ def _new_lines(facts: Facts, places: dict[str, str]) -> Iterator[str]:
             yield from (
                 f"{node}: {event['message']}" if len(streams) > 1 else event["message"] for event in found["events"]
             )
-            unchanged = places.get(name) == found["nextForwardToken"]  # CloudWatch's way of saying that this was all
+            unchanged = places.get(name) == found["nextForwardToken"]  # an unchanged token means the end of the stream
             places[name] = found["nextForwardToken"]
             if unchanged:
                 break
 
 
 def cancel(folder: Path, facts: Facts) -> str:
-    """StopTrainingJob: SIGTERM, on which the run saves, and 120 seconds."""
+    """StopTrainingJob: sends SIGTERM, on which the run saves, and kills after 120 seconds."""
     _described(facts)
     _call(facts, "stop_training_job", TrainingJobName=facts["id"])
     return ASKED

@@ -1,4 +1,4 @@
-"""Runs a job's command again until it is done, has to wait, or makes no progress. A copy is in every job's folder.
+"""Runs a job's command again until it is done, must wait, or makes no progress. A copy is in every job's folder.
 
     python3 supervise.py job FOLDER CHECKPOINTS MAX_TRIES [--requeue] [--before SCRIPT] [--after SCRIPT] -- COMMAND...
                                                                                        once per job
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EXIT_REQUEUE = 75
-"""EX_TEMPFAIL of sysexits.h: not done, and to be started again."""
+"""EX_TEMPFAIL of sysexits.h: not done, to be started again."""
 EXIT_CODES = {"done": 0, "requeue": EXIT_REQUEUE, "bad_config": 2}
 
 
 def read_json(path: str, default: Any) -> Any:
-    """What a file says, or ``default`` when it is not there or broken."""
+    """The content of a JSON file, or ``default`` when it is missing or broken."""
     try:
         with open(path) as file:
             return json.load(file)
@@ -52,7 +52,7 @@ def read_json(path: str, default: Any) -> Any:
 
 
 def write_json(path: str, value: Any) -> None:
-    """Write atomically."""
+    """Write a JSON file atomically."""
     with open(path + ".tmp", "w") as file:
         json.dump(value, file)
         file.write("\n")
@@ -60,12 +60,12 @@ def write_json(path: str, value: Any) -> None:
 
 
 def say(text: str) -> None:
-    """A line of this program in the job's log."""
+    """Print a line of this program to the job's log."""
     print("launcher: " + text, flush=True)
 
 
 class Child:
-    """A running command that is asked to stop when this process is.
+    """A running command, which is asked to stop when this process is.
 
     Args:
         command: words.
@@ -79,21 +79,25 @@ class Child:
         self.asked: str | None = None
         self._pass_on = pass_on
         self._process: Process | None = None
+        # Before the process is started: a signal in between would end this program and leave the
+        # child.
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
-        # a session of its own: Ctrl-C would reach torchrun too, which would kill its workers while they save
+        # A session of its own: Ctrl-C would also reach torchrun, which would kill its workers while
+        # they save.
         self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=begin)
+        # A stop that came while Popen ran.
         if self.asked is not None:
             pass_on(self._process)
 
     def wait(self) -> int:
-        """The exit code."""
+        """Wait for the end; returns the exit code."""
         assert self._process is not None, "started"
         return self._process.wait()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         process = self._process
-        if process is not None and self.asked is not None and number == signal.SIGINT:  # somebody is at the keyboard
+        if process is not None and self.asked is not None and number == signal.SIGINT:  # a second Ctrl-C
             os.killpg(process.pid, signal.SIGKILL)
             sys.exit(130)
         self.asked = self.asked or signal.Signals(number).name
@@ -102,7 +106,7 @@ class Child:
 
 
 def to_workers(process: Process) -> None:
-    """SIGTERM to the children of a torchrun; to itself while it has none."""
+    """SIGTERM to the children of a torchrun; to torchrun itself while it has none."""
     workers = children(process.pid)
     for pid in workers:
         with contextlib.suppress(ProcessLookupError):
@@ -112,7 +116,7 @@ def to_workers(process: Process) -> None:
 
 
 def to_itself(process: Process) -> None:
-    """SIGTERM to a torchrun, which hands it to its workers and waits for them."""
+    """SIGTERM to a torchrun, which passes it to its workers and waits for them."""
     if process.poll() is None:
         process.terminate()
 
@@ -128,27 +132,28 @@ def children(pid: int) -> list[int]:
 
 
 def ignore_usr1() -> None:
-    """Also for what this process becomes, and for its children."""
+    """Ignore SIGUSR1 in this process, in what it becomes by exec, and in its children."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def to_group(process: Process) -> None:
-    """SIGTERM to a stage and all that it has started."""
+    """SIGTERM to a stage and everything it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
 
 
 def to_nodes(process: Process) -> None:
-    """SIGUSR1 to srun, which hands it to every task (it answers SIGTERM with SIGKILL for all), or to the one node."""
+    """SIGUSR1 to srun, which passes it to every task (on SIGTERM it would kill all of them), or to the only node."""
     if process.poll() is not None:  # between two tries
         return
+    # os.write: print is not safe in a signal handler, which may interrupt another print.
     os.write(1, b"launcher: asked to stop: every training process gets SIGTERM, on which it saves and ends\n")
     process.send_signal(signal.SIGUSR1)
 
 
 def node(status_file: str, command: list[str]) -> int:
-    """Run torchrun; the exit code says why the run ended, which torchrun's own does not. One with a range of nodes is
-    asked to stop itself: it would start workers again that end without it, and hands on the signal."""
+    """Run torchrun. The exit code says why the run ended, which torchrun's own does not. An elastic torchrun is asked
+    to stop itself, and passes the signal on: it would restart workers that end without it."""
     elastic = any(word == "--nnodes" and ":" in command[i + 1] for i, word in enumerate(command[:-1]))
     child = Child(command, to_itself if elastic else to_workers, begin=ignore_usr1)
     code = child.wait()
@@ -161,7 +166,7 @@ def node(status_file: str, command: list[str]) -> int:
 
 
 def progress(folder: str, checkpoints: str) -> Any:
-    """What changes when a run has got further: its newest checkpoint or, in an object store, its iteration."""
+    """What changes when a run has progressed: its newest checkpoint, or in an object store its iteration."""
     if "://" in checkpoints:
         return read_json(os.path.join(folder, "status.json"), {}).get("iteration", 0)
     try:
@@ -172,7 +177,7 @@ def progress(folder: str, checkpoints: str) -> Any:
 
 
 def count_try(folder: str, checkpoints: str) -> int:
-    """Number of tries in a row, this one included, that began with the same progress."""
+    """Number of consecutive tries, this one included, that began with the same progress."""
     path = os.path.join(folder, "tries.json")
     before, now = read_json(path, {}), progress(folder, checkpoints)
     tries = before.get("tries", 0) + 1 if before.get("progress") == now else 1
@@ -181,13 +186,13 @@ def count_try(folder: str, checkpoints: str) -> int:
 
 
 def lock(folder: str) -> Any:
-    """Hold the folder until this process ends; None when another one does."""
+    """Lock the folder until this process ends; None when another one holds it."""
     file = open(os.path.join(folder, "lock"), "a+")  # noqa: SIM115 - stays open as long as this process
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return None
-    except OSError as error:  # a file system without locks
+    except OSError as error:  # a file system without locks: go on
         say(f"no lock on {folder}: {error}")
     file.truncate(0)
     file.write(str(os.getpid()))
@@ -210,7 +215,7 @@ def job(
     if held is None:
         say(f"another job is running in {folder}")
         return 2
-    if os.path.exists(os.path.join(folder, "end.json")):  # of a job that its scheduler stopped, and started again
+    if os.path.exists(os.path.join(folder, "end.json")):  # left by a job that its scheduler stopped and started again
         os.remove(os.path.join(folder, "end.json"))
     for script in before:
         if (code := stage(folder, script)) is not None:
@@ -225,7 +230,7 @@ def job(
 
 
 def stage(folder: str, script: str) -> int | None:
-    """Run the script of a stage. Returns None when the next one may follow, else the job's exit code."""
+    """Run a stage's script. Returns None when the next one may follow, else the job's exit code."""
     name = os.path.splitext(os.path.basename(script))[0]
     say("stage " + name)
     child = Child(["bash", script], to_group)
@@ -242,9 +247,10 @@ def stage(folder: str, script: str) -> int | None:
 
 
 def train(folder: str, checkpoints: str, max_tries: int, requeue: bool, command: list[str]) -> int:
-    """Run the training until it ends or gets no further. Returns the exit code."""
+    """Run the training until it ends or makes no progress. Returns the exit code."""
     status_file = os.path.join(folder, "status.json")
     while count_try(folder, checkpoints) <= max_tries:
+        # A status from an earlier try would be taken for this one's.
         if os.path.exists(status_file):
             os.remove(status_file)
         child = Child(command, to_nodes)
@@ -258,6 +264,7 @@ def train(folder: str, checkpoints: str, max_tries: int, requeue: bool, command:
             write_json(os.path.join(folder, "end.json"), {"end": "requeue"})
             return EXIT_REQUEUE
         if end == "again" or (end == "requeue" and child.asked is None and not requeue):
+            # A run that fails at once must not spin.
             time.sleep(1)
             if child.asked is None:
                 continue
@@ -272,19 +279,19 @@ def train(folder: str, checkpoints: str, max_tries: int, requeue: bool, command:
 
 
 def was_cancelled(folder: str) -> bool:
-    """Whether somebody has cancelled the job."""
+    """Whether the job was cancelled."""
     return os.path.exists(os.path.join(folder, "cancelled"))
 
 
 def finish(folder: str, end: str) -> int:
-    """Write how the job ended. Returns the exit code."""
+    """Record how the job ended. Returns the exit code."""
     write_json(os.path.join(folder, "end.json"), {"end": end})
     say(end)
     return {"done": 0, "cancelled": 0, "bad_config": 2}.get(end, EXIT_REQUEUE)
 
 
 def taken_back() -> bool:
-    """Whether Slurm has queued this job again, or ended it, while its script still runs: a try would be refused."""
+    """Whether Slurm has requeued or ended this job while its script still runs: another try would be refused."""
     number = os.environ.get("SLURM_JOB_ID", "")
     words = ["squeue", "--noheader", "--format=%A %T", "--jobs", number]
     try:
@@ -298,7 +305,7 @@ def taken_back() -> bool:
 
 
 def decide(said: str, code: int, asked: str | None, cancelled: bool) -> str:
-    """What comes after a run that ended."""
+    """What follows a run that has ended."""
     if said in ("done", "bad_config"):
         return said
     if said == "nothing" and code == 0 and asked is None:
@@ -309,7 +316,7 @@ def decide(said: str, code: int, asked: str | None, cancelled: bool) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Do what a command line says."""
+    """Do what the command line says."""
     split = words.index("--")
     options, command = words[:split], words[split + 1 :]
     if options[0] == "node":
