@@ -55,13 +55,14 @@ _smp_launch() {
 }
 complete -F _smp_launch SCRIPT
 """
+# Control characters and Unicode line separators: an error must stay one line.
 _LINE_BREAKS = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 _ACTIONS = ("status", "logs", "cancel", "resume")
 _KEYS = ("recipes=", "cluster=", "base_results_dir=", "instance_type=", "container=", "dry_run=true")
 
 
 def main(words: list[str]) -> int:
-    """Do what a command line says. Returns the exit code: 0, 1 when a job failed, 2 when it cannot be done."""
+    """Run a command line. Returns the exit code: 0, 1 when a job failed, 2 when it cannot be done."""
     return run_tool(lambda: _run(words))
 
 
@@ -86,16 +87,18 @@ def _run(words: list[str]) -> int:
 
 
 def launch(words: list[str]) -> int:
-    """Write a job's folder and, unless it is a dry run, submit it."""
+    """Write a job's folder, and submit it unless it is a dry run."""
     try:
         job, artifacts = prepare(words)
     except ConfigError as error:
+        # Values of words may be secrets: they are replaced before anything is printed.
         raise ConfigError(*hidden_words(words, [str(error)])) from None
     dry = job.tree.get("dry_run") is True
     if not dry and job.recipe.missing:
         raise ConfigError(f"{job.recipe.name}: {_still_to_give(job)}")
     if not dry and job.recipe.unread:
         raise ConfigError(_unread(job))
+    # The folder must exist to be locked.
     job.folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(job.folder):
         if (job.folder / "job.json").is_file():
@@ -108,8 +111,8 @@ def launch(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other launchers out of a folder: two at once would both find it free. Where folders cannot be locked (some
-    network file systems) the first to submit is not known."""
+    """Lock a folder against other launchers: two at once would both find it free. Where folders cannot be locked (some
+    network file systems) this has no effect."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,8 +128,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _refuse_other(job: Job, dry: bool) -> None:
-    """Raise ConfigError where files of a job that ran would be replaced by those of a dry run or of another cluster."""
+    """Raise ConfigError where files of a job that ran would be replaced by those of a dry run or another cluster."""
     facts = read_facts(job.folder)
+    # "id": it was submitted. status.json: a run has written it, perhaps without this launcher.
     ran = "id" in facts or (job.folder / "status.json").is_file()
     if ran and (dry or facts.get("backend") != job.backend):
         raise ConfigError(
@@ -144,7 +148,7 @@ def prepare(words: list[str]) -> tuple[Job, Artifacts]:
     try:
         return _prepare(words)
     except ConfigError as error:
-        # a value that was typed may have line breaks
+        # Typed values may have line breaks: they are shown escaped.
         raise _worded(error, _LINE_BREAKS.sub(lambda match: repr(match[0])[1:-1], str(error))) from None
 
 
@@ -159,13 +163,14 @@ def _prepare(words: list[str]) -> tuple[Job, Artifacts]:
         job = make_job(composed, recipe)
         artifacts = backend_of(job.backend).artifacts(job)
     except ConfigError as error:
+        # Errors of clusters and keys name the file that has, or should have, the key.
         raise ConfigError(f"{composed.file_of(str(error))}: {error}") from None
     command = shlex.join(["python", "main.py", *_without_secrets(words)])
     return job, {**artifacts, "command.txt": command + "\n"}
 
 
 def _worded(error: ConfigError, message: str) -> ConfigError:
-    """The same with other words."""
+    """The same error, of the same class, with another message."""
     return FeatureError(message) if isinstance(error, FeatureError) else ConfigError(message)
 
 
@@ -178,7 +183,7 @@ def _without_secrets(words: list[str]) -> list[str]:
 
 
 def backend_of(name: str) -> Backend:
-    """The back-end of a name. Imported when it is used: each has its own libraries."""
+    """The back-end of a name, imported on use: each has its own libraries."""
     assert name in BACKENDS
     backend = importlib.import_module(f"smp.launch.backends.{name}").BACKEND
     assert isinstance(backend, Backend)
@@ -186,7 +191,7 @@ def backend_of(name: str) -> Backend:
 
 
 def describe(job: Job, artifacts: Artifacts) -> list[str]:
-    """What is going to run, and the tree of files that says so."""
+    """Lines for the user: what will run, and the tree of its files."""
     recipe = job.recipe
     nodes = f"{recipe.num_nodes} node{'s' if recipe.num_nodes > 1 else ''} x {recipe.devices}"
     lines = [f"{recipe.name}: {recipe.task} with cluster={job.backend} on {nodes} processes"]
@@ -240,7 +245,7 @@ def _still_to_give(job: Job) -> str:
 
 
 def _refuse_busy(folder: Path) -> None:
-    """Raise ConfigError when the folder is that of a job that has not ended."""
+    """Raise ConfigError when the folder belongs to a job that has not ended."""
     facts = read_facts(folder)
     if (doing := backend_of(facts["backend"]).busy(folder, facts)) is not None:
         raise ConfigError(f"{folder}: its job is {doing}; cancel it first, or give another run.name")
@@ -296,7 +301,7 @@ def _recipe_help(name: str) -> str:
 
 
 def _complete(word: str) -> list[str]:
-    """What a word may become."""
+    """The words that ``word`` may be completed to."""
     if word.startswith("recipes="):
         known = [f"recipes={name}" for name in list_recipes()]
     elif word.startswith("cluster="):

@@ -1,4 +1,4 @@
-"""From the words of a command line to one tree: config.yaml, cluster/NAME.yaml and a recipe, then the overrides.
+"""From a command line to one tree: config.yaml, cluster/NAME.yaml and a recipe, then the overrides.
 
 The grammar of a word is in ``smp.launch.overrides``, references between keys are in ``smp.launch.references``.
 """
@@ -21,10 +21,10 @@ from smp.launch.overrides import Override, read_text, read_word
 from smp.launch.references import UnresolvedError, resolved
 
 BACKENDS = ("local", "slurm", "k8s", "sm_jobs")
-_ALIASES = {"bcm": "slurm"}  # NeMo's launcher, which HyperPod's is made from, calls it so
+_ALIASES = {"bcm": "slurm"}  # the name in NeMo's launcher, from which HyperPod's was made
 _CHOICES = ("recipes", "cluster", "cluster_type")
 _OF_HYPERPODS_COMMAND = {"cluster.cluster_type": "cluster_type", "cluster.instance_type": "instance_type"}
-"""Keys that the command hyperpod gives, and what they are in a launcher's tree."""
+"""Keys that the command hyperpod passes, and their names in a launcher's tree."""
 _INSTEAD = {
     "hydra": "Hydra's own settings are not taken; base_results_dir=... says where files are written",
     "git.token": "it would be written into the job's files; give the nodes a credential helper of git's",
@@ -38,14 +38,14 @@ _WITHOUT_EFFECT = {
     "debug": "dry_run=true writes all files and submits none",
     "hydra.job.chdir": "a job's files are in base_results_dir, wherever it runs",
 }
-"""Keys of HyperPod's config.yaml."""
+"""Keys of HyperPod's config.yaml that have no effect here, and why."""
 _MODULES_OF_HYPERPOD = ("amzn_awsllm_fine_tuning.",)
-"""What ``git.entry_module`` of HyperPod's own scripts begins with: the trainers whose recipes are translated."""
+"""Prefixes of ``git.entry_module`` in HyperPod's own scripts: trainers whose recipes are translated."""
 _CLUSTER_WITHOUT_EFFECT = {
     ("cpu_instance_type",): "it is for a node that submits to Ray, which nothing here needs",
     ("sm_jobs_config", "pysdk_launch_executor"): "the request goes to SageMaker's API, through no SDK",
 }
-"""Keys of HyperPod's cluster/NAME.yaml."""
+"""Keys of HyperPod's cluster/NAME.yaml that have no effect here, and why."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Composed:
     notes: tuple[str, ...] = ()
 
     def file_of(self, message: str) -> Path:
-        """The file that has, or would have, the key that the message of an error begins with."""
+        """The file that has, or should have, the key with which an error's message begins."""
         section = re.split(r"[.:= ]", message, maxsplit=1)[0]
         if section == "cluster":
             return self.cluster
@@ -95,6 +95,7 @@ def compose(words: list[str]) -> Composed:
     base = collection() / "config.yaml"
     notes: list[str] = []
     settings, backend = _cluster(cluster, given.get("cluster_type"))
+    # Order: a user's own configuration wins over config.yaml, and words over both.
     tree: dict[str, Any] = {**_merged(load_yaml(base, is_text), own), "cluster": settings, "recipes": recipes}
     for name in [name for name in tree if name in _WITHOUT_EFFECT]:
         del tree[name]
@@ -102,6 +103,7 @@ def compose(words: list[str]) -> Composed:
         _apply(tree, override, cluster if override.path[0] == "cluster" else base, notes)
     _read_hyperpods_cluster(tree, notes)
     files = {"recipes": source, "cluster": cluster}
+    # At the end: an override may be what a reference points to.
     values = _resolved(tree, files, base)
     for section in ("cluster", "recipes"):
         if not isinstance(values[section], dict):
@@ -110,7 +112,7 @@ def compose(words: list[str]) -> Composed:
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[Override]]:
-    """The choices of files, and the other words."""
+    """The choices of files by key, and the overrides."""
     chosen: dict[str, str] = {}
     overrides = []
     for word in words:
@@ -125,6 +127,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[Override]]:
         if key not in _CHOICES or override.operator == "~":
             overrides.append(override)
             continue
+        # Hydra's grammar: a comma outside of quotes is a sweep.
         value = read_text(override.text or "")
         if "," in value:
             raise ConfigError(f"{key}={value}: that is a sweep; start a job for each")
@@ -135,7 +138,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[Override]]:
 
 
 def _default_cluster(recipes: Mapping[str, Any], overrides: list[Override]) -> str:
-    """This machine, or Slurm, HyperPod's default, for what this machine cannot do: several nodes, or an image."""
+    """The default cluster: this machine; or Slurm, HyperPod's default, for several nodes or a container."""
     found: dict[str, Any] = {}
     for section, key in (("trainer", "num_nodes"), ("training_cfg.run", "nodes")):
         node: Any = recipes
@@ -152,11 +155,11 @@ def _default_cluster(recipes: Mapping[str, Any], overrides: list[Override]) -> s
 
 
 _NEVER_NULL = ("kind", "namespace", "pullPolicy", "shm_size")
-"""Keys of clusters that always have a value: a file that leaves it open gets the default."""
+"""Keys of clusters that always have a value: where a file leaves them null, the default is used."""
 
 
 def _cluster(path: Path, asked: str | None) -> tuple[dict[str, Any], str]:
-    """The settings of a cluster, those of its back-end's own file where it has none, and the back-end."""
+    """The settings of a cluster, completed by its back-end's own file, and the name of the back-end."""
     given = load_yaml(path, is_text, "cluster")
     backend = _backend(given, path.stem, asked)
     own = collection() / "cluster" / f"{backend}.yaml"
@@ -166,10 +169,11 @@ def _cluster(path: Path, asked: str | None) -> tuple[dict[str, Any], str]:
 
 
 def _read_hyperpods_cluster(tree: dict[str, Any], notes: list[str]) -> None:
-    """Keys of HyperPod's cluster/NAME.yaml that are said otherwise here."""
+    """Translate keys of HyperPod's cluster/NAME.yaml in place."""
     cluster = tree.get("cluster")
     if not isinstance(cluster, dict):
         return
+    # HyperPod's own switch between the two kinds of jobs.
     wanted = cluster.pop("use_hyperpod_pytorch_job", None)
     if not isinstance(wanted, bool | None):
         raise ConfigError(f"cluster.use_hyperpod_pytorch_job: expected true or false, got {wanted!r}")
@@ -189,13 +193,15 @@ def _read_hyperpods_cluster(tree: dict[str, Any], notes: list[str]) -> None:
     changes = section.pop("recipe_overrides", None) if isinstance(section, dict) else None
     if not isinstance(changes, dict | None):
         raise ConfigError(f"cluster.sm_jobs_config.recipe_overrides: expected keys and values, not {changes!r}")
+    # Overrides of a recipe in a cluster's file are those of HyperPod's SDK: they come after all
+    # words.
     for key, value in flatten(changes or {}).items():
         place = ("recipes", *key.split("."))
         _set(tree, _translated_path(tree, place, value), value)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of both, of sections as well; ``above`` wins."""
+    """The keys of both, merged section by section; ``above`` wins."""
     merged = {**below, **above}
     for key in below.keys() & above.keys():
         if isinstance(below[key], Mapping) and isinstance(above[key], Mapping):
@@ -204,7 +210,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _apply(tree: dict[str, Any], override: Override, file: Path, notes: list[str]) -> None:
-    """Apply one word. Keys of a recipe are checked when it is translated, where all are known."""
+    """Apply one override. Keys of a recipe are checked when it is translated, when all are known."""
     key, path = override.key, override.path
     if (why := _without_effect(override)) is not None:
         notes.append(f"{key}: {why}")
@@ -212,15 +218,16 @@ def _apply(tree: dict[str, Any], override: Override, file: Path, notes: list[str
     for name in (key, path[0]):
         if name in _INSTEAD:
             if isinstance(tree["recipes"], Mapping):
-                form_of(tree["recipes"])  # why the whole recipe cannot be had says more
+                form_of(tree["recipes"])  # raises first if the recipe as a whole cannot be used
             raise ConfigError(f"{key}: {_INSTEAD[name]}")
-    if path[0] == "run" and "run" not in tree:  # HyperPod's scripts name the run of its newer recipes so
+    if path[0] == "run" and "run" not in tree:  # HyperPod's scripts for newer recipes omit "recipes."
         path = ("recipes", *path)
     try:
         if override.operator == "~":
             _remove(tree, override)
             return
         value = value_of(override)
+        # "+" adds a key; without it a misspelled key would be added in silence.
         if not override.operator and path[0] != "recipes":
             _check_known(tree, path, file)
         _set(tree, _translated_path(tree, path, value), value)
@@ -229,15 +236,15 @@ def _apply(tree: dict[str, Any], override: Override, file: Path, notes: list[str
 
 
 def _without_effect(override: Override) -> str | None:
-    """Why a word changes nothing here; None: it does."""
+    """Why an override has no effect here; None: it has one."""
     if override.key == "git.entry_module" and (override.text or "").startswith(_MODULES_OF_HYPERPOD):
         return "the recipe is this project's to train"
     return _WITHOUT_EFFECT.get(override.key)
 
 
 def _translated_path(tree: Mapping[str, Any], path: tuple[str, ...], value: Any) -> tuple[str, ...]:
-    """Where a key of the other vocabulary is kept: HyperPod's section ``model`` and the setting of that name do not
-    replace each other."""
+    """The path under which a key of the other vocabulary is kept: HyperPod's section ``model`` and this project's
+    setting of that name must not replace each other."""
     recipes = tree["recipes"]
     if path[0] != "recipes" or len(path) < 2 or not isinstance(recipes, Mapping):
         return path
@@ -250,7 +257,7 @@ def _translated_path(tree: Mapping[str, Any], path: tuple[str, ...], value: Any)
 
 
 def _set(tree: Any, path: tuple[str, ...], value: Any) -> None:
-    """Set what is at a path; keys and values are added to those that are there."""
+    """Set the value at a path; keys and values are merged into those that are there."""
     node, name = _descend(tree, path)
     if isinstance(node, list):
         index = _index(node, path, len(node))
@@ -265,7 +272,7 @@ def _set(tree: Any, path: tuple[str, ...], value: Any) -> None:
 
 
 def _descend(tree: Any, path: tuple[str, ...]) -> tuple[Any, str]:
-    """The section or list that holds the last name of a path, made where it is missing."""
+    """The section or list that holds the last name of a path; missing ones are made."""
     node = tree
     for depth, (name, following) in enumerate(pairwise(path), 1):
         if isinstance(node, list):
@@ -275,6 +282,7 @@ def _descend(tree: Any, path: tuple[str, ...]) -> tuple[Any, str]:
         else:
             index = name
             node.setdefault(name, None)
+        # A list where the next name is a number, as in Hydra's dotted paths.
         if node[index] is None:
             node[index] = [] if following.isdigit() else {}
         if not isinstance(node[index], dict | list):
@@ -323,18 +331,20 @@ def _check_known(tree: Any, path: tuple[str, ...], file: Path) -> None:
 
 
 def _resolved(tree: dict[str, Any], files: Mapping[str, Path], base: Path) -> dict[str, Any]:
-    """The tree with references replaced by what they refer to."""
+    """The tree with references replaced by their values."""
     try:
         return resolved(tree)
     except UnresolvedError as error:
         if isinstance(tree["recipes"], Mapping):
-            form_of(tree["recipes"])  # a trainer that there is no counterpart of may have references of its own
+            form_of(
+                tree["recipes"]
+            )  # raises first for a trainer without counterpart here, which may have its own references
         file = files.get(re.split(r"[.[]", error.key, maxsplit=1)[0], base)
         raise ConfigError(f"{file}: {error.key}: {error}") from None
 
 
 def _backend(cluster: dict[str, Any], name: str, asked: str | None) -> str:
-    """The back-end, which follows from the cluster's file."""
+    """The back-end that a cluster's file is for."""
     follows = cluster.pop("cluster_type", name)
     follows = _ALIASES.get(follows, follows)
     if follows not in BACKENDS:

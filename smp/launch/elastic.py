@@ -1,4 +1,4 @@
-"""What an elastic job (``max_nodes``) needs of torchrun, which starts workers again when nodes join or are lost."""
+"""What an elastic job (``max_nodes``) needs of torchrun, which restarts workers when nodes join or are lost."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from smp.config.rules.elastic import OWN_STORES
 from smp.launch.recipe import Recipe
 
 SHUTDOWN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-"""Seconds that workers have to save."""
+"""Seconds that workers have to save before they are killed."""
+# Workers fail when a node is lost, which torchrun counts as a restart.
 RESTARTS = 1000
 MEETING = "last_call_timeout=30,keep_alive_interval=2,keep_alive_max_attempt=15"
-"""Seconds to wait for more nodes than needed; a node that is silent for 30 seconds is lost."""
+"""Seconds to wait for more nodes than needed; a node that is silent for 15 x 2 seconds is lost."""
 
 
 def is_elastic(recipe: Recipe) -> bool:
@@ -19,14 +20,14 @@ def is_elastic(recipe: Recipe) -> bool:
 
 
 def variables_of(recipe: Recipe) -> dict[str, str]:
-    """Variables that torchrun needs for it."""
+    """Environment variables that torchrun needs for an elastic or in-process restarting run."""
     elastic = is_elastic(recipe)
     inside = recipe.task != "custom" and recipe.settings.get("inprocess_restart")
     return ({OWN_STORES: "1"} if elastic or inside else {}) | (SHUTDOWN if elastic else {})
 
 
 def nodes_of(recipe: Recipe) -> str:
-    """torchrun's words for the number of nodes, before those of the rendezvous.
+    """torchrun's arguments for the number of nodes.
 
     Raises:
         ConfigError: the job would start with a number of nodes that it must not have.
@@ -43,7 +44,7 @@ def nodes_of(recipe: Recipe) -> str:
 
 
 def refuse(recipe: Recipe, where: str, why: str) -> None:
-    """Raise ConfigError where nodes cannot come and go."""
+    """Raise ConfigError for an elastic job where nodes cannot come and go."""
     if is_elastic(recipe):
         raise ConfigError(
             f"max_nodes with {where}: {why}; take cluster=slurm, or cluster=k8s with kind=PyTorchJob or Job"

@@ -1,4 +1,4 @@
-"""Kinds of machines, and the environment of a run. Both are data: a user adds machines by ``instances`` and overrides
+"""Kinds of machines, and the environment of a run. Both are data: users add machines by ``instances`` and override
 variables by ``env_vars``."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ When = Literal["several nodes", "several nodes with EFA", "several processes on 
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of the environment of a run.
+    """One environment variable of a run.
 
     Attributes:
         value: what it is set to.
@@ -77,11 +77,12 @@ VARIABLES: dict[str, Variable] = {
         source="PyTorch, torch/distributed/run.py",
     ),
 }
-"""What is set where nobody has set it. PyTorch's own defaults (asynchronous error handling) are left alone."""
+"""Variables that are set unless the user or the node has set them. PyTorch's own defaults (asynchronous error handling)
+are left alone."""
 
 
 def variables(instance: Instance | None, num_nodes: int, devices: int) -> dict[str, str]:
-    """The environment of a run on nodes of this kind, each with ``devices`` processes."""
+    """The environment variables of a run on nodes of this kind, with ``devices`` processes each."""
     several = num_nodes > 1
     given: dict[When, bool] = {
         "several nodes": several,
@@ -92,13 +93,13 @@ def variables(instance: Instance | None, num_nodes: int, devices: int) -> dict[s
 
 
 def known_instances() -> dict[str, Instance]:
-    """The kinds of machines of recipes_collection/instances.yaml."""
+    """The machines of recipes_collection/instances.yaml."""
     table = load_yaml(collection() / "instances.yaml")
     return {str(name): Instance(name=str(name), **table[name]) for name in table}
 
 
 def find_instance(name: Any, own: Mapping[str, Any]) -> Instance | None:
-    """A kind of machine by name; ``ml.`` in front is SageMaker's.
+    """A machine by name, with or without SageMaker's ``ml.``.
 
     Raises:
         ConfigError: it is in no table; the line says what to give.
@@ -106,6 +107,7 @@ def find_instance(name: Any, own: Mapping[str, Any]) -> Instance | None:
     if name is None:
         return None
     name = str(name).removeprefix("ml.")
+    # The user's own entry wins over the table.
     if name in own:
         return _own(name, own[name])
     known = known_instances()

@@ -1,4 +1,4 @@
-"""HyperPod's recipes: what every one of their keys becomes.
+"""HyperPod's recipes: the translation of each of their keys.
 
 They come in forms, one for each trainer of HyperPod's (``run.model_type``). A form has one table, which says for each
 key: a setting, a refusal with its reason and the nearest thing, or that it changes nothing here. docs/hyperpod.md is
@@ -20,7 +20,7 @@ from smp.launch.hyperpod.translate import Translated, flatten, translate
 from smp.launch.hyperpod.tuning import unread
 
 OWN_MODEL = "settings.model"
-"""The setting ``model`` in a recipe of HyperPod's, where that name is a section."""
+"""The setting ``model`` in a HyperPod recipe, where ``model`` itself is a section."""
 
 __all__ = [
     "FORMS",

@@ -15,7 +15,7 @@ from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to
 
 _MODELS = {"llama3_70b": "llama3-70b", "gpt_oss_120b": "gpt-oss-120b"}
 _LORA = {"lora_rank": 32, "lora_alpha": 32, "lora_dropout": 0.0}
-"""NeMo's, which recipes do not say."""
+"""NeMo's defaults, which recipes do not state."""
 _OF_FOLDER = "the model's name says it"
 _SAVING = "checkpoints are this project's"
 
@@ -25,7 +25,8 @@ def _finetune(get: Get) -> bool:
 
 
 def _name(value: Any, get: Get) -> Mapping[str, Any]:
-    """``llama3_70b_checkpointless_pretraining``, ``gpt_oss_120b_full_finetune_checkpointless``."""
+    """The model in names such as ``llama3_70b_checkpointless_pretraining`` and
+    ``gpt_oss_120b_full_finetune_checkpointless``."""
     model = next((own for name, own in _MODELS.items() if str(value).startswith(name)), None)
     if model is None:
         raise ConfigError(f"{value} begins with none of {', '.join(_MODELS)}, which are the models it stands for")
@@ -42,7 +43,8 @@ def _peft(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _replicas(value: Any, get: Get) -> Mapping[str, Any]:
-    """The optimizer is sharded over this part of the data-parallel processes; here weights are as well."""
+    """--hybrid-shard-degree: HyperPod shards the optimizer over this part of the data-parallel processes, and here
+    weights are sharded, too."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     shared = 1
     for name in sizes:
@@ -58,6 +60,7 @@ def _callbacks(value: Any, get: Get) -> Mapping[str, Any] | str:
         name = str(item.get("_target_") if isinstance(item, Mapping) else item).rpartition(".")[2]
         if name not in _CALLBACKS:
             raise ConfigError(f"{name} is none of {', '.join(_CALLBACKS)}")
+        # Only what would change results is refused: AWS's recipes list all callbacks.
         faults = item.get("test_fault_config") or {}
         if any(given for key, given in faults.items() if key.startswith("fault_prob")):
             raise ConfigError(f"{name}: faults are not injected here; give probabilities of 0")

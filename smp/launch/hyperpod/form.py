@@ -1,4 +1,4 @@
-"""Forms of HyperPod's recipes: one for each trainer of its, known by ``run.model_type``."""
+"""Forms of HyperPod's recipes: one for each of its trainers, known by ``run.model_type``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smp.launch.hyperpod.key import Get, Key
 
 @dataclass(frozen=True)
 class Form:
-    """What the keys of a trainer of HyperPod's become.
+    """The translation of the keys of one of HyperPod's trainers.
 
     Attributes:
         name: for messages and the docs.
@@ -29,7 +29,7 @@ class Form:
     sizes: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> Key | None:
-        """What a key becomes, by its own name or the longest one that stands for it."""
+        """The translation of a key: by its own name, else by the longest pattern that matches it."""
         if (key := self.keys.get(name)) is not None:
             return key
         head, _, last = name.rpartition(".")
@@ -40,5 +40,5 @@ class Form:
         return self.keys.get(f"*.{last}")
 
     def is_section(self, name: str) -> bool:
-        """Whether there are keys below it."""
+        """Whether there are keys below ``name``."""
         return any(key.startswith(f"{name}.") for key in self.keys)

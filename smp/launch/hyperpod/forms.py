@@ -1,4 +1,4 @@
-"""Which form a recipe of HyperPod's has, and which have none here."""
+"""Which form a HyperPod recipe has, and which have no counterpart here."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from smp.launch.hyperpod.verl_rl import VERL_RL
 
 FORMS = {form.name: form for form in (V1, LLMFT, VERL, VERL_RL, CHECKPOINTLESS)}
 _KINDS = tuple(name for name in FORMS if name != VERL_RL.name)
-"""What run.model_type says."""
+"""Values of run.model_type."""
 _REFUSED = {
     "llm_as_judge": "no language model judges texts here",
     "evaluation": "it is no job here; tools/evaluate.py --tasks evaluates a model",
 }
-"""A section, and why a recipe that has it is refused."""
+"""Sections for which a recipe is refused, and why."""
 
 
 def form_of(tree: Mapping[str, Any]) -> Form | None:
@@ -34,6 +34,7 @@ def form_of(tree: Mapping[str, Any]) -> Form | None:
     """
     run, trainer = _section(tree, "run"), _section(tree, "trainer")
     kind, accelerator = str(run.get("model_type") or ""), str(trainer.get("accelerator") or "")
+    # Several marks: recipes for Trainium differ from release to release.
     if "neuron" in kind or accelerator.startswith(("neuron", "trn", "xla")) or "distributed_strategy" in tree:
         raise FeatureError(
             f"run.model_type: {kind or accelerator} is for Trainium, which smp does not run on; take one for GPUs"
@@ -54,7 +55,8 @@ def form_of(tree: Mapping[str, Any]) -> Form | None:
             raise FeatureError(f"{name}: {why}")
     if "mcore_gpt" in _section(tree, "model"):
         raise FeatureError("model.mcore_gpt: it is a recipe of NeMo's own trainer; take one of HyperPod's (hf)")
-    # AWS's scripts say the model of a DPO recipe as of one of GRPO: that section alone makes it none.
+    # AWS's scripts set the model of a DPO recipe like that of GRPO: only the section "actor" tells
+    # them apart.
     if kind == VERL.name and "actor" in _section(_section(tree, "training_config"), "actor_rollout_ref"):
         return VERL_RL
     if kind in _KINDS:
@@ -67,7 +69,7 @@ def form_of(tree: Mapping[str, Any]) -> Form | None:
 
 
 def has_its_sections(tree: Mapping[str, Any]) -> bool:
-    """Whether a recipe is HyperPod's: ``model`` is a section in it, and a name in one of this project's."""
+    """Whether a recipe is HyperPod's: ``model`` is a section there, and a name in this project's."""
     return any(isinstance(tree.get(name), Mapping) for name in ("model", "exp_manager", "training_config"))
 
 
@@ -77,7 +79,7 @@ def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def key_of(name: str) -> Key | None:
-    """What a key is in any of the forms; V1's first, whose keys work on recipes of this project's too."""
+    """A key in any of the forms; V1 first, since its keys also work on this project's recipes."""
     if name in KEYS:
         return KEYS[name]
     return next((key for form in FORMS.values() if (key := form.find(name)) is not None), None)

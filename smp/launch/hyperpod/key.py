@@ -1,4 +1,4 @@
-"""Kinds of keys of a recipe of HyperPod's."""
+"""Kinds of keys of HyperPod's recipes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from smp.config.command_line.fields import as_text
 
 Get = Callable[[str], Any]
 Convert = Callable[[Any, Get], Mapping[str, Any] | str]
-"""(value, getter of other keys) -> settings, or why it changes nothing here."""
+"""(value, getter of other keys) -> settings, or the reason why the key has no effect here."""
 
 
 class FeatureError(ConfigError):
-    """A recipe asks for something that smp does not do; no key of it is wrong."""
+    """A recipe asks for something that smp does not do; none of its keys is wrong."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a key of a recipe becomes.
+    """The translation of a recipe's key.
 
     Attributes:
         text: for the table in the docs.
@@ -40,14 +40,15 @@ class Key:
 
 
 def to(name: str, shape: bool = False, scale: Callable[[Any], Any] = lambda value: value) -> Key:
-    """A key that is the setting ``name``."""
+    """A key that becomes the setting ``name``."""
     return Key(f"`{name}`", lambda value, get: {name: scale(value)}, shape=shape)
 
 
 def only(values: tuple[Any, ...], why: str) -> Key:
-    """A key of which no other values can be had."""
+    """A key with only these values; others are refused."""
 
     def convert(given: Any, get: Get) -> Mapping[str, Any]:
+        # 1 == True: a switch must not pass for a number.
         if not any(given == value and isinstance(given, bool) == isinstance(value, bool) for value in values):
             raise ConfigError(f"{as_text(given)} cannot be had: {why}")
         return {}
@@ -57,12 +58,13 @@ def only(values: tuple[Any, ...], why: str) -> Key:
 
 
 def nothing(why: str) -> Key:
-    """A key that changes nothing here."""
+    """A key without effect here."""
     return Key(f"changes nothing: {why}", lambda value, get: why)
 
 
 def read_with(name: str, *readers: str) -> Key:
-    """A key that another one reads: one of ``readers``, whole names; by default one that every recipe has."""
+    """A key that is read together with another one: one of ``readers`` (full names); without readers one that every
+    recipe has."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
         if not readers or any(get(reader) for reader in readers):

@@ -1,4 +1,4 @@
-"""Every key of a recipe of HyperPod's, and what it becomes."""
+"""Every key of a HyperPod recipe of release 1, and its translation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""HyperPod's keys on a recipe of this project's: what its settings are in HyperPod's words, so that a key that depends
-on others finds them."""
+"""HyperPod's keys on a recipe of this project: its settings in HyperPod's terms, so that keys that depend on others
+find them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smp.launch.hyperpod.translate import Translated, translate
 
 
 def override(own: Mapping[str, Any], leaves: Mapping[str, Any], finetune: bool) -> Translated:
-    """What keys of HyperPod's change of a recipe's settings.
+    """What HyperPod's keys change in a recipe's settings.
 
     Args:
         own: the recipe's settings.
@@ -27,6 +27,7 @@ def override(own: Mapping[str, Any], leaves: Mapping[str, Any], finetune: bool) 
         known["model.sharding_strategy"] = "hybrid_shard"
     if "trainer.limit_val_batches" not in leaves and "eval_iters" not in own:
         known["trainer.limit_val_batches"] = 0
+    # The difference of two translations: keys that only repeat the recipe change nothing.
     before, after = (
         translate({**known, "model.do_finetune": finetune}),
         translate({**known, "model.do_finetune": finetune, **leaves}),
@@ -41,11 +42,12 @@ def override(own: Mapping[str, Any], leaves: Mapping[str, Any], finetune: bool) 
 
 
 def said_by(own: Mapping[str, Any], finetune: bool) -> dict[str, Any]:
-    """Those settings that values of other keys depend on."""
+    """The settings on which values of other keys depend, under HyperPod's names."""
     context, shards = own.get("context_parallel_size", 1), own.get("hybrid_shard_degree", 0)
     lora, keep = own.get("lora_rank"), own.get("keep_last_k")
     return {
         "model.sharding_strategy": "hybrid_shard" if shards else "full_shard",
+        # HyperPod counts context-parallel ranks into the degree.
         "model.shard_degree": shards * context or None,
         "model.context_parallel_degree": context,
         "model.peft.peft_type": ("qlora_4bit" if own.get("load_in_4bit") else "lora") if lora and finetune else None,

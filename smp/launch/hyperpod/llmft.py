@@ -1,4 +1,4 @@
-"""HyperPod's recipes of ``llm_finetuning_aws``: SFT and DPO, all weights or LoRA, with FSDP."""
+"""HyperPod's recipes of ``llm_finetuning_aws``: SFT and DPO of all weights or LoRA, with FSDP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _dpo(name: str) -> Key:
 
 
 def _dpo_only(default: Any, why: str) -> Key:
-    """A key of DPO that has one value here."""
+    """A key of DPO that is accepted with one value only."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
         if not _is_dpo(get):
@@ -57,20 +57,21 @@ def _schedule(value: Any, get: Get) -> Mapping[str, Any]:
     style = tuning.style_of(value, _SCHEDULES)
     if value != "cosine_with_min_lr":
         return style
-    return {**style, "min_lr": 0.1 * get(_ARGS + "learning_rate")}  # the library's: a tenth
+    return {**style, "min_lr": 0.1 * get(_ARGS + "learning_rate")}  # the library's default: a tenth
 
 
 def _warmup(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """transformers' schedule of the name constant, which the library takes by its name, has no warmup."""
+    """--lr-warmup-fraction, except with transformers' schedule "constant", which has no warm-up."""
     if value and get(_ARGS + "lr_scheduler") == "constant":
         return "lr_scheduler constant has no warmup; constant_with_warmup has one"
     return tuning.zero_or("lr_warmup_fraction")(value, get)
 
 
 def _clip(value: Any, get: Get) -> Mapping[str, Any]:
-    """max_norm, gradient_clipping and gradient_clipping_threshold say one thing."""
+    """--clip-grad from max_norm, gradient_clipping and gradient_clipping_threshold, which mean the same."""
     if get(_ARGS + "gradient_clipping") is False:
         return {"clip_grad": 0.0}
+    # Each of the keys is converted by this function: all must agree, or the order would decide.
     limits = {get(_ARGS + name) for name in ("max_norm", "gradient_clipping_threshold")} - {None}
     if len(limits) > 1:
         raise ConfigError(f"max_norm and gradient_clipping_threshold are {' and '.join(map(str, sorted(limits)))}")
@@ -84,7 +85,7 @@ def _clips(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _decay(value: Any, get: Get) -> Mapping[str, Any]:
-    """l2 and weight_decay are two names of one thing; 0 is the default of both."""
+    """--weight-decay from l2 or weight_decay, two names of the same; 0 is the default of both."""
     given = {get(_ARGS + name) for name in ("l2", "weight_decay")} - {None, 0}
     if len(given) > 1:
         raise ConfigError(f"l2 and weight_decay are {' and '.join(map(str, sorted(given)))}")
@@ -98,6 +99,7 @@ def _peft(value: Any, get: Get) -> Mapping[str, Any] | str:
     if get(_MODEL + "lora_checkpoint_file_path"):
         return _OF_ADAPTER
     found = tuning.adapters(
+        # peft's default rank and alpha are 8.
         get(section + "r") or 8,
         get(section + "lora_alpha") or 8,
         get(section + "lora_dropout"),
@@ -121,7 +123,9 @@ def _cpu_offload(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _sharding(value: Any, get: Get) -> Mapping[str, Any]:
+    # torch's HYBRID_SHARD shards within a node.
     strategies = {"FULL_SHARD": 0, "HYBRID_SHARD": get("trainer.devices") or 1, "NO_SHARD": 1}
+    # ZeRO-2: weights stay gathered after the forward pass.
     if value in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
         return {
             "hybrid_shard_degree": 0 if value == "SHARD_GRAD_OP" else strategies["HYBRID_SHARD"],
@@ -130,13 +134,14 @@ def _sharding(value: Any, get: Get) -> Mapping[str, Any]:
     if value not in strategies:
         raise ConfigError(f"{value} cannot be had: take one of {', '.join(strategies)}")
     degree = strategies[value]
-    # context-parallel processes shard as well
+    # HyperPod's degree counts context-parallel processes.
     around = (get(_ARGS + "ring_attn_size") or 1) * (get(_ARGS + "ulysses_sequence_parallel_size") or 1)
     return {"hybrid_shard_degree": max(1, degree // around) if degree else 0}
 
 
 def _preprocessors(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """Steps that make samples of rows, which finetune.py does by itself: what they say otherwise is refused."""
+    """--no-mask-prompt from the steps that make samples of rows. finetune.py makes them by itself; steps that differ
+    are refused."""
     found: dict[str, Any] = {}
     for step in value:
         if not isinstance(step, Mapping) or step.get("type") not in _STEPS:
@@ -168,7 +173,7 @@ def _validation(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _eval_steps(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """0 and -1 are once an epoch."""
+    """How often a run evaluates; 0 and -1: once per epoch."""
     return tuning.evaluation(value if value > 0 else None, get(_FILES), get(_RATIO))
 
 
@@ -178,7 +183,7 @@ _STEPS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "Seq2SeqTokensProcessor": {
         "chat_template_name": _anything,
         "ignore_prompt_labels": lambda value: isinstance(value, bool),
-        "enable_thinking": lambda value: value is False,  # templates write that an answer has no reasoning
+        "enable_thinking": lambda value: value is False,  # templates then mark answers as without reasoning
     },
     "DropColumns": {"column_names": _anything},
     "SelectColumns": {"selected_columns": _anything},
@@ -189,7 +194,7 @@ _STEPS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "ApplyChatTemplate": {},
     "TokenizeSampleDPO": {
         "add_special_tokens": lambda value: value is False,
-        "max_prompt_length": _anything,  # max_len bounds both together
+        "max_prompt_length": _anything,  # max_len bounds prompt and answer together
         "max_completion_length": _anything,
     },
     "SequenceLengthFilter": {"max_seq_length": _anything, "tokens_labels": _anything},

@@ -1,4 +1,4 @@
-"""A recipe of HyperPod's in settings."""
+"""Translates a HyperPod recipe into settings."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class Translated:
 
 
 _CHECKED_SHAPE = frozenset(("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"))
-"""What a fine-tuning run is told although its folder says it too: another model than the recipe's is then an error."""
+"""Settings that a fine-tuning run gets although its model's folder has them: a model other than the recipe's is then an
+error."""
 
 
 def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, Any] | None = None) -> Translated:
-    """The settings that the keys of a recipe stand for.
+    """The settings for the keys of a recipe.
 
     Args:
         leaves: dotted key -> value, as :func:`flatten` gives them.
@@ -51,18 +52,21 @@ def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, A
         ConfigError: a key that is not known, a value of another type, or one that another key contradicts; one line
             that begins with the key.
     """
+    # Conversions look other keys up, so they need all of them, and those of other sections.
     known = {**(beside or {}), **leaves}
     result = Translated(finetune=form.finetune(known.get), values=dict(form.always))
     refused, defaults = [], dict[str, Any]()
     for name, value in leaves.items():
         key = form.find(name)
+        # A section that a recipe sets to null is no unknown key.
         if key is None and (value is not None or not form.is_section(name)):
             raise ConfigError(f"{name}: there is no such key{did_you_mean(name, form.keys)}")
-        if key is None or value is None or value == "":  # a variable that a script was not given
+        if key is None or value is None or value == "":  # an environment variable that was not set
             continue
         try:
             became = key.convert(value, known.get)
         except ConfigError as error:
+            # Collected: all refusals are reported at once.
             refused.append(f"{name}: {error}")
             continue
         except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError):
@@ -75,6 +79,7 @@ def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, A
             _say(result, result.shape if key.shape else result.values, name, became)
     if refused:
         raise FeatureError("; ".join(refused))
+    # Values of a family (model_type) give way to the recipe's own keys.
     result.shape.update({setting: value for setting, value in defaults.items() if setting not in result.shape})
     given = result.shape if not result.finetune else {k: v for k, v in result.shape.items() if k in _CHECKED_SHAPE}
     result.values.update(given)
@@ -82,8 +87,8 @@ def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, A
 
 
 def _say(result: Translated, place: dict[str, Any], name: str, became: Mapping[str, Any]) -> None:
-    """Add to ``place`` what the key ``name`` became, unless another key says another thing of the same setting: which
-    of them counts would follow from their order."""
+    """Add the settings of the key ``name`` to ``place``. Raises ConfigError when another key gives one of them another
+    value, since their order would decide."""
     for setting, value in became.items():
         other = result.said.setdefault(setting, name)
         if other != name and place.get(setting) != value:
@@ -95,7 +100,7 @@ def _say(result: Translated, place: dict[str, Any], name: str, became: Mapping[s
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a tree; a section without keys counts as unset."""
+    """Dotted keys of a tree; a section without keys counts as null."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Values that HyperPod's trainers for fine-tuning say alike: models, splits, adapters, batches, precision."""
+"""Translations that HyperPod's fine-tuning trainers share: models, splits, adapters, batches, precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smp.launch.hyperpod.values import module_names
 _UNREAD = {
     r"gemma-?4": "Gemma 4's layers that share keys and values",
 }
-"""Names of the hub, and what of their architecture finetune.py does not read yet."""
+"""Hub names (patterns), with the part of their architecture that finetune.py does not support yet."""
 COMMON: dict[str, Key] = {
     "display_name": nothing("a title"),
     "version": nothing("of AWS's image, which does not run here"),
@@ -29,9 +29,10 @@ _ELASTIC = ("max_nodes", "min_nodes", "replica_increment_step")
 
 
 def elastic(value: Any, get: Get) -> Mapping[str, Any]:
-    """Settings of an elastic job; none of another."""
+    """Settings of an elastic job; none if it is not elastic."""
     found = {name: get(f"elastic_policy.{name}") for name in _ELASTIC} if value else {}
     given = {name: each for name, each in found.items() if each is not None}
+    # Without copies in memory a change of nodes would go back to the last checkpoint on disk.
     return given | ({"peer_snapshot_interval": 10} if value else {})
 
 
@@ -54,12 +55,12 @@ MLFLOW: dict[str, Key] = {
 
 
 def refuse(reason: str) -> Mapping[str, Any]:
-    """Raise ConfigError, in an expression."""
+    """Raise ConfigError within an expression."""
     raise ConfigError(reason)
 
 
 def unread(settings: Mapping[str, Any]) -> str | None:
-    """What finetune.py does not do yet with the model of a name of the hub; None: nothing is known against it."""
+    """What finetune.py does not support yet of a hub model; None: nothing known."""
     name = str(settings.get("load") or "").lower()
     if not name.startswith(PREFIX):
         return None
@@ -69,13 +70,14 @@ def unread(settings: Mapping[str, Any]) -> str | None:
 
 
 def split_beside(files: str) -> Convert:
-    """A share of the samples that are trained on, unless the key ``files`` names some for validation."""
+    """The key ``split``: the share of samples for training, unless the key ``files`` names validation samples."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
             raise ConfigError(f"{value!r} is no share of the samples that are trained")
         if get(files):
             return f"{files.rpartition('training_config.')[2]} are the samples for validation"
+        # Rounded: 100 x 0.95 is not exactly 95 in floating point.
         train = round(100 * value, 6)
         return {"split": f"{train:g},{100 - train:g},0"}
 
@@ -83,7 +85,7 @@ def split_beside(files: str) -> Convert:
 
 
 def evaluation(when: Any, files: Any, ratio: Any) -> Mapping[str, Any] | str:
-    """How often a run evaluates on all that is for validation.
+    """How often a run evaluates all validation samples.
 
     Args:
         when: steps; after_each_epoch, or None.
@@ -97,7 +99,7 @@ def evaluation(when: Any, files: Any, ratio: Any) -> Mapping[str, Any] | str:
 
 
 def context_parallel(ring: str, ulysses: str) -> Convert:
-    """Context parallelism of two keys: a ring of processes, groups of which exchange heads for tokens."""
+    """Context parallelism from two keys: the size of a ring, and of the groups that exchange heads for tokens."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any]:
         around, within = get(ring) or 1, get(ulysses) or 1
@@ -105,6 +107,7 @@ def context_parallel(ring: str, ulysses: str) -> Convert:
             return {}
         kind = "p2p" if within == 1 else "a2a" if around == 1 else "a2a+p2p"
         found: dict[str, Any] = {"context_parallel_size": around * within, "cp_comm_type": kind}
+        # Processes per all-to-all group, then per ring.
         return found | ({"hierarchical_context_parallel_sizes": f"{within} {around}"} if kind == "a2a+p2p" else {})
 
     return convert
@@ -122,7 +125,7 @@ def micro_batch(most: int, batch: int, processes: int) -> int:
 
 
 def micro_batch_of_tokens(tokens: Any, length: Any) -> int:
-    """Samples of full length that a number of tokens has room for."""
+    """Number of full-length samples in a budget of tokens."""
     return max(1, math.floor(tokens / length)) if tokens and length else 1
 
 
@@ -150,7 +153,7 @@ def adapters(rank: Any, alpha: Any, dropout: Any, targets: Any, parameters: Any 
 
 
 def without_routers(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """Names that adapters leave out: those that get none here either."""
+    """Accept names that adapters leave out where they get none here either; refuse others."""
     names = [value] if isinstance(value, str) else list(value)
     parts = [part for name in names for part in str(name).split("|")]
     known = ("router", "vision", "visual", "audio", "projector", "embed_", "experts")
@@ -169,7 +172,7 @@ def callbacks(value: Any, get: Get) -> Mapping[str, Any] | str:
 
 
 def style_of(value: Any, names: Mapping[str, str]) -> Mapping[str, Any]:
-    """``lr_decay_style`` of a name of another library's."""
+    """``lr_decay_style`` for a name of another library."""
     if value not in names:
         raise ConfigError(f"{value} cannot be had: take one of {', '.join(names)}, or recipes.lr_decay_style")
     return {"lr_decay_style": names[value]}
@@ -181,12 +184,12 @@ def scheduler(names: Mapping[str, str]) -> Convert:
 
 
 def flag(name: str) -> Convert:
-    """A setting that is false where nothing says it."""
+    """A switch that is off by default."""
     return lambda value, get: {name: True} if value else {}
 
 
 def zero_or(name: str) -> Convert:
-    """A setting that nothing says where it is 0."""
+    """A setting whose value 0 means that it is not set."""
     return lambda value, get: {name: value} if value else {}
 
 
@@ -206,4 +209,4 @@ KEPT = Key(
     "`keep_last_k`, at least 2; below 1: all are kept",
     lambda value, get: {"keep_last_k": max(2, value)} if value > 0 else {},
 )
-"""How many checkpoints are kept. Two at least: one may be damaged."""
+"""Number of checkpoints that are kept, at least two: one may be damaged."""

@@ -1,4 +1,4 @@
-"""Values of HyperPod's keys that are not copied: what they become, or why they cannot be had."""
+"""Translations of HyperPod's keys that are not copied: what they become, or why they are refused."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 SIZES = {"tiiuae/falcon-7b": "falcon-7b"}
-"""Folders of the Hugging Face hub whose architecture a recipe trains from the beginning, and the size of that name."""
+"""Hub folders whose architecture a recipe trains from scratch, with the named size."""
 _PATTERN = re.compile(r"(?:language_model\.)?model\.layers\.\*\.?(?:self_attn|mlp)\.\(([a-z_|]+)\)")
-"""Matches names of all layers' modules; the last parts of these names are known without the rest."""
+"""Matches names of modules in all layers; the last parts identify them without the rest."""
 
 
 def finetunes(get: Get) -> bool:
-    """Whether a recipe is for finetune.py, which is the one that reads images."""
+    """Whether a recipe is for finetune.py, which alone reads images."""
     return bool(get("model.do_finetune") or get("model.multi_modal"))
 
 
@@ -90,12 +90,12 @@ def model_type(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def width(value: Any, get: Get) -> Mapping[str, Any]:
-    """Llama 4's is that of its experts; its dense layers are wider."""
+    """Width of the MLP. Llama 4's is that of its experts; its dense layers are wider."""
     return {"moe_ffn_hidden_size" if get("model.model_type") == "llama_v4" else "ffn_hidden_size": value}
 
 
 def moe(value: Any, get: Get) -> Mapping[str, Any]:
-    """Also the losses that SMP v2 adds."""
+    """Nothing by itself, except SMP v2's losses of experts."""
     if not value:
         return {}
     missing = [key for key in ("num_local_experts", "num_experts_per_tok") if get(f"model.{key}") is None]
@@ -110,12 +110,12 @@ def moe(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def with_experts(name: str) -> Convert:
-    """A key that is the setting ``name`` of a model that has experts."""
+    """A key that is the setting ``name`` of a model with experts."""
     return lambda value, get: {name: value} if get("model.moe") else _NO_EXPERTS
 
 
 def _sinkhorn(get: Get) -> bool:
-    """Whether choices are balanced by it: fine-tuning, whose rows are padded, takes the loss in its place."""
+    """Whether Sinkhorn balances experts. Fine-tuning has padded rows, and uses the loss instead."""
     return get("model.moe_load_balancing") == "sinkhorn" and not finetunes(get)
 
 
@@ -132,9 +132,10 @@ def load_balancing(value: Any, get: Get) -> Mapping[str, Any] | str:
 
 
 def shard(value: Any, get: Get) -> Mapping[str, Any]:
-    """HyperPod's degree counts context-parallel processes too; this project multiplies by their number."""
+    """--hybrid-shard-degree. HyperPod's degree counts context-parallel processes; here it is multiplied by their
+    number."""
     degree, context = get("model.shard_degree") or 0, get("model.context_parallel_degree")
-    context = context if isinstance(context, int) and context > 0 else 1  # what else it may be, its own key refuses
+    context = context if isinstance(context, int) and context > 0 else 1  # other values are refused by its own key
     if value == "full_shard" or (value == "hybrid_shard" and not degree):
         return {"hybrid_shard_degree": 0}
     if value == "no_shard":
@@ -156,7 +157,7 @@ def shard(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def shard_degree(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """With a strategy, that one reads it; without, HyperPod's is hybrid_shard."""
+    """Nothing where sharding_strategy reads it; without a strategy HyperPod's default is hybrid_shard."""
     strategy = get("model.sharding_strategy")
     if strategy is None:
         return shard("hybrid_shard", get)
@@ -178,7 +179,7 @@ def fp8(value: Any, get: Get) -> Mapping[str, Any] | str:
 
 
 def of_fp8(name: str) -> Convert:
-    """A key of delayed scaling, which is the setting ``name`` where there is FP8."""
+    """A key of delayed scaling: the setting ``name``, with FP8 only."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
         if get("model.fp8") and get("use_smp_model") is not False:
@@ -191,6 +192,7 @@ def of_fp8(name: str) -> Convert:
 def peft(value: Any, get: Get) -> Mapping[str, Any]:
     if value not in ("lora", "qlora_4bit"):
         raise ConfigError(f"{value} cannot be had: take lora or qlora_4bit, or null to train all weights")
+    # Defaults of HyperPod's trainer.
     rank, alpha = get("model.peft.rank") or 32, get("model.peft.alpha") or 16
     dropout = 0.0 if get("model.multi_modal") else _or(get("model.peft.dropout"), 0.1)
     lora = {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout}
@@ -223,7 +225,7 @@ def targets(value: Any, get: Get) -> Mapping[str, Any] | str:
 
 
 def module_names(given: Any) -> list[str]:
-    """This project's names of modules that get adapters, for transformers' and Megatron's.
+    """This project's names of modules with adapters, from transformers' and Megatron's.
 
     Args:
         given: a name, a pattern of names, or a list of them.
@@ -239,14 +241,14 @@ def _named_parts(given: Any) -> list[str]:
 
 
 def _parts(name: str) -> list[str]:
-    """The last parts of the modules that a name, or a pattern of names, means."""
+    """The last parts of the module names that a name or pattern matches."""
     if found := _PATTERN.fullmatch(name):
         return found[1].split("|")
     return [part.removeprefix(".*").removesuffix(".*") for part in name.split("|")]
 
 
 def model_folder(value: Any, get: Get) -> Mapping[str, Any]:
-    """A folder, or a name of the hub: as in transformers, a folder of that name comes first."""
+    """--load for a folder, or a hub name; as in transformers, an existing folder wins."""
     text = str(value)
     on_hub = _HUB.fullmatch(text) is not None and not Path(text).is_dir()
     return {"load": f"{PREFIX}{text}" if on_hub else text}
@@ -308,6 +310,7 @@ def top_k(value: Any, get: Get) -> Mapping[str, Any] | str:
     if not value or value < 0:
         return {}
     monitor = get("exp_manager.checkpoint_callback_params.monitor")
+    # keep_last_k is at least 2: the newest may be damaged.
     return {"keep_last_k": max(2, value)} if monitor in (None, "step") else {"keep_best_k": value}
 
 

@@ -19,7 +19,7 @@ NOT_BY_TOKENS = "it goes with use_dynamic_bsz, which is unset or false"
 
 
 def model_parallel(get: Get, engine: str) -> int:
-    """Processes that share a sample, of an engine's section; a section of FSDP2 has no such keys."""
+    """Number of processes that share a sample, from an engine's section; one of FSDP2 lacks most of these keys."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     product: int = get(f"{engine}.ulysses_sequence_parallel_size") or 1
     for name in sizes:
@@ -28,7 +28,8 @@ def model_parallel(get: Get, engine: str) -> int:
 
 
 def _micro_batch(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """verl fills micro-batches up to a number of tokens; here one has that many samples of full length."""
+    """--micro-batch-size. verl fills micro-batches up to a number of tokens; here it is the number of full-length
+    samples."""
     data = _T + "data."
     if not get(data + "use_dynamic_bsz"):
         return NOT_BY_TOKENS
@@ -42,7 +43,7 @@ def _fixed_micro_batch(value: Any, get: Get) -> Mapping[str, Any] | str:
 
 
 def lora(section: str, model: str) -> Convert:
-    """LoRA of keys that begin with ``section``: peft's names, or Megatron-Bridge's below lora, which go before them."""
+    """LoRA from keys that begin with ``section``: peft's names, or Megatron-Bridge's below "lora.", which win."""
     others = _of_lora(section, model)
 
     def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
@@ -58,7 +59,7 @@ def lora(section: str, model: str) -> Convert:
 
 
 def _of_lora(section: str, model: str) -> Convert:
-    """A key that :func:`lora` reads; why it does not, where it does not."""
+    """A key that :func:`lora` reads, or why it is not read."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
         if get(model + "lora_adapter_path"):
@@ -75,7 +76,7 @@ def _contents(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _warmup_ratio(section: str) -> Key:
-    """A share, where there are no steps, of an optimizer's section."""
+    """--lr-warmup-fraction from an optimizer's section, where it gives no number of steps."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
         if value and (get(section + "lr_warmup_steps") or 0) > 0:
@@ -86,7 +87,7 @@ def _warmup_ratio(section: str) -> Key:
 
 
 def min_lr(section: str) -> Key:
-    """A share of the learning rate of an optimizer's section."""
+    """--min-lr as a share of the learning rate of an optimizer's section."""
     return Key("`min_lr`", lambda value, get: {"min_lr": value * get(section + "lr")} if value else {})
 
 
@@ -137,7 +138,7 @@ def optimizer_keys(section: str) -> dict[str, Key]:
 
 
 def engine_keys(section: str) -> dict[str, Key]:
-    """Keys of a section that says how a model is trained."""
+    """Keys of a section that describes how a model is trained."""
     return {
         "dtype": tuning.PRECISION,
         "model_dtype": nothing("master weights are fp32"),
@@ -210,7 +211,7 @@ def engine_keys(section: str) -> dict[str, Key]:
 
 
 def _recompute(engine: str) -> Convert:
-    """Megatron's engine has a key of its own, which wins."""
+    """--recompute-granularity, unless Megatron's engine sets its own, which wins."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any]:
         if get(engine + "override_transformer_config.recompute_granularity"):
@@ -221,7 +222,7 @@ def _recompute(engine: str) -> Convert:
 
 
 def model_keys(section: str, engine: str) -> dict[str, Key]:
-    """Keys of the section of the model that is trained, by what ``engine`` says."""
+    """Keys of the section of the trained model, with what ``engine`` says."""
     of_peft, of_megatron = (Key(f"with {name}rank", _of_lora(section + name, section)) for name in ("lora_", "lora."))
     return {
         "path": Key("`load`; a name of the hub is `hub:NAME`", values.model_folder, is_text=True),
@@ -295,7 +296,7 @@ def _val_files(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _test_freq(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """Only where samples are kept back for it. Without a frequency verl's trainer evaluates when it ends."""
+    """How often a run evaluates, where it has samples for that. Without a frequency verl evaluates at the end."""
     ratio = get(_RATIO)
     kept = tuning.evaluation(value, get(_FILES), 1 if ratio is None else ratio)
     if value == "after_each_epoch" or value > 0 or isinstance(kept, str):
@@ -319,7 +320,7 @@ def _run_name(value: Any, get: Get) -> Mapping[str, Any] | str:
 
 
 def _said_by(key: str) -> Key:
-    """A number of verl's that the recipe's section trainer says."""
+    """A number that the recipe's section ``trainer`` also gives, which wins."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
         said = get(f"trainer.{key}") or 1
@@ -448,7 +449,7 @@ KEYS: dict[str, Key] = {
     "training_config.profiler.*": nothing("recipes.profile=true profiles steps"),
 }
 SIZES = {"devices": _T + "trainer.n_gpus_per_node", "num_nodes": _T + "trainer.nnodes"}
-"""Keys that say how much a recipe runs on where its section trainer does not."""
+"""Keys for the number of devices and nodes where the recipe's section ``trainer`` lacks them."""
 ALWAYS = {"packing": "off", "bf16": True, "lr_decay_style": "constant", "adam_beta2": 0.999}
-"""What verl's own defaults are where no key says it."""
+"""verl's defaults where no key gives another value."""
 VERL = Form("verl", KEYS, lambda get: True, ALWAYS, SIZES)
