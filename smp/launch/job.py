@@ -1,4 +1,4 @@
-"""A job: a recipe, a back-end and a folder that holds everything needed to run it, now or again."""
+"""A job: a recipe, a back-end, and a folder with everything needed to run it, now or again."""
 
 from __future__ import annotations
 
@@ -55,31 +55,31 @@ class Job:
 
     @property
     def checkpoints(self) -> str:
-        """Where they are, as a word of a shell in which ``run_dir`` is known."""
+        """The checkpoints' folder as a word of a shell in which ``run_dir`` is set."""
         save = self.recipe.settings.get("save")
         return '"$run_dir/checkpoints"' if save is None else shlex.quote(save)
 
     @property
     def defaults(self) -> dict[str, str]:
-        """Variables that are set where neither ``env_vars`` nor a node's own environment sets them."""
+        """Environment variables that are set unless ``env_vars`` or the node sets them."""
         found = variables(self.instance, self.recipe.num_nodes, self.recipe.devices)
         found |= variables_of(self.recipe)
         return {name: value for name, value in found.items() if name not in self._given}
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of every process that ``env_vars`` sets, but for secrets."""
+        """Environment variables of ``env_vars`` without secrets."""
         return {name: value for name, value in self._given.items() if value is not None and name not in self._private}
 
     @property
     def secrets(self) -> dict[str, str]:
-        """The others, and arguments of a script that are secrets, as variables."""
+        """Secret variables of ``env_vars``, and secret arguments of a script as variables."""
         found = {name: value for name, value in self._given.items() if value is not None and name in self._private}
         return found | {name: word for _, word, name in _secret_words(self.recipe.script)}
 
     @property
     def _private(self) -> set[str]:
-        """Names of variables that are for nobody else, by their name or by the form of their value."""
+        """Names of secret variables, by their name or by the form of their value."""
         return {name for name, value in self._given.items() if is_secret(name) or is_token(value or "")}
 
     @property
@@ -89,7 +89,7 @@ class Job:
 
 
 def make_job(composed: Composed, recipe: Recipe) -> Job:
-    """A job of a composed command line.
+    """The job of a composed command line.
 
     Raises:
         ConfigError: a key that does not fit; one line that names it.
@@ -125,7 +125,7 @@ def make_job(composed: Composed, recipe: Recipe) -> Job:
 
 
 def flag(section: dict[str, Any], key: str, where: str = "") -> bool:
-    """What a key says that is true or false.
+    """The value of a key that is true or false.
 
     Raises:
         ConfigError: it is something else, such as a text.
@@ -137,7 +137,7 @@ def flag(section: dict[str, Any], key: str, where: str = "") -> bool:
 
 
 def common_artifacts(job: Job, rendezvous: str, *, files: str | None = None, runner: str | None = None) -> Artifacts:
-    """What every back-end needs: the settings, what a node runs, and what runs it again.
+    """Files that every back-end needs: settings, the node's script, and the script that restarts it.
 
     Args:
         job: the job.
@@ -147,10 +147,12 @@ def common_artifacts(job: Job, rendezvous: str, *, files: str | None = None, run
     """
     recipe = job.recipe
     artifacts = {
+        # Recorded without secrets: the folder may be shared.
         "recipe.yaml": to_yaml(without_secrets(job.tree)),
         "train.sh": _train_script(job, rendezvous, files or str(job.folder), runner),
         "supervise.py": SUPERVISE.read_text(encoding="utf-8"),
     }
+    # Other back-ends have places of their own for secrets: a Secret, or the request.
     if job.secrets and job.backend in ("local", "slurm"):
         lines = [f"export {name}={shlex.quote(value)}\n" for name, value in job.secrets.items()]
         artifacts["secrets.sh"] = "".join(lines)
@@ -188,7 +190,7 @@ def _train_script(job: Job, rendezvous: str, files: str, runner: str | None) -> 
 
 
 def _meeting(recipe: Recipe, rendezvous: str) -> str:
-    """torchrun's words for its nodes."""
+    """torchrun's arguments for its nodes."""
     alone = recipe.num_nodes == 1 and not is_elastic(recipe)
     return "--standalone" if alone else f"{nodes_of(recipe)} {rendezvous}"
 
@@ -197,6 +199,7 @@ def _script_words(job: Job) -> list[str]:
     """What torchrun runs, as words of a shell."""
     recipe = job.recipe
     if recipe.task == "custom":
+        # Secret words are variables in the script, whose file others can read.
         names = {index: name for index, _, name in _secret_words(recipe.script)}
         return [f'"${names[i]}"' if i in names else shlex.quote(word) for i, word in enumerate(recipe.script)]
     given = recipe.settings
@@ -204,6 +207,7 @@ def _script_words(job: Job) -> list[str]:
     if given.get("save") is None:
         words += ["--save", job.checkpoints]
     if recipe.task == "finetune":
+        # The same command works for the first start and for restarts.
         words += ["--resume"]
     elif given.get("load") is None:
         words += ["--load", "auto"]
@@ -213,12 +217,13 @@ def _script_words(job: Job) -> list[str]:
     if "progress_bar" not in given:
         words += ["--no-progress-bar"]
     if job.cluster.get("array") is not None and job.backend == "slurm":
+        # Tasks of an array differ in their seed only.
         words += ["--seed", f"$(({given.get('seed', 1234)} + SLURM_ARRAY_TASK_ID))"]
     return words
 
 
 def _secret_words(words: tuple[str, ...]) -> list[tuple[int, str, str]]:
-    """Words of a script that are secrets: their number, they themselves, and the variables that hold them."""
+    """Secret words of a script: (index, word, variable that holds it)."""
     found = []
     for index, (before, word) in enumerate(zip(("", *words), words, strict=False)):
         flag, equals, _ = word.partition("=")
@@ -229,7 +234,7 @@ def _secret_words(words: tuple[str, ...]) -> list[tuple[int, str, str]]:
 
 
 def code_of(job: Job, git: dict[str, Any]) -> str | None:
-    """The folder that a node runs in; None in an image, where the package is installed."""
+    """The folder in which a node runs; None in an image, where the package is installed."""
     local = git.get("repo_url_or_path")
     if local is not None:
         return str(Path(local).absolute())
@@ -241,7 +246,7 @@ def code_of(job: Job, git: dict[str, Any]) -> str | None:
 
 
 def _clone(git: dict[str, Any]) -> dict[str, Any] | None:
-    """What to clone."""
+    """What to clone; None: nothing."""
     url = git.get("repo_url_or_path")
     if unknown := [key for key in git if key not in ("repo_url_or_path", "branch", "commit")]:
         raise ConfigError(f"git.{unknown[0]}: there is no such key")
@@ -256,12 +261,12 @@ def _clone(git: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def python_of(job: Job) -> str:
-    """The interpreter of the nodes."""
+    """The Python interpreter of the nodes."""
     return str(job.tree.get("python") or (sys.executable if job.backend == "local" else "python3"))
 
 
 def to_yaml(tree: Any) -> str:
-    """YAML that reads back equal, by readers of YAML 1.2 and by kubectl's too: 1e3, 0o17 and y are texts to PyYAML."""
+    """YAML that reads back equal also in YAML 1.2 readers and kubectl: 1e3, 0o17 and y are text to PyYAML only."""
     import yaml
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -276,7 +281,7 @@ def to_yaml(tree: Any) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """A file of templates/ filled in. In it, ``| sh`` quotes for a shell."""
+    """A file of templates/ filled in; in it ``| sh`` quotes for a shell."""
     return str(_templates().get_template(template).render(**values))
 
 
@@ -286,6 +291,7 @@ def _templates() -> Any:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE / "templates"),
+        # StrictUndefined: a misspelled variable would be an empty text in a script.
         undefined=jinja2.StrictUndefined,
         autoescape=False,
         keep_trailing_newline=False,

@@ -1,4 +1,4 @@
-"""Which keys of a configuration are texts. A text stays what was written: an account 00123, a version 1.10."""
+"""Which keys of a configuration are text. Text stays as written: an account 00123, a version 1.10."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SBATCH_FLAGS = (
     *("contiguous", "exclusive", "hold", "no_kill", "no_requeue", "overcommit", "oversubscribe", "parsable", "quiet"),
     *("reboot", "spread_job", "test_only", "use_min_nodes", "verbose", "wait", "wait_all_nodes"),
 )
-"""Options of sbatch that can go without a value, where true and false say whether they are given."""
+"""Options of sbatch without a value, where true and false say whether they are given."""
 _CLUSTER_VALUES = (
     *SBATCH_FLAGS,
     *("background", "requeue", "signal_seconds", "stderr_to_stdout", "slurm_create_submission_file_only"),
@@ -32,11 +32,11 @@ _CONTAINERS = (
     *("requests", "envFrom", "sm_jobs_config", "inputs", "s3", "file_system", "tensorboard_config", "subnets"),
     *("security_group_ids", "additional_estimator_kwargs", "recipe_overrides", "training_cfg", "script_args", "run"),
 )
-"""Keys that take lists or keys and values, whose ends are texts."""
+"""Keys with lists, or keys and values, whose leaves are text."""
 
 
 def is_text(path: Path) -> bool:
-    """Whether what is at ``path``, or at the ends of what is there, is a text."""
+    """Whether the value at ``path``, or the leaves below it, are text."""
     head, *rest = path
     if head == "recipes":
         return bool(rest) and _is_text_of_recipe(tuple(rest))
@@ -60,12 +60,12 @@ def _is_text_of_recipe(path: Path) -> bool:
 
 
 def setting_of(name: str) -> Setting | None:
-    """A setting of either entry point."""
+    """A setting of either entry point; None: no such setting."""
     return settings(FINETUNE).get(name) or settings(PRETRAIN).get(name)
 
 
 def takes_one_text(path: Path) -> bool:
-    """Whether a text is all that can be at ``path``, so that brackets and commas are part of it."""
+    """Whether ``path`` can only hold a text, so that brackets and commas are part of it."""
     if not is_text(path) or path[-1] in _CONTAINERS or (path[-1].isdigit() and path[-2] in _LISTS_OF_OBJECTS):
         return False
     if path[0] == "recipes":
@@ -76,7 +76,7 @@ def takes_one_text(path: Path) -> bool:
 
 
 def value_of(override: Override) -> Any:
-    """What an override sets its key to.
+    """The value to which an override sets its key.
 
     Raises:
         ValueError: it is not in the grammar.
@@ -86,5 +86,5 @@ def value_of(override: Override) -> Any:
         return settled(read_value(text), is_text, path)
     if text.strip().lower() == "null":
         return None
-    # an empty word is a variable that a script was not given; a variable of the environment may be empty
+    # An empty word is a shell variable that was not set; an environment variable may be empty.
     return None if text == "" and path[0] != "env_vars" else read_text(text)

@@ -1,4 +1,4 @@
-"""Where recipes and configuration files lie, and what is in them."""
+"""Where recipes and configuration files are, and their content."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]
 PACKAGED = HERE / "recipes_collection"
 SUPERVISE = HERE / "backends" / "supervise.py"
-"""In a wheel. In a checkout the collection is at the top."""
+"""The collection of a wheel is next to this file, that of a checkout at the top."""
 TABLE = "table.yaml"
-"""File of a collection with recipes that differ in a few words."""
+"""A collection's file of recipes that differ in a few words."""
 _OF_THEIR_TRAINER = ("use_default", "update_adapter")
 
 
@@ -28,7 +28,7 @@ def collection() -> Path:
 
 
 def folders() -> list[Path]:
-    """Collections that are searched, the caller's own before this project's."""
+    """Collections to search: the caller's own before this project's."""
     own = Path.cwd() / "recipes_collection"
     return [own, collection()] if own.is_dir() and own != collection() else [collection()]
 
@@ -39,7 +39,7 @@ def list_recipes() -> list[str]:
 
 
 def get_recipe(name: str) -> dict[str, Any]:
-    """What a recipe says, references unresolved.
+    """The content of a recipe, with references unresolved.
 
     Raises:
         ConfigError: there is no such recipe.
@@ -48,7 +48,7 @@ def get_recipe(name: str) -> dict[str, Any]:
 
 
 def load_recipe(name: str, is_text: Callable[..., bool] = lambda path: False) -> tuple[dict[str, Any], Path]:
-    """What a recipe says, references unresolved, and the file that says it: its own, or a collection's table.
+    """The content of a recipe, with references unresolved, and the file that has it: its own, or a collection's table.
 
     Args:
         name: of a recipe, or a path that ends in .yaml.
@@ -62,7 +62,7 @@ def load_recipe(name: str, is_text: Callable[..., bool] = lambda path: False) ->
 
 
 def read_recipe_text(name: str) -> tuple[str, Path]:
-    """A recipe as text, and the file that it is from.
+    """A recipe as text, and the file it comes from.
 
     Raises:
         ConfigError: there is no such recipe, or its file cannot be read.
@@ -86,7 +86,9 @@ def find_cluster(name: str) -> Path:
 
 
 def own_config() -> tuple[dict[str, Any], dict[str, str]]:
-    """What config.yaml of the caller's own collection sets, and the files that it chooses.
+    """The settings in config.yaml of the caller's own collection, and the files that it chooses.
+
+    It may be HyperPod's: then Hydra's defaults list says which cluster and recipe are meant.
 
     It may be HyperPod's: Hydra's part of it says which cluster and recipe are meant.
     """
@@ -111,7 +113,7 @@ def own_config() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def load_yaml(path: Path, is_text: Callable[..., bool] = lambda path: False, under: str = "") -> dict[str, Any]:
-    """A YAML file of keys and values, interpolations unresolved.
+    """A YAML file of keys and values, with references unresolved.
 
     Args:
         path: of the file.
@@ -125,7 +127,7 @@ def load_yaml(path: Path, is_text: Callable[..., bool] = lambda path: False, und
 
 
 def parse_yaml(text: str, path: Path, is_text: Callable[..., bool], under: str) -> dict[str, Any]:
-    """The same of a text that is from ``path``."""
+    """The same for a text from ``path``."""
     try:
         loaded = load_scalars(text)
     except ValueError as error:
@@ -137,7 +139,7 @@ def parse_yaml(text: str, path: Path, is_text: Callable[..., bool], under: str) 
 
 
 def table(folder: Path) -> dict[str, Row]:
-    """The recipes of a collection's table, if it has one: name -> what gives its text."""
+    """The recipes of a collection's table by name, each as a function that gives its text; {} without a table."""
     path = folder / TABLE
     return rows_of(_read(path), path) if path.is_file() else {}
 

@@ -17,8 +17,10 @@ from typing import Any
 from smp.config import ConfigError
 
 Path = tuple[str, ...]
-"""Names of keys, and numbers of items of lists."""
+"""Names of keys, and indices of list items."""
 _WORD = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[^=\s+~][^=\s]*?)(?:=(?P<value>.*))?", re.DOTALL)
+# Hydra's lexer, as regular expressions: identifiers and integers, quoted texts, escapes, elements
+# of lists.
 _PART = re.compile(r"[A-Za-z_$][\w$-]*|0|[1-9](?:_?\d)*|[\w.$/-]+")
 _INTEGER = re.compile(r"[+-]?(?:0|[1-9](?:_?\d)*)")
 _POINT = r"(?:(?:0|[1-9](?:_?\d)*)\.|(?:0|[1-9](?:_?\d)*)?\.\d(?:_?\d)*)"
@@ -33,7 +35,7 @@ _SWEEPS = ("choice", "range", "interval", "glob", "tag", "sort", "shuffle")
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number, a truth value or nothing, written without quotes.
+    """A number, a truth value or null, written without quotes.
 
     Attributes:
         text: as it was written.
@@ -66,7 +68,7 @@ class Override:
 
 
 def read_word(word: str) -> Override:
-    """Take a word apart; its value is read by :func:`read_value` or :func:`read_text`, when the key is known.
+    """Split a word; its value is read by :func:`read_value` or :func:`read_text` once the key is known.
 
     Raises:
         ConfigError: it is no override.
@@ -88,7 +90,7 @@ def read_word(word: str) -> Override:
 
 
 def read_text(text: str) -> str:
-    """A value that is a text: as it is typed, without the quotes around it.
+    """A text value: as typed, without the quotes around it.
 
     Raises:
         ValueError: it is a sweep.
@@ -101,7 +103,7 @@ def read_text(text: str) -> str:
 
 
 def read_value(text: str) -> Any:
-    """A value in Hydra's grammar: texts, lists, dictionaries and :class:`Scalar`.
+    """A value in Hydra's grammar: text, lists, dictionaries and :class:`Scalar`.
 
     Raises:
         ValueError: it is none.
@@ -120,7 +122,7 @@ def read_value(text: str) -> Any:
 
 
 class _Reader:
-    """Goes through the text of a value."""
+    """Reads the text of a value from left to right."""
 
     def __init__(self, text: str):
         self.text, self.position, self.depth = text, 0, 0
@@ -165,7 +167,7 @@ class _Reader:
         match = self.take(pattern)
         text = match[0].lstrip(" \t") if match else ""
         bare = text.rstrip(" \t")
-        if bare != text and re.search(r"(?<!\\)(?:\\\\)*\\$", bare):  # the blank behind a backslash is of the text
+        if bare != text and re.search(r"(?<!\\)(?:\\\\)*\\$", bare):  # a blank after a backslash belongs to the text
             bare = text[: len(bare) + 1]
         if not bare:
             raise ValueError("a value is missing" + (f" before {self.rest!r}" if self.rest else ""))
@@ -173,6 +175,7 @@ class _Reader:
 
     def _items(self, end: str, item: Callable[[], Any]) -> list[Any]:
         self.position, self.depth = self.position + 1, self.depth + 1
+        # Recursion: thousands of brackets would overflow Python's stack.
         if self.depth > 32:
             raise ValueError("has more than 32 levels")
         items: list[Any] = []
@@ -202,9 +205,11 @@ class _Reader:
 
 
 def _unquoted(match: re.Match[str]) -> str:
-    """What is between quotes. Backslashes count before a quote only, the closing one included."""
+    """The text between quotes. Backslashes escape only in front of a quote, the closing one included."""
     quote, text = match[1], match[2]
+    # Backslashes in front of the closing quote are pairs: each pair is one.
     body = text.rstrip("\\")
+    # Of n backslashes in front of a quote, every second one and the quote remain.
     inside = re.sub(rf"\\+{quote}", lambda found: found[0][1::2], body)
     return inside + "\\" * ((len(text) - len(body)) // 2)
 
@@ -223,7 +228,8 @@ def _scalar(text: str) -> Any:
 
 
 def settled(node: Any, is_text: Callable[[Path], bool], path: Path = ()) -> Any:
-    """``node`` with the text of a :class:`Scalar` where ``is_text`` says so of its path, and its value elsewhere."""
+    """``node`` with each :class:`Scalar` replaced: by its text where ``is_text`` says so for its path, else by its
+    value."""
     if isinstance(node, dict):
         names = {key.text if isinstance(key, Scalar) else str(key): value for key, value in node.items()}
         return {name: settled(value, is_text, (*path, name)) for name, value in names.items()}

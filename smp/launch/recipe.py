@@ -1,4 +1,4 @@
-"""A composed recipe, in either dialect, as the settings of an entry point and where they run.
+"""A composed recipe, in either dialect, as settings of an entry point and where they run.
 
 Ours: keys at the top of the file are settings, under the flags' own names; ``run`` and ``trainer`` say where.
 HyperPod's: all else is translated by :mod:`smp.launch.hyperpod`. Settings at the top work there too, and win.
@@ -39,16 +39,17 @@ _ALTERNATIVES = (
     ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
     ("lora_rank", "load_adapter"),
 )
-"""Settings of which a run has one: whoever gives one takes it in place of what a key of HyperPod's became."""
+"""Groups of settings of which a run has one: a recipe's own setting replaces any other one of its group that came from
+a key of HyperPod's."""
 _SCRIPT = ("entry_script", "entry_module", "script_args", "run")
-_VOCABULARY = 32000  # to check a recipe with, when only its tokenizer or its folder says it
+_VOCABULARY = 32000  # for checks, where only the tokenizer or the model's folder tells it
 _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What runs, on how much.
+    """What runs, and on how many processes.
 
     Attributes:
         name: of the job.
@@ -86,11 +87,13 @@ class Recipe:
 
     @property
     def seconds(self) -> int | None:
-        """The time limit as sbatch reads it: [days-]hours[:minutes[:seconds]] with days, minutes[:seconds] without."""
+        """The time limit in seconds as sbatch reads it: [days-]hours[:minutes[:seconds]] with days, minutes[:seconds]
+        without."""
         if self.time_limit is None:
             return None
         days, dash, clock = self.time_limit.rpartition("-")
         parts = [int(part) for part in clock.split(":")]
+        # "12:00:00" are hours, "12:00" and "12" minutes.
         if dash or len(parts) == 3:
             hours, minutes, rest = [*parts, 0, 0][:3]
         else:
@@ -114,10 +117,12 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
     where = {name: _section(tree, name) for name in _WHERE}
     own, leaves = _split(tree, where, form)
     beside = {f"{name}.{key}": value for name, section in where.items() for key, value in section.items()}
+    # verl's sections may give the sizes where the recipe's trainer does not.
     for name, key in (form.sizes if form is not None else {}).items():
         if name not in where["trainer"] and leaves.get(key) is not None:
             where["trainer"][name] = beside[f"trainer.{name}"] = leaves[key]
     translated = Translated(finetune=False) if form is None else translate(leaves, form, beside)
+    # A setting that pretrain_gpt.py lacks tells a recipe for finetune.py.
     tuned = translated.finetune if form is not None else not own.keys() <= settings(PRETRAIN).keys()
     task = where["run"].get("task") or ("finetune" if tuned else "pretrain")
     if task not in ("pretrain", "finetune"):
@@ -145,12 +150,13 @@ def _with_settings(
     translated: Translated,
     base: Any,
 ) -> Recipe:
-    """``recipe`` with its settings, from this project's names of them and from keys of HyperPod's."""
+    """``recipe`` with its settings, from this project's names and from HyperPod's keys."""
     values = _parsed(own, recipe)
-    if form is not None and "model" in own:  # its name says the architecture
+    if form is not None and "model" in own:  # the named size replaces the shape in the recipe's keys
         without = {name: value for name, value in translated.values.items() if name not in translated.shape}
         translated = replace(translated, values=without, shape={})
     said = {name: key for name, key in translated.said.items() if name not in own}
+    # This project's own settings win over translated ones.
     with _keys_named(said):
         values = _parsed(_without_alternatives(translated.values, values), recipe, translated=True) | values
     if leaves and form is None:
@@ -160,10 +166,11 @@ def _with_settings(
         with _keys_named(said):
             values |= _parsed(translated.values, recipe, translated=True)
     missing = _missing(recipe, values)
+    # Checks need a save folder: the job provides one.
     saved = {"save": "the job's folder", **values}
     with _keys_named(said):
         shape = _parsed(translated.shape, replace(recipe, task="pretrain"), translated=True)
-        if values.get("model_implementation") == "transformers":  # whose architecture is known where its folder is
+        if values.get("model_implementation") == "transformers":  # its architecture is in its folder
             shape = {}
         config = _checked(recipe, saved, shape or _preset("run.base_model", base), bool(missing))
     return replace(
@@ -179,7 +186,7 @@ def _with_settings(
 
 @contextmanager
 def _keys_named(said: Mapping[str, str]) -> Iterator[None]:
-    """Errors of settings that keys of HyperPod's say end in these keys."""
+    """Errors about settings that came from HyperPod's keys are extended by these keys."""
     try:
         yield
     except ConfigError as error:
@@ -189,7 +196,7 @@ def _keys_named(said: Mapping[str, str]) -> Iterator[None]:
 
 
 def _keys_of(message: str, said: Mapping[str, str]) -> list[str]:
-    """Which keys of HyperPod's say the settings that a message names: --lr, or lr: in front of it."""
+    """HyperPod's keys for the settings that a message names, as --lr or with lr: in front."""
     named = {flag.replace("-", "_") or name for flag, name in re.findall(r"--([a-z][\w-]*)|^(\w+):", message)}
     return [key for setting, key in said.items() if setting in named and key not in message]
 
@@ -197,7 +204,7 @@ def _keys_of(message: str, said: Mapping[str, str]) -> list[str]:
 def _split(
     tree: Mapping[str, Any], where: Mapping[str, Mapping[str, Any]], form: Form | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings under their own names, and keys of HyperPod's."""
+    """(settings under their own names, HyperPod's keys)."""
     known = settings(PRETRAIN).keys() | settings(FINETUNE).keys()
     if form is not None:
         known -= form.keys.keys()
@@ -216,14 +223,14 @@ def _split(
 
 
 def _without_alternatives(translated: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """What keys of HyperPod's became, but for that which a setting of this project's says otherwise."""
+    """Translated settings, without those for which this project's own settings give an alternative."""
     given = {name for name, value in own.items() if value is not None and value is not False}
     taken = [group for group in _ALTERNATIVES if given & set(group)]
     return {name: value for name, value in translated.items() if not any(name in group for group in taken)}
 
 
 def _overridden(values: Mapping[str, Any], leaves: Mapping[str, Any], recipe: Recipe) -> Translated:
-    """What keys of HyperPod's change of a recipe of this project's."""
+    """What HyperPod's keys change in a recipe of this project."""
     changed = override(values, leaves, recipe.task == "finetune")
     if changed.finetune != (recipe.task == "finetune"):
         name = next(name for name in ("model.do_finetune", "model.multi_modal") if name in leaves)
@@ -248,7 +255,7 @@ def _count(section: Mapping[str, Any], name: str) -> int:
 
 
 def _name(value: Any) -> str:
-    """A name that Kubernetes, SageMaker and Slurm all take."""
+    """A name that Kubernetes, SageMaker and Slurm all accept."""
     name = re.sub(r"[._]", "-", str(value))
     if not _NAME.fullmatch(name):
         raise ConfigError(f"run.name: {value!r} must be of a-z, 0-9 and -, at most 63 of them")
@@ -289,7 +296,8 @@ def _read_script(section: Mapping[str, Any], stem: str) -> Recipe:
 
 
 def _script_words(arguments: Any) -> list[str]:
-    """HyperPod writes arguments as a list of ``--flag: value``; a list of words or a line of them is taken too."""
+    """Words of script_args: HyperPod writes a list of ``--flag: value``; a list of words or a line of them works,
+    too."""
     if arguments is None:
         return []
     if isinstance(arguments, str):
@@ -307,7 +315,7 @@ def _script_words(arguments: Any) -> list[str]:
 
 
 def _parsed(values: Mapping[str, Any], recipe: Recipe, translated: bool = False) -> dict[str, Any]:
-    """Values by the rules of flags."""
+    """Values parsed by the rules of flags."""
     table = settings(_entry(recipe.task))
     return {
         name: _value(table, name, value, recipe)
@@ -346,7 +354,7 @@ def _preset(key: str, name: Any) -> dict[str, Any]:
 
 
 def _missing(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Settings without which the run would refuse to start, that say nothing about the layout."""
+    """Settings without which the run would not start and which do not affect the layout."""
     data = any(values.get(name) for name in ("data_path", "data_args_path", "train_data_path", "mock_data"))
     length = any(values.get(name) for name in ("train_iters", "train_samples", "train_epochs"))
     gone = [] if data else ["data_path"]
@@ -364,7 +372,8 @@ def _sized(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(recipe: Recipe, values: Mapping[str, Any], shape: Mapping[str, Any], incomplete: bool) -> Config | None:
-    """The settings resolved as the run would, or ConfigError. The model of a fine-tuning run may not be known here."""
+    """The settings resolved as the run would, or ConfigError; None for a fine-tuning run whose model is not known
+    here."""
     world, entry = recipe.world_size, _entry(recipe.task)
     if recipe.task == "pretrain":
         guessed: dict[str, Any] = {"vocab_size": _VOCABULARY} if incomplete else {}
@@ -373,6 +382,7 @@ def _checked(recipe: Recipe, values: Mapping[str, Any], shape: Mapping[str, Any]
         return _planned(resolve(config, world), world)
     if "model" in values:
         raise ConfigError("model: the architecture is that of the folder in load; leave it out")
+    # Placeholders: what the run reads from its folder or data is not known on a head node.
     complete = {"load": "MODEL", "data_path": "DATA", "train_iters": 1}
     given = {name: value for name, value in values.items() if value is not None}
     if values.get("objective") in ONLINE:  # files of functions are where the job runs
@@ -390,14 +400,14 @@ def _checked(recipe: Recipe, values: Mapping[str, Any], shape: Mapping[str, Any]
 
 
 def _dry(values: Mapping[str, Any], incomplete: bool) -> dict[str, Any]:
-    """What lets an incomplete recipe be checked."""
+    """Settings that let an incomplete recipe be checked."""
     return {"dry_run": True} if incomplete or values.get("dry_run") else {}
 
 
 def _planned(config: Config, world: int) -> Config:
     layout = Layout.from_config(config.parallel, world)
     if layout.pp > 1:
-        from smp.pipeline.stage_plan import plan_pipeline  # imports what a recipe without a pipeline does not need
+        from smp.pipeline.stage_plan import plan_pipeline  # not needed without a pipeline
 
         plan_pipeline(config, layout)
     return config

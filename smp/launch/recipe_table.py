@@ -19,12 +19,12 @@ from smp.config import ConfigError
 from smp.launch.yaml_text import load_text
 
 Row = Callable[[], str]
-"""Gives the text of a recipe."""
+"""Returns the text of a recipe."""
 _SECTIONS = {"name": ("run", "name"), "base": ("run", "base_model"), "nodes": ("trainer", "num_nodes")}
 
 
 def rows_of(text: str, path: Path) -> dict[str, Row]:
-    """The recipes of a table: name -> what gives its text.
+    """The recipes of a table: name -> function that returns its text.
 
     Raises:
         ConfigError: it is no such table.
@@ -41,7 +41,7 @@ def rows_of(text: str, path: Path) -> dict[str, Row]:
 
 
 def _recipe(shared: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """A recipe as a file would have it."""
+    """A recipe as the text of a file."""
     sections: dict[str, dict[str, Any]] = {"run": {}, "trainer": {}}
     settings: dict[str, Any] = {}
     for key, value in row.items():
@@ -56,6 +56,7 @@ def _recipe(shared: Mapping[str, Any], row: Mapping[str, Any]) -> str:
         if key in sections:
             sections[key] |= value
         else:
+            # The row wins over what is shared.
             settings.setdefault(key, value)
     lines = [f"# {row['about']}", *(f"{name}: {_flow(section)}" for name, section in sections.items()), ""]
     return "\n".join([*lines, *(f"{name}: {_scalar(value)}" for name, value in settings.items())]) + "\n"
@@ -69,5 +70,6 @@ def _scalar(value: Any) -> str:
     if isinstance(value, bool | None):
         return json.dumps(value)
     text = str(value)
+    # Quoted where YAML would read something else, or flow brackets would end.
     plain = not isinstance(value, str) or (load_text(text) == value and not set(text) & set(",[]{}#&*!|>'\"%@`"))
     return text if plain else json.dumps(text)

@@ -1,4 +1,4 @@
-"""References between keys of a configuration, ``${key}``, replaced by what they refer to.
+"""References between keys of a configuration, ``${key}``, replaced by their values.
 
 OmegaConf does it. Importing it takes as long as all the rest of a dry run, so a tree whose references are plain ones
 (``${a.b}``, ``${.b}``) is resolved here, to the same values; for anything else, mistakes included, OmegaConf is asked.
@@ -27,7 +27,7 @@ class UnresolvedError(ValueError):
 
 
 def resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``tree`` with references replaced by what they refer to.
+    """A copy of ``tree`` with references replaced by their values.
 
     Raises:
         UnresolvedError: a reference to nothing, to itself, or one that is not in the grammar.
@@ -59,7 +59,7 @@ class _Resolver:
         self.tree, self.plain = tree, True
 
     def value(self, node: Any, path: Path, waiting: tuple[Path, ...]) -> Any:
-        """What is at ``path``, which the texts ``waiting`` refer to.
+        """The resolved value at ``path``; ``waiting``: paths of the texts that refer to it.
 
         Raises:
             UnresolvedError: it is one of them. OmegaConf would not end.
@@ -82,13 +82,15 @@ class _Resolver:
         return _REFERENCE.sub(lambda match: self._inside(self.referred(match, path, waiting)), node)
 
     def _inside(self, value: Any) -> str:
-        """A value in the middle of a text."""
+        """A value inside a longer text."""
         if isinstance(value, Mapping | list):
             self.plain = False
         return str(value)
 
     def referred(self, match: re.Match[str], path: Path, waiting: tuple[Path, ...]) -> Any:
-        """What a reference at ``path`` refers to."""
+        """The value that a reference at ``path`` refers to."""
+        # As in OmegaConf: one dot is the section of the reference, each further one a section
+        # above.
         dots, names = len(match[1]), match[2].split(".")
         place: Path = (*(path[:-dots] if dots else ()), *names)
         node: Any = self.tree
@@ -114,7 +116,7 @@ def _by_omegaconf(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _register_resolvers() -> None:
-    """The functions that HyperPod's recipes may call in ``${...}``."""
+    """Register the functions that HyperPod's recipes may call in ``${...}``."""
     from omegaconf import OmegaConf
 
     functions = {

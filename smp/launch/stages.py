@@ -1,5 +1,5 @@
-"""Stages of a job besides the training: preparing data, converting, evaluating, exporting. A stage is a section of the
-configuration with a command; it runs on one node, after the stage before it has succeeded."""
+"""Stages of a job other than the training: preparing data, converting, evaluating, exporting. A stage is a section of
+the configuration with a command; it runs on one node after the stage before it has succeeded."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def stage_names(job: Job) -> list[str]:
     """
     names = job.tree.get("stages") or [TRAINING]
     for name in names:
+        # These are names of the job's own scripts.
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in ("submit", "train", "docker"):
             raise ConfigError(f"stages: {name!r} cannot be the name of a stage")
     if len(set(names)) != len(names) or TRAINING not in names:
@@ -29,7 +30,7 @@ def stage_names(job: Job) -> list[str]:
 
 
 def stage_artifacts(job: Job, suffix: str, head: Any) -> Artifacts:
-    """A script per stage that is not the training.
+    """A script for each stage other than the training.
 
     Args:
         job: the job.
@@ -64,7 +65,7 @@ def _command(job: Job, name: str) -> str:
 
 
 def only_training(job: Job) -> None:
-    """Raise ConfigError when there are stages that this back-end would need a workflow engine for."""
+    """Raise ConfigError where there are stages: this back-end would need a workflow engine for them."""
     if (names := stage_names(job)) != [TRAINING]:
         raise ConfigError(
             f"stages: [{', '.join(names)}] with cluster={job.backend}, which runs training alone; take cluster=slurm "

@@ -1,4 +1,4 @@
-"""YAML as settings of a run read it. PyYAML follows YAML 1.1, where 12:00:00 is 43200, 010 is 8 and 3e-4 is text."""
+"""YAML as settings of a run read it. PyYAML follows YAML 1.1, in which 12:00:00 is 43200, 010 is 8 and 3e-4 is text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from smp.launch.overrides import Scalar, values
 
 _MOST_LEVELS, _MOST_VALUES = 32, 10_000
 
+# libyaml's loader where PyYAML was built with it: several times as fast.
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """Numbers are decimal; there are no dates; a key is given once."""
+    """Numbers are decimal, there are no dates, and a key may be given once."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        # Only these of YAML 1.1's implicit types; numbers are defined below.
         letter: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "bool", "merge")]
         for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -43,19 +45,20 @@ _Loader.add_implicit_resolver(
 
 
 class _ScalarLoader(_Loader):
-    """Numbers, truth values and nothing keep their text."""
+    """Numbers, truth values and null keep their text."""
 
 
 def _scalar(loader: Any, node: Any) -> Scalar:
     return Scalar(node.value, _Loader.yaml_constructors[node.tag](loader, node))
 
 
+# Tags with a text and a value; all others are plain.
 for _tag in (_NUMBER, "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"):
     _ScalarLoader.add_constructor(_tag, _scalar)
 
 
 def load_text(text: str) -> Any:
-    """What a text of YAML says.
+    """The content of a YAML text.
 
     Raises:
         ValueError: it is no YAML; one line with the place.
@@ -64,7 +67,7 @@ def load_text(text: str) -> Any:
 
 
 def load_scalars(text: str) -> Any:
-    """The same, with a :class:`Scalar` for what is written without quotes and is more than a text.
+    """The content with a :class:`Scalar` for every unquoted value that is not only a text.
 
     Raises:
         ValueError: it is no YAML; one line with the place.
@@ -78,7 +81,8 @@ def load_scalars(text: str) -> Any:
 
 
 def _check_size(loaded: Any) -> None:
-    """Raise ValueError for what no configuration is: aliases can make a few lines endless, or larger than memory."""
+    """Raise ValueError for what cannot be a configuration: aliases can make a few lines endless, or larger than
+    memory."""
     waiting, seen = [(loaded, 0)], 0
     while waiting:
         value, depth = waiting.pop()

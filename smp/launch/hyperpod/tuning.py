@@ -77,7 +77,7 @@ def split_beside(files: str) -> Convert:
             raise ConfigError(f"{value!r} is no share of the samples that are trained")
         if get(files):
             return f"{files.rpartition('training_config.')[2]} are the samples for validation"
-        # Rounded: 100 x 0.95 is not exactly 95 in floating point.
+        # Rounded: 100 x 0.07 is 7.000000000000001 in floating point.
         train = round(100 * value, 6)
         return {"split": f"{train:g},{100 - train:g},0"}
 

@@ -32,11 +32,11 @@ _ESTIMATORS = {
 }
 _KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
 _KL_COEFFICIENT = 0.001
-"""verl's own, of either place, where no key says it."""
+"""verl's default, of either placement."""
 _REFERENCE = "the reference is the model without its adapters, or a copy; it is computed as the policy is"
 _SAMPLING = "completions are sampled by the layers that train, which need no engine"
 _NAMED = ("gemma", "qwen", "llama", "deepseek", "gpt", "nemotron", "mistral")
-"""Families that the name of a model's folder may have."""
+"""Families that the name of a model's folder may contain."""
 _JUDGE = "the function in recipes.reward_funcs asks the judge"
 
 
@@ -60,7 +60,7 @@ def _same_generations(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _batches(value: Any, get: Get) -> Mapping[str, Any]:
-    """verl counts prompts; here a step is a number of completions."""
+    """--global-batch-size and --steps-per-generation. verl counts prompts; here a step has a number of completions."""
     prompts, step = get(_T + "data.train_batch_size"), get(_A + "actor.ppo_mini_batch_size")
     if not prompts or not step:
         raise ConfigError("data.train_batch_size and actor.ppo_mini_batch_size go together")
@@ -70,7 +70,7 @@ def _batches(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _longest(get: Get) -> tuple[int, int]:
-    """Tokens of a prompt and of a completion."""
+    """Most tokens of a prompt and of a completion."""
     prompt = get(_T + "data.max_prompt_length") or get(_A + "rollout.prompt_length")
     completion = get(_A + "rollout.response_length") or get(_T + "data.max_response_length")
     if not prompt or not completion:
@@ -92,7 +92,9 @@ def _micro_batch_of_tokens(value: Any, get: Get) -> Mapping[str, Any] | str:
 
 
 def _micro_batch(value: Any, get: Get) -> Mapping[str, Any]:
-    """As many completions of full length as verl's micro-batches have tokens for, or verl's own number of them."""
+    """--micro-batch-size: as many full-length completions as verl's micro-batches have tokens for, or verl's own
+    number."""
+    # A recipe has the sections of both engines; the one with settings is used.
     engine = next((section for section in _ENGINES if get(section + "strategy") or get(section + "dtype")), _ENGINES[0])
     parallel = verl.model_parallel(get, engine.rstrip(".")) * (get(_A + "actor.ulysses_sequence_parallel_size") or 1)
     processes = tuning.data_processes(get, parallel)
@@ -108,7 +110,7 @@ def _ulysses(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _kl(value: Any, get: Get) -> Mapping[str, Any]:
-    """The KL settings of either key: only one of them can be true."""
+    """Settings of the KL term, from either key; only one of them can be on."""
     in_loss, in_reward = get(_A + "actor.use_kl_loss"), get(_ALG + "use_kl_in_reward")
     if in_loss and in_reward:
         raise ConfigError("use_kl_loss and use_kl_in_reward cannot be had together: take one")
@@ -139,7 +141,7 @@ def _kl_controller(value: Any, get: Get) -> Mapping[str, Any] | str:
 
 
 def _clip_ratio(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """Each side that has no key of its own."""
+    """--epsilon and --epsilon-high, each unless it has its own key."""
     sides = {"epsilon": "clip_ratio_low", "epsilon_high": "clip_ratio_high"}
     found = {name: value for name, key in sides.items() if get(f"{_A}actor.{key}") is None}
     return found or "clip_ratio_low and clip_ratio_high say it"
@@ -156,7 +158,7 @@ def _loss_mode(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _aggregation(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """verl's GSPO averages over completions whatever this key says; its KL in the loss does as it says."""
+    """--loss-type. verl's GSPO averages over completions whatever this key says; its KL in the loss follows the key."""
     if not _is_gspo(get):
         return _one_of("loss_type", _LOSSES).convert(value, get)
     if value != "seq-mean-token-mean" and get(_A + "actor.use_kl_loss") and get(_A + "actor.kl_loss_coef"):
@@ -165,9 +167,10 @@ def _aggregation(value: Any, get: Get) -> Mapping[str, Any] | str:
 
 
 def _delta(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """verl's third clip acts where the advantage is negative, as TRL's second side does."""
+    """--delta. verl's third clip acts on negative advantages, like TRL's second side."""
     if _is_gspo(get):
         return "gspo has two clips"
+    # verl's default of clip_ratio is 0.2.
     high = get(_A + "actor.clip_ratio_high") or get(_A + "actor.clip_ratio") or 0.2
     if value < 1 + high:
         raise ConfigError(f"{value} is below 1 + clip_ratio_high, {1 + high:g}")
@@ -182,7 +185,7 @@ def _correction(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _val_files(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """verl's trainer of an actor does not evaluate when it ends, if it has no frequency."""
+    """--valid-data-path. Without a frequency verl's actor trainer never evaluates, not even at the end."""
     freq = get(_T + "trainer.test_freq")
     if freq is None or (isinstance(freq, int) and freq <= 0):
         return "trainer.test_freq says that a run does not evaluate"
@@ -205,8 +208,8 @@ def _reward(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 def _thinking(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """Templates think unless they are told not to, Gemma's the other way round. Where a folder's name does not say
-    which it is, the recipe's title does."""
+    """Accept the template's default. Templates enable thinking unless told otherwise, except Gemma's. Where the
+    folder's name does not tell the family, the recipe's title does."""
     path, title = (str(get(name)).lower() for name in (_A + "model.path", "display_name"))
     name = path if any(family in path for family in _NAMED) else title
     if bool(value) == ("gemma" not in name):
@@ -219,7 +222,7 @@ def _unset_or(values: tuple[Any, ...], why: str) -> Key:
 
 
 def _offloaded(keys: dict[str, Key]) -> dict[str, Key]:
-    """verl moves a policy's weights out of the way of another engine, which there is not."""
+    """Keys by which verl moves a policy's weights out of another engine's way, of which there is none."""
     stays = nothing("there is no other engine that the weights would be in the way of")
     return keys | {"param_offload": stays, "grad_offload": stays}
 
@@ -481,5 +484,5 @@ ALWAYS = {
     **{"objective": "grpo", "bf16": True, "use_bias_correction_kl": False, "lr_decay_style": "constant"},
     "adam_beta2": 0.999,
 }
-"""verl's KL term is not multiplied by the ratio of policies; its optimizer and schedule are torch's where no key is."""
+"""verl's defaults: its KL term is not multiplied by the ratio of policies, and optimizer and schedule are torch's."""
 VERL_RL = Form("verl with an actor", KEYS, lambda get: True, ALWAYS, verl.SIZES)
