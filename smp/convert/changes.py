@@ -28,8 +28,8 @@ _DERIVED = frozenset(("ffn_hidden_size", "moe_ffn_hidden_size", "kv_channels", "
 
 
 def fits(trained: ModelConfig, asked: ModelConfig) -> bool:
-    """Whether the two have the same tensors. Both are resolved."""
-    if trained.is_foreign or asked.is_foreign:  # without building them, where they are described alike
+    """Whether the two models have the same tensors. Both are resolved."""
+    if trained.is_foreign or asked.is_foreign:  # equal descriptions need no meta model of transformers
         return not differences(trained, asked) or (trained.is_foreign and asked.is_foreign and _alike(trained, asked))
     return _alike(trained, asked)
 
@@ -49,13 +49,16 @@ def misfit(trained: ModelConfig, asked: ModelConfig) -> str | None:
     if trained.is_foreign or asked.is_foreign:
         raise ConfigError(f"the weights are of another model: {'; '.join(differences(trained, asked))}")
     different = [n for n, value in vars(trained).items() if n not in _SILENT and getattr(asked, n) != value]
+    # Settings that were given come before those that follow from them: the message names the cause.
     different.sort(key=_DERIVED.__contains__)
+    # A setting that alone changes the tensors is the clearest answer; a combination names its
+    # first.
     alone = (name for name in different if not _fits_with(trained, name, getattr(asked, name)))
     return next(alone, different[0])
 
 
 def _fits_with(trained: ModelConfig, name: str, value: Any) -> bool:
-    """Whether the one setting leaves the tensors as they are."""
+    """Whether changing this one setting leaves the tensors as they are."""
     try:
         return fits(trained, resolve_model(effective(replace(trained, **{name: value}))))
     except ConfigError:  # it does not go with the others: they had to change as well
@@ -63,7 +66,7 @@ def _fits_with(trained: ModelConfig, name: str, value: Any) -> bool:
 
 
 def changes(trained: ModelConfig, asked: ModelConfig, leave: Collection[str] = ()) -> str:
-    """What ``asked`` has otherwise, as ``--rotary-base 10000 -> 500000, ...``; empty: nothing.
+    """The settings that ``asked`` changes, as ``--rotary-base 10000 -> 500000, ...``; empty: nothing.
 
     Args:
         leave: names of settings that are not to be said.
@@ -71,14 +74,15 @@ def changes(trained: ModelConfig, asked: ModelConfig, leave: Collection[str] = (
     if trained.is_foreign or asked.is_foreign:
         return "; ".join(differences(trained, asked))
     before, now = in_one_form(trained), in_one_form(asked)
-    # One form of a setting may follow from other settings: said is what was set.
+    # The canonical form of a setting may follow from other settings: only those that were set are
+    # listed.
     one, other = vars(effective(trained)), vars(effective(asked))
     said = [n for n in one if n not in _SILENT and n not in leave and before[n] != now[n] and one[n] != other[n]]
     return ", ".join(f"{flag_of(name)} {_text(one[name])} -> {_text(other[name])}" for name in said)
 
 
 def changes_of_files(described: ModelConfig, asked: ModelConfig, leave: Collection[str] = ()) -> str:
-    """The same where ``described`` is what another program's file says, which knows nothing of how this one trains."""
+    """:func:`changes`, where ``described`` comes from another program's file, which has no settings of training."""
     return changes(described, asked, {*FREE, *leave})
 
 
@@ -88,16 +92,17 @@ def other_than_trained(load: object, changed: str) -> str:
 
 
 def _text(value: Any) -> str:
+    # 1e15: larger floats do not have every whole number.
     return as_text(int(value) if type(value) is float and value.is_integer() and abs(value) < 1e15 else value)
 
 
 def saved_model(saved: Mapping[str, Any], where: str) -> ModelConfig:
-    """The model that a checkpoint's settings describe. Of an older version's, settings that came later are at their
-    default.
+    """The model that a checkpoint's settings describe. Settings newer than the checkpoint are at their default.
 
     Raises:
         ConfigError: they are of no model.
     """
+    # Settings that a later version has dropped are ignored.
     known = {f.name: saved[f.name] for f in fields(ModelConfig) if f.name in saved}
     try:
         return resolve_model(effective(of_kinds(known)))

@@ -24,14 +24,14 @@ from smp.convert.pieces import Feed, Planned, Room
 from smp.convert.weights import Weights
 
 ERRORS = (ConfigError, CheckpointError, DamageError, OSError)
-"""What may be wrong with the files or the command of a conversion. Any other error is a fault of the program."""
+"""Errors that the files or the command of a conversion may cause. Any other error is a fault of the program."""
 JOURNAL, DONE = "journal.jsonl", ".done"
-"""Files of a conversion under way: what it is to do; and next to a complete file what has to be known of it."""
+"""Files of an interrupted conversion: its plan; and, next to a complete file, its note."""
 Progress = Callable[[int], None]
 
 
 class _GivenUpError(Exception):
-    """Another file could not be written, and the error of that one is raised."""
+    """Raised in the other threads once one file could not be written; that file's error is reported."""
 
 
 class Target(Protocol):
@@ -39,14 +39,14 @@ class Target(Protocol):
 
     @property
     def files(self) -> Mapping[str, list[Planned]]:
-        """Data files, by their paths in the folder that it becomes, and the tensors in each."""
+        """Data files by path within the folder, and the tensors in each."""
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """Write one file, durably, with the tensors that ``feed`` gives; JSON that ``finish`` will need."""
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
-        """Write what makes the files a checkpoint, which is brought to disk after that; ``records`` is what ``write``
-        returned, by file."""
+        """Write the files that complete the checkpoint; ``records`` has what ``write`` returned, by file. The caller
+        brings them to disk."""
 
 
 def write(
@@ -93,9 +93,10 @@ def write(
 
 @contextmanager
 def _resumed(staging: Path, plan: Any) -> Iterator[dict[str, Any]]:
-    """What ``Target.write`` returned for the files that the same conversion has completed before. Others are deleted.
-    Nobody else can have the folder meanwhile."""
+    """(context) What ``Target.write`` returned for files that the same conversion has completed before; other files are
+    deleted. The folder is locked meanwhile."""
     text = json.dumps(plan)
+    # a+: neither truncated nor required to exist, so the lock is taken before anything changes.
     with (staging / JOURNAL).open("a+", encoding="utf-8") as file:
         try:
             # Released by the system when its holder dies, so nothing has to be cleaned up.
@@ -119,7 +120,7 @@ def _resumed(staging: Path, plan: Any) -> Iterator[dict[str, Any]]:
 
 
 def _done(path: Path) -> Any:
-    """What is noted next to a file; None: it is not complete."""
+    """The note of a file; None: it is not complete."""
     note = path.with_name(path.name + DONE)
     done = json.loads(note.read_bytes()) if note.is_file() and path.is_file() else None
     # The note came after the file was on disk; a size that differs means that somebody wrote to it.
@@ -134,8 +135,9 @@ def _note(path: Path, record: Any) -> None:
 def _write_files(
     weights: Weights, target: Target, staging: Path, records: dict[str, Any], workers: int, progress: Progress
 ) -> None:
-    """The files that are missing, some at a time; the first error ends it."""
+    """Write the missing files, ``workers`` at a time; the first error ends all."""
     lock, failed = Lock(), Event()
+    # Room for two of the largest tensors: one thread can always go on.
     largest = max((tensor.stored.nbytes for tensors in target.files.values() for tensor in tensors), default=0)
 
     def count(done: int) -> None:
@@ -163,6 +165,7 @@ def _write_files(
         except BaseException:  # an interrupt from the keyboard
             failed.set()
             raise
+        # Threads that run finish their current piece, and raise at the next ``count``.
         finally:
             pool.shutdown(cancel_futures=failed.is_set())
     for job in jobs:
@@ -173,7 +176,7 @@ def _write_files(
 
 
 def _publish(staging: Path, path: Path) -> None:
-    """Everything to disk, then the name."""
+    """Bring everything to disk, then give the folder its name."""
     # Files first, then the name: a crash between the two leaves a conversion that can go on.
     for folder, _, files in os.walk(staging):
         for name in files:
@@ -183,6 +186,7 @@ def _publish(staging: Path, path: Path) -> None:
     if path.exists():
         path.rmdir()
     for note in (staging / JOURNAL, *staging.rglob(f"*{DONE}")):
+        # Last before the rename: until then an interruption can go on.
         note.unlink()
     os.rename(staging, path)
     sync_to_disk(path.parent)

@@ -56,4 +56,5 @@ def of_model_config(path: str, implementation: str) -> dict[str, Any]:
 
 def _of_files(model: ModelConfig) -> dict[str, Any]:
     # As they were set, and not in the one form in which they are compared: with other flags they may mean more.
+    # Training settings are the run's own, not the file's.
     return {name: value for name, value in vars(model).items() if name not in FREE}

@@ -38,6 +38,7 @@ def detect(path: Path) -> Format:
         return "hf"
     if is_megatron_folder(path):
         return "megatron"
+    # A run's folder has manifests one level below.
     if (path / MANIFEST).is_file() or (path / LATEST).is_file() or any(path.glob(f"*/{MANIFEST}")):
         return "smp"
     raise CheckpointError(
@@ -92,7 +93,8 @@ def open_checkpoint(
 
 
 def _companions(reference: Path | None) -> Path | None:
-    """Where the tokenizer of a reference lies: in it, or in what a checkpoint carries."""
+    """The folder with a reference's tokenizer: the reference itself, or what a checkpoint has carried along; None:
+    neither."""
     if reference is None:
         return None
     if not reference.is_dir():
@@ -101,7 +103,7 @@ def _companions(reference: Path | None) -> Path | None:
 
 
 def _own_folder(path: Path) -> Path:
-    """The folder of the checkpoint that a path to one, or to a run, means."""
+    """The checkpoint's own folder, for a path to it or to a run."""
     folder = find(path)
     assert folder.local is not None, "a path is not a URL"
     return folder.local
@@ -112,6 +114,7 @@ def _config(reference: Path, vocab_size: int | None) -> ModelConfig:
         config = config_from_hf(read_hf_config(reference), str(reference))
     else:
         config = SmpWeights(_own_folder(reference)).config
+    # The padded size cannot be told from Megatron's files, so an explicit one must agree.
     if vocab_size not in (None, config.vocab_size):
         raise ConfigError(f"--vocab-size {vocab_size}: --reference {reference} has {config.vocab_size} token ids")
     return config

@@ -1,4 +1,4 @@
-"""A model with latent attention, given the indexers of DeepSeek's sparse attention, with first weights.
+"""A model with latent attention and newly initialized indexers of DeepSeek's sparse attention.
 
 That is where the dense warm-up begins (--dsa-indexer-warmup), which trains nothing else. Weights are drawn as a new
 model's are, norms begin at 1.
@@ -40,9 +40,11 @@ class Indexed(Weights):
             raise ConfigError(f"{said}: the model has indexers already")
         if not dense.config.multi_latent_attention:
             raise ConfigError(f"{said}: the model has no latent attention (DeepSeek-V2, V3), beside which indexers are")
+        # None: default again, as derived settings may differ.
         given = {name: value for name, value in asdict(dense.config).items() if value is not None}
         rotated = dense.config.qk_pos_emb_head_dim
         chooses = {"experimental_attention_variant": "dsa", "dsa_indexer_topk": topk}
+        # As wide as the rotated part at least, which the indexer rotates as well.
         chooses |= {"dsa_indexer_head_dim": max(128, rotated)}
         try:
             self.config = resolved(**{**given, **chooses})
@@ -70,6 +72,6 @@ class Indexed(Weights):
 
 
 def _like(name: str) -> str:
-    """The tensor whose dtype a tensor has."""
+    """The tensor from which a tensor takes its dtype."""
     before, found, _ = name.partition("indexer.")
     return f"{before}query_down.weight" if found else name

@@ -18,10 +18,10 @@ from smp.config.rules.mtp import mtp_layers
 from smp.models.inventory import weights_of
 
 SCORE = "score"
-"""The head of transformers' ...ForSequenceClassification, the same in all families."""
+"""transformers' name of the head of ...ForSequenceClassification, in all families."""
 
 PREDICTIONS = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
-"""What a layer of multi-token prediction has besides its block, and Hugging Face's names of it, in that block."""
+"""Modules of a multi-token prediction layer in addition to its block, and Hugging Face's names for them."""
 
 Fusion = Literal[
     "per_group", "stacked", "halves", "interleaved", "gated", "per_key_head", "recurrent", "mamba", "mamba_conv", "ones"
@@ -45,7 +45,7 @@ ones: a number for each head alone, between dimensions of one (Kimi-Linear).
 
 @dataclass(frozen=True)
 class Fused:
-    """One of the modules that lie in an external one: ``member`` of the fusion ``kind``."""
+    """One of the modules in a fused external one: ``member`` of the fusion ``kind``."""
 
     external_name: str
     kind: Fusion
@@ -54,7 +54,8 @@ class Fused:
 
 @dataclass(frozen=True)
 class Table:
-    """External names of modules, by this project's. Weight and bias follow a dot, or a name's last underscore.
+    """External names of modules, by this project's names. Weight and bias follow after a dot, or after a name's last
+    underscore.
 
     Attributes:
         block: the external prefix of a block's modules; ``{}`` is the number of the layer.
@@ -82,7 +83,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Rows:
-    """The ``count x unit`` rows from ``start x unit`` on, of every ``slots x unit`` external rows."""
+    """``count x unit`` rows, from ``start x unit`` on, of every ``slots x unit`` external rows; ``blocks`` times."""
 
     blocks: int
     slots: int
@@ -97,7 +98,7 @@ class Rows:
 
     @property
     def single(self) -> bool:
-        """Whether it is each ``slots``-th row, from ``start`` on."""
+        """Whether these are every ``slots``-th row, from ``start`` on."""
         return self.count == self.unit == 1 and not self.whole
 
     @property
@@ -111,7 +112,8 @@ class Rows:
         return self.blocks * self.slots * self.unit
 
     def runs(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """(first external row, first row minus ``first``, rows) of each stretch of this project's ``count`` rows."""
+        """(first external row, first row minus ``first``, rows) for each contiguous run of this project's rows
+        ``first`` to ``first + count``."""
         if self.whole:
             yield first, 0, count
             return
@@ -120,13 +122,15 @@ class Rows:
         while row < first + count:
             block, within = divmod(row, width)
             length = min(width - within, first + count - row)
+            # Each block of external rows has ``slots x unit`` of them; this member's begin at
+            # ``start x unit``.
             yield (block * self.slots + self.start) * self.unit + within, row - first, length
             row += length
 
 
 @dataclass(frozen=True)
 class Link:
-    """One of this project's tensors and where it lies in an external one.
+    """One of this project's tensors, and where it is in an external one.
 
     Attributes:
         smp_name, external_name: of the two tensors.
@@ -153,6 +157,7 @@ class Link:
     def external_shape(self) -> tuple[int, ...]:
         """Shape of the whole external tensor."""
         rows = self.padded or self.rows.external_rows
+        # Convolution weights: (channels, 1, kernel) in files, (channels, kernel) here.
         shape: tuple[int, ...] = (rows, *(1,) * self.inner_one, *self.shape[1:])
         # Rows are counted as this project has them; only the shape in the files is turned.
         if self.transposed:
@@ -161,7 +166,7 @@ class Link:
 
 
 def links(table: Table, config: ModelConfig, *, stacked: bool = False) -> list[Link]:
-    """Where each of this project's tensors is; an expert's matrix is a link of its own.
+    """The links of all tensors of a model; an expert's matrix has a link of its own.
 
     Args:
         table: of the family.
@@ -171,6 +176,7 @@ def links(table: Table, config: ModelConfig, *, stacked: bool = False) -> list[L
     Raises:
         KeyError: the family does not have such a module.
     """
+    # Names for stacked experts replace those of single ones.
     if stacked:
         table = replace(table, modules={**table.modules, **table.stacked})
     if config.parallel_residual_shared_norm:
@@ -179,7 +185,7 @@ def links(table: Table, config: ModelConfig, *, stacked: bool = False) -> list[L
 
 
 def copies_in_predictions(table: Table, config: ModelConfig) -> list[Link]:
-    """The embedding and the output matrix, which Hugging Face's layers of multi-token prediction have once more."""
+    """Links of the embedding and output matrix, of which Hugging Face's multi-token prediction layers have copies."""
     shapes = {p.name: p.shape for p in weights_of(config)}
     head = "head.weight" if "head.weight" in shapes else "embedding.weight"
     names = (("embedding.weight", "embed_tokens.weight"), (head, "shared_head.head.weight"))
@@ -191,27 +197,32 @@ def copies_in_predictions(table: Table, config: ModelConfig) -> list[Link]:
 
 
 def _links(table: Table, config: ModelConfig, name: str, shape: tuple[int, ...]) -> list[Link]:
+    # attention.query.weight -> module and part
     module, part = name.rsplit(".", 1)
     if module.startswith("predictions."):
         _, number, module = module.split(".")
+        # Hugging Face counts prediction layers after the last block.
         front = table.block.format(config.num_layers + int(number))
         return [Link(name, f"{front}{PREDICTIONS[module]}.{part}", shape, all_rows(shape))]
     if not module.startswith("layers."):
         end = SCORE if module == "head" and config.scalar_head else table.ends[module]
         return [Link(name, f"{end}.{part}", shape, all_rows(shape))]
     _, number, module = module.split(".", 2)
+    # Layers with a recurrence have names of their own in some families.
     if table.recurrent and linear(config)[int(number)]:
         table = replace(table, modules={**table.modules, **table.recurrent})
-    # First by the tensor's full name, for tensors that have no module of their own there.
+    # By the tensor's full name first: some external tensors are not the weight or bias of a module.
     front, whole = table.block.format(number), table.modules.get(f"{module}.{part}")
     if isinstance(whole, str):
         return [Link(name, front + whole, shape, all_rows(shape), inner_one=part.endswith("_conv"))]
     if whole is not None and whole.kind == "ones":
+        # A_log is (1, 1, heads, 1) in files.
         around = ((0, 1), (0, 1))
         return [Link(name, front + whole.external_name, shape, all_rows(shape), leading=around, inner_one=True)]
     if whole is not None and part.endswith(("_conv", "_conv_bias")):
         rows, one = _fused_rows(whole, config, shape), part.endswith("_conv")
         return [Link(name, front + whole.external_name, shape, rows, inner_one=one)]
+    # Weights of all experts: (experts, out, in).
     if len(shape) == 3:
         return [_expert_link(front, table, module, config, name, shape, e) for e in range(shape[0])]
     if whole is not None:  # biases of all experts, of two projections in one tensor
@@ -230,16 +241,19 @@ def _expert_link(
     """The link of one expert of a tensor (experts, out, in) or (experts, out). A stacked external tensor's name has
     no ending."""
     count, inner, target = shape[0], shape[1:], table.modules[module]
+    # Biases of experts, (out,), have nothing to transpose.
     rows, transposed = all_rows(inner), table.experts_transposed and len(inner) == 2
     if isinstance(target, Fused):
         rows, target = _fused_rows(target, config, inner), target.external_name
     if "{}" in target:
         return Link(name, f"{front}{target.format(expert)}.weight", inner, rows, entry=expert)
+    # A stacked tensor: the expert's number is an index in it.
     return Link(name, front + target, inner, rows, transposed, leading=((expert, count),), entry=expert)
 
 
 def all_rows(shape: tuple[int, ...]) -> Rows:
     """All rows of a tensor of this shape."""
+    # One block that is one slot: all rows.
     return Rows(blocks=1, slots=1, start=0, count=1, unit=shape[0])
 
 
@@ -260,7 +274,8 @@ def _fused_rows(fused: Fused, config: ModelConfig, shape: tuple[int, ...]) -> Ro
     if fused.kind == "stacked":
         start, count = {"query": (0, heads), "key": (heads, groups), "value": (heads + groups, groups)}[fused.member]
         return Rows(blocks=1, slots=heads + 2 * groups, start=start, count=count, unit=width)
-    # For each key/value head its queries, then key, then value: Megatron's order for grouped queries.
+    # For each key/value head its queries, then key, then value (Megatron's order for grouped
+    # queries).
     queries = heads // groups
     start, count = {"query": (0, queries), "key": (queries, 1), "value": (queries + 1, 1)}[fused.member]
     return Rows(blocks=groups, slots=queries + 2, start=start, count=count, unit=width)
@@ -268,10 +283,13 @@ def _fused_rows(fused: Fused, config: ModelConfig, shape: tuple[int, ...]) -> Ro
 
 def _recurrent_rows(fused: Fused, config: ModelConfig) -> Rows:
     """Rows of a projection of a recurrence, or of its convolution."""
+    # Value heads of one key head are neighbours.
     heads, served = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
     key, value = config.linear_key_head_dim, config.linear_value_head_dim * served
     if fused.kind == "recurrent":
+        # A single block: all heads of a kind together.
         return _in_turn({"query": heads * key, "key": heads * key, "value": heads * value}, fused.member, 1)
+    # One row per value head.
     if fused.member in ("beta", "decay"):
         return _in_turn({"beta": served, "decay": served}, fused.member, heads)
     return _in_turn({"query": key, "key": key, "value": value, "gate": value}, fused.member, heads)
@@ -283,19 +301,20 @@ def _mamba_rows(fused: Fused, config: ModelConfig) -> Rows:
     values, keys = heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
     widths = {"value": values, "key": keys, "query": keys}
     if fused.kind == "mamba":
+        # z, x, B, C, dt; without z and dt for the convolution.
         widths = {"gate": values, **widths, "step": heads}
     return _in_turn(widths, fused.member, 1)
 
 
 def _in_turn(widths: Mapping[str, int], member: str, blocks: int) -> Rows:
-    """The rows of ``member`` where, in each block, all have so many, one behind the other."""
+    """The rows of ``member`` where each block has all members one after the other, of these widths."""
     names = list(widths)
     start = sum(widths[name] for name in names[: names.index(member)])
     return Rows(blocks, slots=sum(widths.values()), start=start, count=widths[member], unit=1)
 
 
 def by_external_name(found: Iterable[Link]) -> dict[str, list[Link]]:
-    """External tensors by name, and what lies in each."""
+    """Links by the name of their external tensor."""
     grouped: dict[str, list[Link]] = {}
     for link in found:
         grouped.setdefault(link.external_name, []).append(link)

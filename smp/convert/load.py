@@ -1,4 +1,4 @@
-"""Weights into a sharded model: every rank reads its own boxes."""
+"""Weights into a sharded model: every rank reads its own shards."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from smp.parallel.dtensor_box import local_part
 
 
 def load_hf(model: nn.Module, folder: str | Path) -> list[str]:
-    """Fill a model with the weights of a Hugging Face folder: see :func:`load_weights`. Layers of multi-token
-    prediction are read if it has any; then both must have as many."""
+    """Fill a model with the weights of a Hugging Face folder: see :func:`load_weights`. Multi-token prediction layers
+    are read if the model has any; both must have equally many."""
     asked = getattr(getattr(model, "config", None), "mtp_num_layers", None)
 
     def opened() -> Weights:
@@ -56,6 +56,7 @@ def load_weights(
             _fill(model, weights, leave)
             return list(weights.notes)
 
+    # Each rank has read its own shards; a note that all have is reported once.
     return together("", fill, lambda notes: list(dict.fromkeys(chain.from_iterable(notes))))
 
 
@@ -69,6 +70,7 @@ def _fill(model: nn.Module, weights: Weights, leave: Collection[str]) -> None:
         if name in leave:
             continue
         stored, data = weights.tensors.get(name), shard.data
+        # Global shapes, without padding.
         if stored is None or stored.shape != shard.shape:
             there = "absent" if stored is None else f"of shape {list(stored.shape)}"
             raise CheckpointError(
@@ -76,7 +78,7 @@ def _fill(model: nn.Module, weights: Weights, leave: Collection[str]) -> None:
             )
         if stored.dtype != data.dtype:
             converted.add(f"weights are {stored.dtype} in the files and {data.dtype} here".replace("torch.", ""))
-        local_part(tensors[full_name])[len(data) :].zero_()  # padding of the vocabulary
+        local_part(tensors[full_name])[len(data) :].zero_()  # padded rows of the vocabulary
         if data.numel() == 0:
             continue
         # Read into the parameter itself where nothing has to be converted.

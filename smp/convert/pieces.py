@@ -1,4 +1,4 @@
-"""Tensors of a file to be written, made from weights: streams of bytes, or whole where it must be."""
+"""Tensors of a file to be written, made from weights: as streams of bytes, or whole where that is necessary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smp.convert.weights import Weights
 from smp.models.inventory import EXPERT_BIAS
 
 CHUNK = 1 << 23
-"""Bytes that are converted, and written, at a time."""
+"""Bytes that are converted and written at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Planned:
 
     @property
     def straight(self) -> bool:
-        """Whether its rows are those of one tensor, as they are."""
+        """Whether its rows are those of a single tensor, unchanged."""
         first = self.parts[0]
         as_it_is = first.rows.whole and not (first.transposed or first.inner_one or first.leading)
         as_it_is = as_it_is and first.padded is None
@@ -45,7 +45,7 @@ class Planned:
 
 
 def plan(weights: Weights, name: str, parts: Sequence[Link], dtype: torch.dtype | None) -> Planned:
-    """An external tensor to write, called ``name``, of all ``parts`` that lie in it; ``dtype`` None: that of the parts.
+    """An external tensor to write, ``name``, from all ``parts`` in it; ``dtype`` None: that of the parts.
 
     Raises:
         CheckpointError: parts of different dtypes.
@@ -61,7 +61,7 @@ def plan(weights: Weights, name: str, parts: Sequence[Link], dtype: torch.dtype 
 
 
 def in_files(tensors: Sequence[Planned], limit: int) -> list[list[Planned]]:
-    """Tensors in their order, in files of at most ``limit`` bytes (a larger tensor has a file of its own)."""
+    """Tensors in order, grouped into files of at most ``limit`` bytes (a larger tensor gets a file of its own)."""
     files: list[list[Planned]] = []
     room = 0
     for tensor in tensors:
@@ -75,7 +75,7 @@ def in_files(tensors: Sequence[Planned], limit: int) -> list[list[Planned]]:
 
 
 class Room:
-    """Memory that parallel writers share, ``limit`` bytes. One that needs more than all of it gets it alone.
+    """``limit`` bytes of memory that parallel writers share. A writer that needs more than all of it gets it alone.
 
     Blocks are kept for the next writer: memory that is fresh from the system costs as much time as to read a file into.
     """
@@ -86,11 +86,12 @@ class Room:
 
     @contextmanager
     def block(self, size: int) -> Iterator[torch.Tensor]:
-        """Within, ``size`` bytes are this writer's, uint8 (size,); waits for them. Not to be nested."""
+        """Context in which ``size`` bytes, uint8 (size,), belong to this writer; waits for them. Must not be nested."""
         with self._changed:
             # The first of the two is for a tensor that is larger than the limit: it goes alone.
             self._changed.wait_for(lambda: self._used == 0 or self._used + size <= self._limit)
             block = self._take(size)
+            # A kept block counts in full.
             count = size if block is None else block.numel()
             self._used += count
         if block is None:
@@ -105,7 +106,8 @@ class Room:
                 self._changed.notify_all()
 
     def _take(self, size: int) -> torch.Tensor | None:
-        """The smallest kept block that is large enough. Others are freed where they would be too much."""
+        """The smallest kept block that is large enough; None: there is none. Other blocks are freed where they would
+        exceed the limit."""
         fitting = [block for block in self._kept if size <= block.numel() <= max(size, self._limit - self._used)]
         found = min(fitting, key=torch.Tensor.numel, default=None)
         self._kept = [block for block in self._kept if block is not found]
@@ -117,7 +119,7 @@ class Room:
 
 
 class Feed:
-    """What a target gets its tensors from.
+    """The source of a target's tensors.
 
     Args:
         weights: what is written.
@@ -129,7 +131,7 @@ class Feed:
         self.weights, self._room, self._progress = weights, room, progress
 
     def stream(self, planned: Planned) -> Iterator[memoryview]:
-        """The bytes of a tensor, in order. Their memory is used again for the next ones."""
+        """The bytes of a tensor, in order. The memory is reused for the next ones."""
         if planned.straight:
             yield from self.rows(planned, 0, planned.stored.shape[0])
             return
@@ -137,7 +139,7 @@ class Feed:
             yield from self._bytes(planned, tensor)
 
     def rows(self, planned: Planned, first: int, count: int) -> Iterator[memoryview]:
-        """The bytes of some rows of a straight tensor. Their memory is used again."""
+        """The bytes of some rows of a straight tensor. The memory is reused."""
         part, shape = planned.parts[0], (count, *planned.stored.shape[1:])
         dtype = self.weights.tensors[part.smp_name].dtype
         with self._room.block(math.prod(shape) * dtype.itemsize) as block:
@@ -147,7 +149,7 @@ class Feed:
 
     @contextmanager
     def whole(self, planned: Planned) -> Iterator[torch.Tensor]:
-        """A tensor whose storage holds nothing else: ``torch.save`` writes storages."""
+        """A tensor whose storage holds nothing else, as ``torch.save`` writes whole storages."""
         with self._assembled(planned) as tensor:
             # A tensor of its own on exactly these bytes; a view of the block would be saved with all of it.
             yield torch.frombuffer(raw_bytes(tensor), dtype=tensor.dtype).view(tensor.shape)
@@ -155,10 +157,12 @@ class Feed:
 
     @contextmanager
     def _assembled(self, planned: Planned) -> Iterator[torch.Tensor]:
-        """The tensor, in one block with room for a part that is not read in place. Padding of the vocabulary is 0."""
+        """The tensor, in one block that also has room for a part that cannot be read in place. Padded rows of the
+        vocabulary are 0."""
         size, kind = planned.stored.nbytes, planned.stored.dtype
         sizes = (self._part(p).nbytes for p in planned.parts if not self._in_place(planned, p))
         # So that the spare part begins where any dtype may begin.
+        # 8: the widest element.
         aligned = -(-size // 8) * 8
         with self._room.block(aligned + max(sizes, default=0)) as block:
             out, spare = block[:size].view(kind).view(planned.stored.shape), block[aligned:]
@@ -176,15 +180,16 @@ class Feed:
         return same and part.rows.whole and not (part.transposed or part.inner_one)
 
     def _put(self, planned: Planned, part: Link, out: torch.Tensor, spare: torch.Tensor) -> None:
-        """Read a part into its rows of ``out``, where necessary by ``spare``."""
+        """Read a part into its rows of ``out``, by way of ``spare`` where it has to be rearranged or converted."""
         stored, zeros = self._part(part), (0,) * len(part.shape)
         for index, _ in part.leading:
             out = out[index]
         if self._in_place(planned, part):
-            self._read(part, zeros, out[: part.rows.smp_rows])  # as it lies
+            self._read(part, zeros, out[: part.rows.smp_rows])  # unchanged
             return
         tensor = spare[: stored.nbytes].view(stored.dtype).view(stored.shape)
         self._read(part, zeros, tensor)
+        # A view: writing to it writes the external order.
         out = out.t() if part.transposed else out.squeeze(1) if part.inner_one else out
         step = max(1, CHUNK // max(1, tensor[0].nbytes))
         # Rows of a fused matrix are stretches; of two that alternate every second row, in one strided copy.
@@ -196,18 +201,19 @@ class Feed:
                 target.copy_(_cast(rows, planned))
 
     def _part(self, part: Link) -> Stored:
-        """What a link is of."""
+        """Shape and dtype of a link's own tensor."""
         return Stored(part.shape, self.weights.tensors[part.smp_name].dtype)
 
     def _read(self, part: Link, offsets: Sequence[int], out: torch.Tensor) -> None:
-        """Fill ``out`` with a box of what a link is of."""
+        """Fill ``out`` with a box of a link's own tensor."""
         if part.entry is None:
             self.weights.read_into(part.smp_name, offsets, out)
         else:
+            # (experts, out, in): one expert's box.
             self.weights.read_into(part.smp_name, (part.entry, *offsets), out.unsqueeze(0))
 
     def _bytes(self, planned: Planned, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """A tensor as it is to be written, some megabytes at a time."""
+        """A tensor's bytes in the dtype to be written, some megabytes at a time."""
         for chunk in tensor.flatten().split(max(1, CHUNK // tensor.itemsize)):
             converted = _cast(chunk, planned)
             yield raw_bytes(converted)
@@ -215,13 +221,14 @@ class Feed:
 
 
 def _cast(tensor: torch.Tensor, planned: Planned) -> torch.Tensor:
-    """In the dtype that is to be written.
+    """``tensor`` in the dtype to be written.
 
     Raises:
         CheckpointError: it cannot hold a value.
     """
     out = tensor.to(planned.stored.dtype)
     # Only such a dtype can turn a number into infinity.
+    # bf16 to fp16, for one: a smaller range.
     narrower = torch.promote_types(tensor.dtype, out.dtype) != out.dtype
     if narrower and bool((out.isinf() & tensor.isfinite()).any()):
         kind = str(out.dtype).removeprefix("torch.")

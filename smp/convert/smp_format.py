@@ -57,6 +57,7 @@ class SmpWeights(Weights):
                 f"{self.folder} holds adapters without their model: {tool('merge-lora')} adds them to it"
             )
         wanted = {p.name: p.shape for p in weights_of(self.config)}
+        # Both ways: missing and additional tensors.
         for name in [*wanted, *entries]:
             there, should = entries[name].shape if name in entries else None, wanted.get(name)
             if there != should:
@@ -91,7 +92,7 @@ def saved_config(manifest: Manifest, folder: Folder) -> ModelConfig:
 
 
 class SmpTarget:
-    """What a checkpoint with these weights is made of: weights only, at iteration 0. See ``formats.make_target``."""
+    """A checkpoint to be written: weights only, at iteration 0. See ``formats.make_target``."""
 
     def __init__(
         self, weights: Weights, dtype: torch.dtype | None, reference: Path | None, shard_size: int = 10**9
@@ -105,15 +106,16 @@ class SmpTarget:
         self.files = {f"shard_{i:05d}.safetensors": group for i, group in enumerate(grouped)}
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
-        """One file; what the manifest needs to know of it: (tensor, shard) of each."""
+        """Write one file; returns (tensor, shard) of each shard, for the manifest."""
         planned = {tensor.name: tensor for tensor in self.files[file]}
         wholes = [Item.whole(n, t.stored.shape, DTYPE_NAMES[t.stored.dtype]) for n, t in planned.items()]
+        # In shards of limited size: a checksum covers a shard, so a reader of a part reads less.
         items = [item for whole in wholes for item in whole.cut()]
         data = lambda item: feed.rows(planned[item.name], item.first, item.count)  # noqa: E731
         return [[item.name, asdict(shard)] for item, shard in write_shards(LocalFolder(folder), file, items, data)]
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
-        """The manifest, and what goes along."""
+        """Write the manifest and the companion files."""
         carry(self.reference, folder)
         stored = {t.name: t.stored for tensors in self.files.values() for t in tensors}
         shards: dict[str, list[Any]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Tensors that lie in files as one or several row-major pieces, and boxes read from them."""
+"""Tensors in files as one or several row-major pieces, and reading of boxes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from smp.checkpoint.format.tensor_file import Slot
 from smp.checkpoint.format.validate_manifest import covered_once, inside
 from smp.parallel.box import Box
 
-_SHORT_RUN = 1024  # bytes: shorter stretches of a row are read with what is between them
+_SHORT_RUN = 1024  # bytes: shorter parts of rows are read together with what is between them
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as it lies in files."""
+    """Shape and dtype of a tensor in files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Stored:
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """What to raise ``from error`` when the system did not give a file's content: that is no damage."""
+    """The error to raise ``from error`` when the system could not read a file: that is no damage."""
     return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
 
 
@@ -69,17 +69,17 @@ class OpenFiles:
         return self.sources[name]
 
     def fingerprint(self) -> Any:
-        """Sizes and times of the files."""
+        """Sizes and modification times of the files."""
         return [[name, (s := (self.folder / name).stat()).st_size, s.st_mtime_ns] for name in sorted(self.sources)]
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all files."""
         self._open.close()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, at ``offsets`` of the whole: ``slot`` of ``file``."""
+    """A box of a tensor: ``slot`` of ``file``, at ``offsets`` of the whole."""
 
     file: str
     slot: Slot
@@ -117,7 +117,7 @@ class PieceStore:
             self.tensors[name] = Stored(shape, DTYPES[parts[0].slot.dtype])
 
     def where(self, name: str) -> str:
-        """The file of a tensor (its first); of one that is nowhere, the folder."""
+        """Path of the (first) file of a tensor; of one that is nowhere, the folder."""
         return str(self.files.folder / self.pieces[name][0].file) if name in self.pieces else str(self.files.folder)
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
@@ -129,6 +129,7 @@ class PieceStore:
             high = [min(o + n, p + m) for o, n, p, m in ends]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
+            # A view: a contiguous one is read into directly.
             target = out[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
             path = self.files.folder / piece.file
             try:
@@ -152,6 +153,7 @@ def read_box(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tens
     """Fill ``out`` with a box of a row-major tensor: whole rows at once, parts of long rows one by one."""
     if 0 in out.shape:
         return
+    # Bytes of a row.
     row = slot.size // slot.shape[0] if slot.shape else slot.size
     start = slot.start + (row * offsets[0] if slot.shape else 0)
     whole = out.shape[1:] == slot.shape[1:]
@@ -164,13 +166,14 @@ def read_box(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tens
         # Long rows: each part of one is worth a read of its own.
         for i in range(out.shape[0]):
             inner = replace(slot, shape=slot.shape[1:], start=start + i * row, size=row)
+            # One dimension less each time.
             read_box(source, inner, offsets[1:], out[i])
 
 
 def _read_by_buffer(
     source: Source, start: int, shape: tuple[int, ...], offsets: Sequence[int], out: torch.Tensor
 ) -> None:
-    """Read whole rows of ``shape`` from byte ``start`` on, and keep the part at ``offsets`` of each."""
+    """Read whole rows of ``shape`` from byte ``start`` on, and keep the part at ``offsets`` of each row."""
     size = math.prod(shape)
     step = min(out.shape[0], max(1, _BLOCK // max(1, size * out.itemsize)))
     buffer = torch.empty(step, *shape, dtype=out.dtype)

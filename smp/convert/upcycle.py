@@ -39,6 +39,7 @@ class Upcycled(Weights):
         if dense.config.num_experts is not None:
             raise ConfigError(f"--upcycle {num_experts}: the model has {dense.config.num_experts} experts already")
         given = {name: value for name, value in asdict(dense.config).items() if value is not None}
+        # The experts are as wide as the dense MLP, which they copy.
         experts = {"num_experts": num_experts, "moe_router_topk": topk, "moe_ffn_hidden_size": given["ffn_hidden_size"]}
         try:
             self.config = resolved(**{**given, **experts})
@@ -70,5 +71,5 @@ class Upcycled(Weights):
 
 
 def _source(name: str) -> str:
-    """The dense tensor that a tensor is made of, or whose dtype a router takes."""
+    """The dense tensor that a tensor is copied from, or whose dtype a router takes."""
     return name.replace(".mlp.experts.", ".mlp.").replace(".mlp.router.", ".mlp.up.")

@@ -1,4 +1,5 @@
-"""Weights under this project's names, whatever they are stored as: any box of any tensor, without building a model."""
+"""Weights under this project's names, in whatever format they are stored: any box of any tensor, without building a
+model."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Weights(ABC):
         """JSON that changes when the files do."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Let go of files."""
+        """Close files."""
 
     def __enter__(self) -> Weights:
         return self
@@ -46,14 +47,14 @@ class Weights(ABC):
         self.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """A whole tensor, on the CPU."""
         out = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
         self.read_into(name, (0,) * out.ndim, out)
         return out
 
 
 class LinkedWeights(Weights):
-    """Weights in a store of another program.
+    """Weights in a store of another program's files.
 
     Args:
         store: the files.
@@ -84,6 +85,7 @@ class LinkedWeights(Weights):
         if len(kinds) != 1:
             where = self.store.where(parts[0].external_name)
             raise CheckpointError(f"{where}: the tensors of {parts[0].smp_name} have different dtypes")
+        # Experts with a tensor each make one tensor here.
         shape = parts[0].shape if parts[0].entry is None else (len(parts), *parts[0].shape)
         return Stored(shape, kinds.pop())
 
@@ -104,18 +106,21 @@ class LinkedWeights(Weights):
             self._read_rows(link, (row, *offsets[1:]), out[at : at + count])
 
     def _read_between(self, link: Link, offsets: Sequence[int], out: torch.Tensor) -> None:
-        """Rows that lie one by one between those of others: all of them are read, as they lie, and some taken."""
+        """Read rows that alternate with other rows: all are read as they lie, and every ``slots``-th is taken."""
         slots, others = link.rows.slots, out.shape[1:]
         rows = out.shape[0] * slots
         shape = (*others, rows) if link.transposed else (rows, *others)
+        # In the file's order, so that it is one contiguous read.
         all_rows = torch.empty(shape, dtype=out.dtype)
         all_rows = all_rows.t() if link.transposed else all_rows
         self._read_rows(link, (offsets[0] * slots, *offsets[1:]), all_rows)
         out.copy_(all_rows[link.rows.start :: slots])
 
     def _read_rows(self, link: Link, start: tuple[int, ...], target: torch.Tensor) -> None:
-        """Read rows of the external tensor from ``start`` on; both as this project's tensor lies."""
+        """Read rows of the external tensor from ``start`` on into ``target``, which has the shape of this project's
+        tensor."""
         if link.inner_one:
+            # (rows, ...) -> (rows, 1, ...)
             start, target = (start[0], 0, *start[1:]), target.unsqueeze(1)
         # Both are turned: the read fills this project's tensor through a view.
         if link.transposed:
@@ -132,7 +137,7 @@ class LinkedWeights(Weights):
         self.store.files.close()
 
     def refuse_extra(self, embedding: str, tied_heads: Sequence[str], ignored: Sequence[str]) -> list[str]:
-        """Refuse a tensor in the files that means nothing, and a tied head that is not the embedding again.
+        """Raise for a tensor in the files that belongs to nothing, and for a tied head that differs from the embedding.
 
         Args:
             embedding: its external name.
@@ -161,7 +166,7 @@ class LinkedWeights(Weights):
 
 
 def same_bits(store: PieceStore, one: str, other: str) -> bool:
-    """Whether two matrices have the same bits; a few rows at a time."""
+    """Whether two matrices have equal bits; compared a few rows at a time."""
     stored = store.tensors[one]
     if stored != store.tensors[other]:
         return False

@@ -27,7 +27,8 @@ from smp.data.cache import NodeCache
 from smp.data.sample import Sample, SampleDataset
 
 MAX_PERIOD = 1 << 20
-"""Weights are multiples of one in so many, or of less when they are given as simple numbers."""
+"""Largest sum of the integer weights. Simple numbers are exact, others are rounded to multiples of 1 / MAX_PERIOD."""
+# A source is a uint16 in the order of turns.
 _MAX_SOURCES = 1 << 16
 
 Manifest = list[dict[str, Any]]
@@ -37,6 +38,7 @@ def integer_weights(shares: Sequence[Fraction]) -> list[int]:
     """Integers in the proportion of ``shares`` (all above 0): exactly if their sum is then at most MAX_PERIOD, else
     rounded to a sum of MAX_PERIOD, with at least 1 for each."""
     # Fractions, so that 0.1 and 0.2 are in the proportion 1 to 2 exactly.
+    # All shares times the least common multiple of their denominators are integers.
     scale = lcm(*(share.denominator for share in shares))
     exact = [int(share * scale) for share in shares]
     divisor = gcd(*exact)
@@ -46,6 +48,7 @@ def integer_weights(shares: Sequence[Fraction]) -> list[int]:
         return exact
     free = MAX_PERIOD - len(exact)  # one for each first
     rounded = [weight * free // total for weight in exact]
+    # Negative remainder first: largest remainder first.
     largest = sorted(range(len(exact)), key=lambda d: (-(exact[d] * free % total), d))
     # What rounding down left over goes to the largest remainders; of equal ones to the first.
     for d in largest[: free - sum(rounded)]:
@@ -54,19 +57,23 @@ def integer_weights(shares: Sequence[Fraction]) -> list[int]:
 
 
 def interleave(weights: Sequence[int]) -> npt.NDArray[np.uint16]:
-    """The source of each slot of a period, (sum of weights,)."""
+    """The source of each slot of a period, uint16 (sum of weights,)."""
     assert len(weights) <= _MAX_SOURCES and min(weights) > 0
     period, shares = sum(weights), np.array(weights, np.int64)
+    # (period,): the source of each job
     source = np.repeat(np.arange(len(shares)), shares)
     # For each job its number within its source, all sources one after the other.
     job = np.arange(period) - np.repeat(np.cumsum(shares) - shares, shares)
+    # Integer arithmetic: floor and, as -(-a // b), ceil.
     begin, deadline = job * period // shares[source], -(-(job + 1) * period // shares[source])
     # All jobs in the order in which they begin; a key is the deadline and, for equal ones, the source.
+    # One integer to compare: deadline first, then source.
     jobs = (deadline * _MAX_SOURCES + source)[np.argsort(begin, kind="stable")].tolist()
     begun = np.cumsum(np.bincount(begin, minlength=period)).tolist()  # jobs that have begun at each slot
     waiting: list[int] = []
     chosen, at = [], 0
     # Earliest deadline first, over the jobs that have begun: the schedule that the note above proves to exist.
+    # At every slot some job has begun and is not done, or the schedule would not exist.
     for stop in begun:
         while at < stop:
             heapq.heappush(waiting, jobs[at])
@@ -76,7 +83,7 @@ def interleave(weights: Sequence[int]) -> npt.NDArray[np.uint16]:
 
 
 class Turns:
-    """Which source is whose turn, for one set of weights."""
+    """Whose turn it is, for one set of weights."""
 
     def __init__(self, weights: Sequence[int], cache: NodeCache | None = None) -> None:
         self.weights = list(weights)
@@ -98,6 +105,7 @@ class Turns:
         """Source of turn ``index`` >= 0, and how many turns it had before."""
         periods, slot = divmod(index, self.period)
         source = int(self._order[slot])
+        # Whole periods first, then the turns within this one.
         return source, periods * self.weights[source] + int(self._given[slot])
 
     def counts(self, turns: int) -> list[int]:
@@ -123,7 +131,7 @@ class Source:
 
 
 class BlendedDataset:
-    """Samples of several sources in turns; the only one of a single source.
+    """Samples of several sources in turns, or those of a single source.
 
     Args:
         sources: of the blend.
@@ -138,7 +146,7 @@ class BlendedDataset:
         self._turns = Turns(weights, cache)
         self._cache = cache
         self.notes: list[str] = []
-        """What the user should know about how it was made."""
+        """What the user should know about how the blend was made."""
         self.manifest: Manifest = [self._phase(0, {})]
 
     @property
@@ -155,12 +163,13 @@ class BlendedDataset:
     def locate(self, index: int) -> tuple[int, int]:
         """The source of sample ``index``, and its number there."""
         phase = self.manifest[-1]
+        # Data-order state is only (manifest, consumed samples): earlier phases need no index.
         assert index >= phase["start"], "a run never goes back before the phase that it is in"
         source, turn = self._turns.turn(index - phase["start"])
         return source, phase["sources"][source]["offset"] + turn
 
     def resume(self, manifest: Manifest | None, consumed: int) -> list[str]:
-        """Go on after ``consumed`` samples that were read as ``manifest`` says; returns what to tell the user.
+        """Go on after ``consumed`` samples that were read as ``manifest`` says; returns notes for the user.
 
         The same blend goes on as if nothing had happened. With another, a phase begins: sources that were there before
         continue after their last sample, new ones begin at their first.
@@ -175,6 +184,7 @@ class BlendedDataset:
             self.manifest = manifest
             return []
         given = self._given(manifest, consumed)
+        # A phase of which nothing was read is dropped.
         kept = [phase for phase in manifest if phase["start"] < consumed]
         self.manifest = [*kept, self._phase(consumed, given)]
         before = {s["key"] for s in last["sources"]}
@@ -185,7 +195,7 @@ class BlendedDataset:
         return lines
 
     def read_again(self, samples: int) -> list[str]:
-        """A line for each source that the first so many samples, from the start, go through more than once."""
+        """A line for each source that the first ``samples`` samples, from the start, read more than once."""
         lines = []
         for source, count in zip(self.sources, self._turns.counts(samples), strict=True):
             size = source.data.samples_per_epoch
@@ -208,6 +218,7 @@ class BlendedDataset:
         given: dict[str, int] = {}
         for phase, end in zip(manifest, [*starts[1:], consumed], strict=True):
             turns = Turns([s["weight"] for s in phase["sources"]], self._cache)
+            # Only what was consumed of a phase counts.
             counts = turns.counts(max(0, min(end, consumed) - phase["start"]))
             for source, count in zip(phase["sources"], counts, strict=True):
                 # A source that one phase leaves out keeps its place for a later one.

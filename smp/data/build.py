@@ -54,10 +54,12 @@ def build_datasets(data: DataConfig, vocab_size: int, seed: int) -> Datasets:
             f"give one of --data-path and --mock-data (data path {data.data_path}, mock {data.mock_data})"
         )
     if data.mock_data:
+        # Streams keep the draws of training and validation apart.
         return Datasets(_mock(data, vocab_size, seed, 0), _mock(data, vocab_size, seed, 1), None)
     if "--train-data-path" in parts:
         flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
         corpora = [[_Corpus(part, data, vocab_size, seed) for part in parts.get(flag, [])] for flag in flags]
+        # Here a file is one part as a whole; below --split divides each.
         train, valid, test = (_blend(group, [range(c.dataset.num_documents) for c in group]) for group in corpora)
     else:
         (named,) = parts.values()
@@ -80,7 +82,7 @@ def _mock(data: DataConfig, vocab_size: int, seed: int, stream: int) -> BlendedD
 
 
 class _Corpus:
-    """One data set of a blend: opened, tokenized before if it is text, and checked."""
+    """One data set of a blend: opened, tokenized first if it is text, and checked."""
 
     def __init__(self, part: BlendPart, data: DataConfig, vocab_size: int, seed: int) -> None:
         self.part, self.data, self.seed = part, data, seed
@@ -88,6 +90,7 @@ class _Corpus:
         self.dataset: IndexedDataset
         self.contents: Contents
         self.cache = NodeCache(data.data_cache_path or Path(part.path).parent / "cache")
+        # A tokenized remote data set; remote text is tokenized into the cache.
         if is_remote(part.path) and not is_text(part.path):
             remote = RemoteDataset(part.path, vocab_size, self.cache)
             check_integers(remote)
@@ -101,7 +104,7 @@ class _Corpus:
         check_vocabulary(self.dataset, self.contents, vocab_size)
 
     def source(self, documents: range) -> Source:
-        """The samples of some of its documents."""
+        """The samples of some of its documents, as a source of a blend."""
         kind: Callable[..., GPTDataset | PackedDataset] = PackedDataset
         if self.data.packing == "stream":
             kind = partial(GPTDataset, mask_ends=self.data.eod_mask_loss)
@@ -111,8 +114,8 @@ class _Corpus:
 
 
 def _blend(corpora: Sequence[_Corpus], ranges: Sequence[range], required: bool = True) -> BlendedDataset | None:
-    """Those ranges of documents as one; None when there is nothing. What is not required may lack data sets that are
-    too small for a sample."""
+    """Ranges of documents of several corpora as one blend; None when there is nothing. Unless ``required``, corpora too
+    small for a sample are left out."""
     sources, shares, notes = [], [], []
     for corpus, documents in zip(corpora, ranges, strict=True):
         source = corpus.source(documents)
@@ -123,6 +126,7 @@ def _blend(corpora: Sequence[_Corpus], ranges: Sequence[range], required: bool =
             notes.append(f"note: {source.name} is left out of validation: it has less than one sample there")
             continue
         sources.append(source)
+        # Without weights: in proportion to their sizes.
         shares.append(corpus.part.weight or Fraction(size))
         if isinstance(source.data, PackedDataset):
             notes.append(f"{source.name}: {size} sequences per epoch, {100 * source.data.filled:.2f} % of them filled")
@@ -134,6 +138,7 @@ def _blend(corpora: Sequence[_Corpus], ranges: Sequence[range], required: bool =
             raise ValueError(f"{names[source.key]} and {source.name} hold the same data: name it once, with its weight")
         names[source.key] = source.name
     weights = integer_weights(shares)
+    # Cross-multiplied, to compare proportions without fractions.
     if [weight * sum(shares) for weight in weights] != [share * sum(weights) for share in shares]:
         notes.append(f"note: weights are rounded to multiples of 1/{sum(weights)}: {', '.join(map(str, weights))}")
     blend = BlendedDataset(sources, weights, corpora[0].cache)

@@ -22,7 +22,7 @@ from smp.config.command_line.command import DamageError
 
 
 class CacheFolderError(ValueError):
-    """The folder cannot be written. Its cause is the system's error."""
+    """The cache folder cannot be written. Its cause is the system's error."""
 
 
 class DamagedCacheError(CacheFolderError, DamageError):
@@ -69,13 +69,14 @@ class NodeCache:
 
         path = self.file(name, write)
         try:
+            # view(np.ndarray): the memmap class would only slow down each slice.
             return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
         except (ValueError, EOFError):
             raise DamagedCacheError(f"{path}: damaged; delete it, and it is made again") from None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone among the processes of this node."""
+        """Context in which this process is alone among those of its node."""
         with ExitStack() as stack:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,7 @@ class NodeCache:
 
     def _build(self, path: Path, build: Callable[[Path], None]) -> None:
         part = f".{path.name}.{socket.gethostname()}."
-        for left in self.folder.glob(f"{part}*"):  # of a build that was killed: we hold its lock
+        for left in self.folder.glob(f"{part}*"):  # left by a killed build, whose lock this process holds now
             left.unlink(missing_ok=True)
         temporary = self.folder / f"{part}{os.getpid()}"
         try:

@@ -34,7 +34,7 @@ class Contents:
 
 
 def check_integers(dataset: IndexedDataset) -> None:
-    """Raises ValueError for a data set of floats: Megatron's format has them, no vocabulary has."""
+    """Raise ValueError for a data set of floats: Megatron's format allows them, no vocabulary does."""
     if dataset.dtype.kind not in "iu":
         raise ValueError(f"{dataset.bin_path}: holds {dataset.dtype}, token ids are integers")
 
@@ -42,11 +42,13 @@ def check_integers(dataset: IndexedDataset) -> None:
 def scan(dataset: IndexedDataset) -> Contents:
     """Read everything once. Raises ValueError when the tokens are not integers."""
     check_integers(dataset)
+    # The index first, then the tokens, as they come.
     state = xxhash.xxh3_128(np.memmap(dataset.idx_path, dtype=np.uint8, mode="r").data)
     lowest, highest = 0, -1
     for start, chunk in _chunks(dataset):
         state.update(chunk.view(np.uint8).data)
         low, high = int(chunk.min()), int(chunk.max())
+        # The first chunk sets both; 0 and -1 mean that there are none.
         lowest, highest = (min(lowest, low), max(highest, high)) if start else (low, high)
     return Contents(state.hexdigest(), lowest, highest)
 
@@ -62,9 +64,10 @@ def _chunks(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def contents_of(dataset: IndexedDataset, cache: NodeCache | None) -> Contents:
-    """As ``scan``, once per node and state of the files; without a cache every time."""
+    """The contents by ``scan``, once per node and state of the files; without a cache every time."""
     if cache is None:
         return scan(dataset)
+    # mtime in ns and inode as well: a file replaced by another of the same size is new.
     # Reading all bytes takes minutes for large data. A change of a file changes one of these.
     stats = [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns, s.st_ino) for path in dataset.paths]
     name = f"contents-{xxhash.xxh3_64_hexdigest(json.dumps(stats).encode())}.npy"

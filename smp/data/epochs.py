@@ -1,4 +1,5 @@
-"""Samples of documents in epochs, whose orders are made once per node when they are large, and ahead of their epoch."""
+"""Endless samples from documents. The order of an epoch is made once per node where it is large, and ahead of its
+epoch."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from smp.data.cache import NodeCache
 from smp.data.indexed_dataset import IndexedDataset
 
 LARGE = 1 << 15
-"""Integers in an order from which on it is worth a file. A smaller one takes milliseconds, and a small data set may be
-read thousands of times, which would be as many files."""
+"""Size of an order in integers from which on it is kept in a file. A smaller one takes milliseconds, and a small data
+set may be read for thousands of epochs, which would be as many files."""
 
 Order = TypeVar("Order")
 
@@ -36,7 +37,7 @@ class DocumentSamples(ABC, Generic[Order]):
 
     packing: ClassVar[str]
     needs: ClassVar[str]
-    """What a range of documents lacks that holds no sample."""
+    """What is missing in a range of documents that holds no sample, for the message."""
 
     dataset: IndexedDataset
     document_range: range
@@ -62,19 +63,19 @@ class DocumentSamples(ABC, Generic[Order]):
 
     @abstractmethod
     def _size(self) -> int:
-        """Integers in the order of an epoch, about."""
+        """Approximate number of integers in the order of an epoch."""
 
     @abstractmethod
     def _shuffle(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The order of an epoch, its arrays one behind the other."""
+        """The order of an epoch, with its arrays concatenated."""
 
     @abstractmethod
     def _parse(self, packed: npt.NDArray[np.int64]) -> Order:
-        """What ``_shuffle`` returned, as views."""
+        """The arrays of ``_shuffle``'s result, as views."""
 
     @property
     def order_key(self) -> str:
-        """Everything that sample numbers depend on besides the tokens."""
+        """Everything that the meaning of sample numbers depends on, other than the tokens."""
         first, stop = self.document_range.start, self.document_range.stop
         return f"{self.packing} documents {first} to {stop} length {self.seq_length} seed {self.seed}"
 
@@ -97,7 +98,7 @@ class DocumentSamples(ABC, Generic[Order]):
         return order, position
 
     def _order(self, epoch: int) -> Order:
-        """The two latest are at hand: readers ahead and behind the end of an epoch take turns."""
+        """The order of an epoch. The two latest are kept: around the end of an epoch several readers are in both."""
         if epoch in (orders := self._orders):
             return orders[epoch]
         # One thread makes an order; readers that come meanwhile wait for it and do not make it again.
@@ -111,12 +112,14 @@ class DocumentSamples(ABC, Generic[Order]):
     def _integers(self, epoch: int) -> npt.NDArray[np.int64]:
         if self.cache is None or not self._large:
             return self._shuffle(epoch)
+        # The key has everything that the order depends on.
         name = f"{self.key}-{self.order_key.replace(' ', '_')}-epoch_{epoch}.npy"
         return self.cache.array(name, lambda: self._shuffle(epoch))
 
     def _prepare(self, epoch: int) -> None:
         """Make a large order in the background."""
         if self._large and epoch != self._ahead and epoch not in self._orders:
+            # Set before the thread starts: other readers start no second one.
             self._ahead = epoch
             threading.Thread(target=self._make_ahead, args=(epoch,), name="next-epoch", daemon=True).start()
 

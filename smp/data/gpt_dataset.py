@@ -71,12 +71,14 @@ class GPTDataset(DocumentSamples[_Epoch]):
         # that starts before its end.
         first = int(np.searchsorted(epoch.starts, start, side="right")) - 1
         last = int(np.searchsorted(epoch.starts, stop, side="left"))
-        # From a place in the epoch's stream to one in the file: a shift for each document.
+        # A position in the epoch's stream becomes one in the file by a shift for each document.
         begins = self.dataset.document_offsets[epoch.documents[first:last]] - epoch.starts[first:last]
         lows = np.maximum(epoch.starts[first:last], start) + begins
         highs = np.minimum(epoch.starts[first + 1 : last + 1], stop) + begins
         pieces = [self.dataset.read(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
+        # casting="safe" refuses floats.
         tokens = np.concatenate(pieces, dtype=np.int64, casting="safe")
+        # Number of the document within the sample, for each token.
         documents = np.repeat(np.arange(len(pieces)), highs - lows)
         labels = tokens[1:].copy()
         if self.mask_ends:
@@ -89,6 +91,7 @@ class GPTDataset(DocumentSamples[_Epoch]):
 
     def _shuffle(self, epoch: int) -> npt.NDArray[np.int64]:
         first, count = self.document_range.start, len(self.document_range)
+        # One array, so that the cache keeps one file.
         packed = np.empty(2 * count + 1 + self.samples_per_epoch, np.int64)
         documents, starts = packed[:count], packed[count : 2 * count + 1]
         # The first document keys the draw, so that training and validation are shuffled differently.

@@ -37,6 +37,7 @@ VERSION = 1
 DTYPES = {
     code: np.dtype(name) for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1)
 }
+# Little-endian, without padding: 34 bytes.
 _HEADER = struct.Struct("<9sQBQQ")
 
 
@@ -56,7 +57,7 @@ def check_new(*prefixes: str | Path) -> None:
 
 
 class IndexedDataset:
-    """Read-only view of a dataset; tokens stay on disk until they are touched.
+    """Read-only view of a dataset; tokens stay on disk until they are used.
 
     Args:
         prefix: path without ``.bin`` / ``.idx``.
@@ -89,10 +90,12 @@ class IndexedDataset:
         expected = _HEADER.size + 12 * sequences + 8 * boundaries
         if size != expected:
             said = f"{self.idx_path}: {size} bytes, its header says {expected}"
+            # Multimodal ones have one more byte per sequence.
             if size == expected + sequences:
                 raise ValueError(f"{said} (multimodal datasets are not supported)")
             raise DamageError(f"{said} (truncated or damaged)")
         self.dtype = DTYPES[code]
+        # Memory-mapped: indices of billions of documents.
         raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         at = _HEADER.size
         self.lengths: npt.NDArray[np.int32] = np.frombuffer(raw, "<i4", sequences, at)
@@ -176,7 +179,7 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in DTYPES.values():
             raise ValueError(f"{self.bin_path}: tokens cannot be stored as {self.dtype}")
-        self._lengths = array("i")  # 4 bytes per sequence: corpora have billions
+        self._lengths = array("i")  # array: 4 bytes per sequence, of which corpora have billions
         self._documents = array("q", [0])
         self._prefix = prefix
         self._temporary = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in dataset_paths(prefix)]
@@ -208,11 +211,12 @@ class IndexedDatasetWriter:
         self._documents.append(len(self._lengths))
 
     def add_documents(self, tokens: npt.NDArray[np.integer], lengths: npt.NDArray[np.int32]) -> None:
-        """Append documents of ``lengths``, a sequence each or none when it is empty, from their ``tokens`` one after
-        the other, in the dataset's type."""
+        """Append documents of ``lengths`` (a sequence each, or none when empty), whose ``tokens`` follow each other in
+        the dataset's type."""
         assert tokens.dtype == self.dtype and lengths.sum(dtype=np.int64) == len(tokens)
         with naming(self.bin_path):
             self._bin.write(tokens.tobytes())
+        # First sequence of the next document: empty documents add none.
         self._documents.frombytes((len(self._lengths) + np.cumsum(lengths > 0)).astype(np.int64).tobytes())
         self._lengths.frombytes(lengths[lengths > 0].astype(np.int32).tobytes())
 
@@ -236,8 +240,8 @@ class IndexedDatasetWriter:
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]) -> None:
-    """Write an .idx file, and wait until it is on the disk. ``documents`` has the first sequence of each document, then
-    the number of sequences."""
+    """Write an .idx file durably. ``documents`` has the first sequence of each document, then the number of
+    sequences."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     with path.open("wb") as file:
         file.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
@@ -257,6 +261,8 @@ def publish(bin_file: Path, idx_file: Path, prefix: str | Path) -> None:
     """
     bin_path, idx_path = dataset_paths(prefix)
     if bin_file.exists():
+        # In this order: without an index the old dataset is gone before the new tokens have its
+        # name.
         idx_path.unlink(missing_ok=True)
         bin_file.replace(bin_path)
     if idx_file.exists():
@@ -272,7 +278,7 @@ def sync(file: IO[Any]) -> None:
 
 @contextmanager
 def naming(path: Path, more: str = "") -> Iterator[None]:
-    """An error of the file system inside says what it is about (a full disk does not), and ``more``."""
+    """Add the path, and ``more``, to an error of the file system inside (a full disk does not name its file)."""
     try:
         yield
     except OSError as error:

@@ -27,16 +27,16 @@ from smp.data.tokenizers.tokenizer import Batch
 
 PART_CHUNKS = 64
 _NAMED = 10
-"""Skipped records that are named one by one."""
+"""Number of skipped records that are named one by one."""
 
 
 class BadRecordError(ValueError):
-    """A record that can be skipped: it is no text, or the tokenizer refuses it. Names the file and the line."""
+    """A record that can be skipped: not a text, or refused by the tokenizer. The message names file and line."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What became of a chunk.
+    """A chunk as token ids.
 
     Attributes:
         columns: for each key the documents, in the types in which they are stored.
@@ -53,7 +53,7 @@ class Encoded:
 
 @dataclass
 class Report:
-    """What a job did.
+    """Counts of a job.
 
     Attributes:
         text_bytes: of the documents, for each key.
@@ -68,14 +68,15 @@ class Report:
 
 
 def is_unfinished(prefix: str) -> bool:
-    """Whether a job with this prefix was killed and can go on. It may have named some of its datasets already."""
+    """Whether a job with this prefix was interrupted and can go on. Some of its datasets may have their names
+    already."""
     return any(Path(f"{prefix}.partial").glob("*.npz"))
 
 
 class Output:
     """The parts of a job. A context manager: at its end without an error the datasets get their names. After a
-    BadRecordError the parts are kept; other bad input removes everything, and anything else that ends it leaves the
-    parts to go on from.
+    BadRecordError the parts are kept; other bad input removes everything; after any other error the parts stay, to go
+    on from.
 
     Args:
         prefix: of the output; its folder is PREFIX.partial.
@@ -91,6 +92,7 @@ class Output:
         self.folder, self.names, self.dtype, self.job = Path(f"{prefix}.partial"), names, dtype, job
         self._lock = self._take_lock()
         older = (self.folder / "journal.json").exists()  # of version 0.1, which kept no parts
+        # The job's hash is in the names of its parts.
         if older or any(not path.name.startswith(job) for path in self.folder.glob("*.npz")):
             raise ValueError(f"{self.folder}: left by a job with other input or settings; delete it to start anew")
         # Parts are made in order, so the first that is missing is where the job goes on.
@@ -103,11 +105,12 @@ class Output:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / "lock").open("a")
             try:
+                # Released by the system when the process dies.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 lock.close()
                 raise ValueError(f"{self.folder}: another process is writing there") from None
-            # 0 when the file has no name any more: the lock would be of a folder that is gone.
+            # 0 links: the file was deleted meanwhile, and a lock on it would guard nothing.
             if os.fstat(lock.fileno()).st_nlink:
                 return lock
             lock.close()  # of a job that ended meanwhile and took its folder away
@@ -125,7 +128,7 @@ class Output:
             self._save_part()
 
     def _save_part(self) -> None:
-        """Ids and lengths of each key, and in JSON the bytes of its texts and what was skipped."""
+        """Write a part: ids and lengths of each key, and as JSON the bytes of its texts and the skipped records."""
         columns = zip(*(chunk.columns for chunk in self._chunks), strict=True)
         arrays = {}
         for i, batches in enumerate(columns):
@@ -138,12 +141,13 @@ class Output:
             with temporary.open("wb") as file:
                 np.savez(file, allow_pickle=False, about=np.array(json.dumps([text_bytes, skipped])), **arrays)
                 sync(file)
+            # Renamed when it is on the disk: a part is complete or not there.
             temporary.replace(self._part(self.parts))
         self.parts += 1
         self._chunks = []
 
     def _publish(self) -> None:
-        """Put the parts together. A job that is killed in it does it again when it is started again."""
+        """Join the parts. A killed job repeats this when it is started again."""
         for key, name in enumerate(self.names):
             whole = self.folder / str(key)
             with IndexedDatasetWriter(whole, self.dtype) as writer:
@@ -178,5 +182,6 @@ class Output:
                     self._publish()
             # What was made is worth keeping when the same job can go on without the bad record.
             can_be_skipped = isinstance(error, BadRecordError) and self.parts
+            # No part is worth keeping where the input itself has to be changed.
             if error is None or (isinstance(error, ValueError) and not can_be_skipped):
                 shutil.rmtree(self.folder)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 def keyed_bits(count: int, seed: int, stream: int, index: int, purpose: int = 0) -> npt.NDArray[np.uint64]:
     """``count`` independent 64-bit words, a function of (seed, stream, index, purpose) alone."""
-    # The counter's first word advances while drawing; the others keep the streams apart.
+    # Philox advances the first word of the counter; the other words keep (purpose, index) apart.
     key = np.array([seed % 2**64, stream], dtype=np.uint64)
     counter = np.array([0, 0, purpose, index], dtype=np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)

@@ -16,7 +16,7 @@ from smp.data.sample import IGNORE_INDEX, Sample, SampleDataset
 
 _PREFETCH = 2
 ReadBatch = Callable[[np.ndarray], "RankBatch"]
-"""Makes a batch of the samples with given numbers, (micro-batches, samples)."""
+"""Makes a batch of the samples with the given numbers, int64 (micro-batches, samples)."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class RankBatch:
         return self.sample_index.numel() - self.filling
 
     def num_valid(self) -> int:
-        """What the loss is averaged over, on this rank: tokens with a label."""
+        """Number of tokens with a label on this rank, which the loss is averaged over."""
         return int((self.labels != IGNORE_INDEX).sum())
 
     def pinned(self) -> RankBatch:
-        """The same in memory that a GPU copies from by itself."""
+        """The same batch in page-locked memory, which a GPU copies asynchronously."""
         values = ((item.name, getattr(self, item.name)) for item in fields(self))
         pinned: dict[str, Any] = {name: x.pin_memory() for name, x in values if isinstance(x, torch.Tensor)}
         return replace(self, **pinned)
@@ -76,7 +76,7 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In place of a batch: this rank could not read it, and why."""
+    """In place of a batch that this rank could not read, with the reason."""
 
     reason: str
 
@@ -118,6 +118,7 @@ class BatchLoader(Iterator[RankBatch]):
         assert micro_batch_size > 0 and 0 <= dp_rank < dp_size and start_sample >= 0
         self.dataset, self._make = dataset, read or self._stack
         self._micro, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
+        # A ramp-up makes the size a function of the sample number.
         self._batch_size = (lambda start: batch_size) if isinstance(batch_size, int) else batch_size
         self._with_documents, self._with_positions, self._pin = with_documents, with_positions, pin_memory
         self._consumed = self._submitted = start_sample
@@ -125,6 +126,7 @@ class BatchLoader(Iterator[RankBatch]):
         self._reader = ThreadPoolExecutor(num_workers, thread_name_prefix="batch-reader") if num_workers else None
         # In the order of the steps, whichever thread is done first.
         self._pending: deque[tuple[Future[RankBatch], int]] = deque()  # with where the next step starts
+        # At least two steps ahead: one is used while the next is read.
         for _ in range(max(_PREFETCH, num_workers) if num_workers else 0):
             self._submit()
 
@@ -154,14 +156,14 @@ class BatchLoader(Iterator[RankBatch]):
         return batch
 
     def next_or_reason(self) -> RankBatch | Unreadable:
-        """As ``next``, but bad data are returned: a rank alone must not leave the others waiting."""
+        """As ``next``, but errors of the data are returned: a rank that raises alone would leave the others waiting."""
         try:
             return next(self)
         except (ValueError, OSError) as error:
             return Unreadable(str(error) or type(error).__name__)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing: all follows from the samples that were consumed."""
+        """No tensors: everything follows from the number of consumed samples."""
         return {}
 
     def close(self) -> None:
@@ -183,6 +185,7 @@ class BatchLoader(Iterator[RankBatch]):
         return batch.pinned() if self._pin else batch
 
     def _stack(self, share: np.ndarray) -> RankBatch:
+        # ~i marks a row that only fills up.
         real, indices = share >= 0, np.where(share < 0, ~share, share)
         samples = [self.dataset.sample(index) for index in indices.ravel().tolist()]
         own = [sample for sample, counts in zip(samples, real.flat, strict=True) if counts]
@@ -196,6 +199,7 @@ class BatchLoader(Iterator[RankBatch]):
             sample_index=torch.from_numpy(indices.copy()),
             document_ids=rows([sample.document_ids for sample in samples]) if self._with_documents else None,
             position_ids=rows([sample.position_ids for sample in samples]) if self._with_positions else None,
+            # Columns of padding in real rows, and all of the rows that fill up.
             padding=indices.size * len(samples[0].input_ids) - sum(len(s.input_ids) - s.padding for s in own),
             filling=int((~real).sum()),
             sequence_lengths=rows([sample.sequence_lengths(self._with_positions) for sample in samples])
@@ -205,6 +209,7 @@ class BatchLoader(Iterator[RankBatch]):
         )
 
     def _attended(self, samples: list[Sample]) -> npt.NDArray[np.int64]:
+        # (documents,): attention's work is the sum of squares of these.
         if self._with_documents:
             return np.concatenate([np.zeros(0, np.int64), *(sample.document_lengths for sample in samples)])
         # Where tokens see other documents a row is what attention computes.
@@ -221,9 +226,10 @@ def rank_share(start: int, size: int, micro_batch_size: int, dp_rank: int, dp_si
     count = -(-size // (micro_batch_size * dp_size))
     # Micro-batches, then data-parallel ranks: a step has the same samples in any layout.
     step = np.arange(count * dp_size * micro_batch_size).reshape(count, dp_size, micro_batch_size)[:, dp_rank]
+    # ~x = -x - 1: negative for every sample, also for number 0.
     return np.where(step < size, start + step, ~(start + size - 1))
 
 
 def unlabelled(labels: torch.Tensor, real: npt.NDArray[np.bool_]) -> torch.Tensor:
-    """``labels`` (*rows, length) without those of the rows that are not ``real``."""
+    """``labels`` (*rows, length) without those of rows that are not ``real``."""
     return labels if real.all() else labels.masked_fill_(~torch.from_numpy(real)[..., None], IGNORE_INDEX)

@@ -7,7 +7,7 @@ import numpy as np
 from smp.data.keyed_random import keyed_uniform
 from smp.data.sample import Sample
 
-_JUMP = 0.1  # probability that a token does not follow the rule
+_JUMP = 0.1  # probability that a token is drawn anew
 
 
 class MockDataset:
@@ -45,7 +45,7 @@ class MockDataset:
         position = np.arange(length)
         jump = chance < _JUMP
         jump[0] = True
-        # The place of the last jump at or before each token; from there the rule counts on.
+        # Position of the last jump at or before each token, from which the rule counts.
         last_jump = np.maximum.accumulate(np.where(jump, position, 0))
         tokens = (drawn[last_jump] + position - last_jump) % self.vocab_size
         return Sample(tokens[:-1], tokens[1:], np.zeros(self.seq_length, np.int64))

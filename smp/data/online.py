@@ -18,12 +18,12 @@ from smp.data.preprocess import Encoder, preprocess
 from smp.data.tokenizers.files import tokenizer_key
 
 _LARGE = 1 << 24
-"""Bytes from which on more than one process is worth its start."""
+"""Bytes of text from which on more than one process is worth its start."""
 
 
 def tokenized(path: str, data: DataConfig, cache: NodeCache) -> tuple[Path, list[str]]:
-    """Prefix of the dataset that holds the documents of a text file, each with the end-of-document token; and what to
-    tell the user, of a dataset that was there before, too.
+    """(prefix of the dataset with the documents of a text file, each with the end-of-document token; notes for the
+    user, also for a dataset that was there before).
 
     The first process of a node makes it, with all cores; the others wait for it.
 
@@ -56,10 +56,11 @@ def tokenized(path: str, data: DataConfig, cache: NodeCache) -> tuple[Path, list
             workers = os.cpu_count() or 1 if size > _LARGE else 1
             try:
                 preprocess([source], own, [own], encoder, workers)
-            except ValueError:  # the text has to be changed, so nobody will ever go on from there
+            except ValueError:  # the text has to be changed, so these parts are of no further use
                 shutil.rmtree(f"{own}.partial", ignore_errors=True)
                 raise
-            # A node that shares the folder makes the same bytes. Renaming over them takes them away from nobody.
+            # Another node that shares the folder has made equal bytes; replacing a file leaves open
+            # maps of it intact.
             for made, final in zip(dataset_paths(own), finished, strict=True):
                 made.replace(final)
     return prefix, notes

@@ -39,7 +39,7 @@ class PackedDataset(DocumentSamples[_Epoch]):
     packing = "best-fit"
     needs = "no two tokens in a row"
 
-    @cached_property  # the number is the same in every epoch, and the first order is not at hand for ever
+    @cached_property  # the number is the same in every epoch; the first order is not kept
     def samples_per_epoch(self) -> int:
         return len(self._order(0).sequences)
 
@@ -48,6 +48,7 @@ class PackedDataset(DocumentSamples[_Epoch]):
         """Fraction of the positions that hold a token."""
         return int(self._order(0).lengths.sum()) / max(1, self.samples_per_epoch * self.seq_length)
 
+    # An upper estimate: three arrays of pieces.
     def _size(self) -> int:
         return 3 * (len(self.document_range) + self.num_tokens // self.seq_length)
 
@@ -57,11 +58,13 @@ class PackedDataset(DocumentSamples[_Epoch]):
         sequence = int(epoch.sequences[position])
         chosen = slice(int(epoch.bounds[sequence]), int(epoch.bounds[sequence + 1]))
         tokens = np.zeros(self.seq_length, np.int64)
+        # What stays unfilled has no label.
         labels = np.full(self.seq_length, IGNORE_INDEX, np.int64)
         documents = np.full(self.seq_length, chosen.stop - chosen.start, np.int64)  # what is left is padding
         at = 0
         pieces = zip(epoch.starts[chosen].tolist(), epoch.lengths[chosen].tolist(), strict=True)
         for document, (start, length) in enumerate(pieces):
+            # One token more: the last label.
             piece = self.dataset.read(start, start + length + 1)
             tokens[at : at + length], labels[at : at + length] = piece[:-1], piece[1:]
             documents[at : at + length] = document
@@ -70,6 +73,7 @@ class PackedDataset(DocumentSamples[_Epoch]):
 
     def _parse(self, packed: npt.NDArray[np.int64]) -> _Epoch:
         pieces, sequences = int(packed[0]), int(packed[1])
+        # Two counts, then the four arrays.
         ends = np.cumsum([2, sequences + 1, pieces, pieces, sequences]).tolist()
         return _Epoch(*(packed[low:high] for low, high in itertools.pairwise(ends)))
 
@@ -89,9 +93,11 @@ class PackedDataset(DocumentSamples[_Epoch]):
     def _pieces(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """First token of each piece and the positions that it takes, document after document."""
         offsets = self.dataset.document_offsets[self.document_range.start : self.document_range.stop + 1]
+        # Documents of one token have no step.
         steps = np.maximum(np.diff(offsets) - 1, 0)
         count = -(-steps // self.seq_length)  # pieces of each document
         # Number of each piece within its document.
+        # 0, 1, ... for the pieces of each document.
         within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
         starts = np.repeat(offsets[:-1], count) + within * self.seq_length
         lengths = np.minimum(np.repeat(steps, count) - within * self.seq_length, self.seq_length)

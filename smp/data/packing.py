@@ -58,6 +58,7 @@ def pack_best_fit(lengths: npt.ArrayLike, capacity: int) -> Packing:
     counts = np.bincount(given.astype(np.int64), minlength=1) if given.size else np.zeros(1, np.int64)
     sequences, opened = _place(counts, capacity)
     # Longest first; sorting by room left of the capacity keeps equal lengths in their given order.
+    # A stable sort of what is left of the capacity: longest first.
     documents = _stable_argsort(capacity - given.astype(np.int64))[: len(sequences)]  # those of length 0 come last
     by_sequence = _stable_argsort(sequences)
     offsets = np.zeros(opened + 1, np.int64)
@@ -71,6 +72,7 @@ def _place(counts: npt.NDArray[np.int64], capacity: int) -> tuple[npt.NDArray[np
     Args:
         counts: documents of each length, (longest + 1,).
     """
+    # The sequence of each document, longest document first.
     placed: list[int] = []
     opened = 0
     with_room: dict[int, list[int]] = {}  # room -> sequences, the one that got it last is used first
@@ -91,6 +93,7 @@ def _place(counts: npt.NDArray[np.int64], capacity: int) -> tuple[npt.NDArray[np
             room = rooms[at] if at < len(rooms) else capacity
             fits = room // length  # documents per sequence
             wanted = -(-left // fits)  # sequences for all that are left; the last may stay partly filled
+            # bisect_left found a room: open sequences take it before new ones.
             if at < len(rooms):
                 # Only as many as there are documents for; what is left keeps its room.
                 chosen = with_room[room][-wanted:]
@@ -114,7 +117,7 @@ def _place(counts: npt.NDArray[np.int64], capacity: int) -> tuple[npt.NDArray[np
 
 
 def _stable_argsort(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """``np.argsort(keys, kind="stable")`` of integers from 0 on, by their 16-bit digits: numpy sorts those by radix."""
+    """``np.argsort(keys, kind="stable")`` of integers from 0 on, by their 16-bit digits, which numpy sorts by radix."""
     order = np.argsort(keys.astype(np.uint16), kind="stable")
     for shift in range(16, int(keys.max(initial=0)).bit_length(), 16):
         order = order[np.argsort((keys >> shift).astype(np.uint16)[order], kind="stable")]

@@ -32,12 +32,12 @@ from smp.data.tokenizers.gigatoken_backend import GigatokenTokenizer
 from smp.data.tokenizers.tokenizer import Batch, Tokenizer
 
 _LONGEST = 2**31 - 1
-"""Tokens of a document with its end, an int32 in the index."""
+"""Longest document in tokens, with its end: an int32 in the index."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """What a worker does with a chunk.
+    """What a worker process does with a chunk.
 
     Attributes:
         tokenizer_model, tiktoken_pattern, backend: which tokenizer.
@@ -103,7 +103,8 @@ class Encoder:
 
 @functools.cache
 def _load_tokenizer(path: str, pattern: str | None, backend: str) -> Tokenizer:
-    """Once per process, which is one of the workers: it uses one core."""
+    """The tokenizer, loaded once per process. Each worker uses one core."""
+    # The library tokenizers starts threads of its own otherwise.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = load_tokenizer(path, pattern)
     return GigatokenTokenizer(tokenizer, path, pattern) if backend == "gigatoken" else tokenizer
@@ -137,7 +138,8 @@ def encode_all(encoder: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], wor
 
 
 def _end_with_parent() -> None:
-    """A worker of a killed job would wait for work for ever. Of Ctrl-C, which reaches all, only the job speaks."""
+    """Start of a worker process: it ends when its job is killed, instead of waiting for work for ever; SIGINT, which
+    reaches all processes of a terminal, is left to the job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -190,7 +192,7 @@ def preprocess(
 
 
 def _write(paths: Sequence[Path | RemoteFile], encoder: Encoder, workers: int, output: Output) -> None:
-    """Everything that is not in ``output`` yet, with a progress bar."""
+    """Encode everything that is not in ``output`` yet, with a progress bar."""
     chunks = read_chunks(paths, encoder.keys)
     size = sum(file_state(path)[1] for path in paths)
     with tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
@@ -217,7 +219,7 @@ def _check_input(paths: Sequence[Path | RemoteFile], keys: Sequence[str]) -> Non
 
 
 def _job(paths: Sequence[Path | RemoteFile], names: Sequence[str], encoder: Encoder) -> str:
-    """Stands for everything that the parts depend on. Whether bad records are skipped may change on the way."""
+    """A hash of everything that the parts depend on. --on-error may change when a job goes on."""
     stats = [file_state(path) for path in paths]
     tokenizer = tokenizer_key(encoder.tokenizer_model, encoder.tiktoken_pattern)
     settings = [tokenizer, list(encoder.keys), encoder.append_eod, text_files.CHUNK_BYTES, PART_CHUNKS]
@@ -225,7 +227,7 @@ def _job(paths: Sequence[Path | RemoteFile], names: Sequence[str], encoder: Enco
 
 
 def _check_backend(encoder: Encoder, paths: Sequence[Path | RemoteFile], say: Callable[[str], None]) -> None:
-    """Compare a faster back-end with the tokenizer on the first chunk, and say so."""
+    """Compare a faster back-end with the tokenizer on the first chunk, and tell the result."""
     tokenizer = encoder.tokenizer
     if not isinstance(tokenizer, GigatokenTokenizer):
         return

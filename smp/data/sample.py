@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 IGNORE_INDEX = -100
-"""Label of a token that does not count; the one that PyTorch's own losses leave out."""
+"""Label of a token without loss; PyTorch's own losses ignore it as well."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,15 @@ class Sample:
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each document, without padding."""
+        # Where the number changes, and at the first token.
         begins = np.flatnonzero(np.diff(self.document_ids, prepend=self.document_ids[0] - 1))
         lengths = np.diff(begins, append=len(self.document_ids))
         # Padding is the last document.
         return lengths[:-1] if self.padding else lengths
 
     def sequence_lengths(self, of_documents: bool) -> npt.NDArray[np.int64]:
-        """Per token, the length of its document or of the whole sample; padding counts as a document of its own."""
+        """For each token the length of its document or of the whole sample, int64 (seq_length,); padding counts as a
+        document."""
         if of_documents:
             begins = np.flatnonzero(np.diff(self.document_ids, prepend=self.document_ids[0] - 1))
             lengths = np.diff(begins, append=len(self.document_ids))
@@ -46,14 +48,15 @@ class Sample:
 
     @property
     def position_ids(self) -> npt.NDArray[np.int64]:
-        """Positions of the tokens in their documents, or in what of them the sequence holds."""
+        """Positions of the tokens within their documents, or within the part of them that the sequence holds."""
         position = np.arange(len(self.document_ids))
+        # -1 before the first token: it begins a document, too.
         begins = np.diff(self.document_ids, prepend=-1) != 0
         return position - np.maximum.accumulate(np.where(begins, position, 0))
 
 
 class SampleDataset(Protocol):
-    """What the loader reads: numbered samples without end."""
+    """Numbered samples without end, as the loader reads them."""
 
     seq_length: int
 

@@ -24,10 +24,10 @@ from smp.convert.huggingface.text_part import text_config
 
 CONFIG = "config.json"
 _CONTRADICTIONS = {"use_rope_scaling", "squared_relu", "tanh_gelu", "relu", "geglu", "quick_geglu"}
-"""Settings that a file may not give where they have no effect: the model would lack what it asks for. Numbers of a part
-that the model does not have mean nothing, and other programs always write them."""
+"""Settings that may not be given where they have no effect: the model would lack what the file asks for. Sizes of
+absent parts are harmless, and other programs always write them."""
 NEXT_N = "num_nextn_predict_layers"
-"""The key of layers of multi-token prediction, which transformers does not read."""
+"""The key for the number of multi-token prediction layers, which transformers does not read."""
 FREE = {
     *(
         "model",
@@ -43,7 +43,7 @@ FREE = {
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate"),
 }
-"""Settings that do not belong to the architecture: the same weights mean the same whatever they are."""
+"""Settings that do not belong to the architecture: the same weights mean the same model whatever these are."""
 
 
 _OWN_NORMS = (
@@ -51,11 +51,11 @@ _OWN_NORMS = (
     ("linear_norm_epsilon", "norm_epsilon"),
     ("linear_norm_placement", "norm_placement"),
 )
-"""Settings of some norms, and those of the others, which are theirs by default."""
+"""Settings of some norms, each with the setting of the other norms that is its default."""
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """The content of a JSON file.
 
     Raises:
         DamageError: it is no JSON, as after a download that was cut off.
@@ -75,7 +75,7 @@ def is_hf_folder(path: str | Path) -> bool:
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """The content of ``config.json``; of a model that also sees images that of its text part, where it can be had.
+    """The content of ``config.json``; for a model that also sees images, that of its text part, where that can be read.
 
     Raises:
         DamageError: it is no JSON.
@@ -89,22 +89,24 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
-    """The settings that decide what weights mean, by name, each in one way of several that mean the same: made to be
-    compared with what this function says of another model."""
+    """The settings that decide what weights mean, by name, in a canonical form where several spellings mean the same:
+    for comparing two models."""
     return {name: value for name, value in in_one_form(config).items() if name not in FREE}
 
 
 def in_one_form(config: ModelConfig) -> dict[str, Any]:
-    """All settings, as :func:`architecture`. What has no effect with the others is at its default."""
+    """All settings in the canonical form of :func:`architecture`. Settings without an effect are at their default."""
     # Settings without an effect would make two descriptions of one model differ.
     return canonical(vars(effective(config)) | _of_layers(config), config)
 
 
 def _of_layers(config: ModelConfig) -> dict[str, Any]:
-    """Settings that several texts or numbers mean, in one."""
+    """Settings that can be spelled in several ways, in one spelling."""
+    # Per layer: a window, and whether RoPE rotates ("turned").
     windows, turned = windowed(config), [not skipped for skipped in no_rope(config)]
     with_both = any(window and rope for window, rope in zip(windows, turned, strict=True))
     local = config.rotary_base_local
+    # A local base equal to the global one is no setting, unless the global one is scaled.
     same = local == config.rotary_base and not config.use_rope_scaling
     factors: tuple[str | None, ...] = (None, None)
     if config.use_rope_scaling and config.rope_scaling_type == "longrope":
@@ -113,13 +115,16 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
     kinds = mixer_kinds(config)
     parts = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")
     all_biases = not config.disable_bias_linear or all(getattr(config, name) for name in parts)
+    # 1 / sqrt(head_dim) is the default scale of scores.
     usual = config.kv_channels is not None and config.softmax_scale == config.kv_channels**-0.5
     return {
+        # A list of only attention layers is the default.
         "layer_types": None if config.layer_types is None or set(kinds) == {"attention"} else " ".join(kinds),
         "linear_attention_freq": skip_pattern(linear(config), ones=True) if config.linear_attention_type else None,
         "window_attn_skip_freq": skip_pattern(windows, ones=True) if any(windows) else None,
         "no_rope_freq": skip_pattern(turned, ones=False) if any(turned) else None,
         "rotary_base_local": None if same or not with_both else local,
+        # A chunk as long as the longest sequence splits nothing.
         "attention_chunk_size": chunk if chunk is not None and chunk < config.max_position_embeddings else None,
         "attn_temperature_tuning": tuned,
         "attn_scale": config.attn_scale if tuned else ModelConfig.attn_scale,
@@ -133,6 +138,7 @@ def _of_layers(config: ModelConfig) -> dict[str, Any]:
             name: None if getattr(config, name) == getattr(config, other) else getattr(config, name)
             for name, other in _OWN_NORMS
         },
+        # Biases on all parts have two spellings.
         "disable_bias_linear": not all_biases,
         **{name: getattr(config, name) and not all_biases for name in parts},
     }
@@ -145,13 +151,15 @@ def resolved(**values: Any) -> ModelConfig:
         ConfigError: a value is not of its setting's kind, or they do not fit together.
     """
     model = effective(of_kinds(values), keep=_CONTRADICTIONS)
+    # dry_run: no number of training steps is needed.
     return resolve(Config(model=model, training=TrainingConfig(dry_run=True)), world_size=1).model
 
 
 def of_kinds(values: Mapping[str, Any]) -> ModelConfig:
-    """A model's settings as a file gives them, each of its setting's kind, or ConfigError."""
+    """Settings from a file, each checked to be of its setting's type; else ConfigError."""
     hints = get_type_hints(ModelConfig)
     for name, value in values.items():
+        # ``int | None`` -> (int, NoneType)
         kinds = get_args(hints[name]) or (hints[name],)
         words = [word for kind in (hints[name], *kinds) if get_origin(kind) is Literal for word in get_args(kind)]
         if value not in words and not _is_of(value, kinds):
@@ -160,7 +168,7 @@ def of_kinds(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def resolved_external(values: Mapping[str, Any], where: str) -> ModelConfig:
-    """The same for what another program's file, ``where``, says."""
+    """:func:`resolved` for values from another program's file, ``where``."""
     try:
         config = resolved(**values)
     except (ConfigError, TypeError, OverflowError) as error:
@@ -169,8 +177,9 @@ def resolved_external(values: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _is_of(value: Any, kinds: tuple[Any, ...]) -> bool:
-    if type(value) in (int, float) and not abs(value) < 1 << 63:  # nor is NaN
+    if type(value) in (int, float) and not abs(value) < 1 << 63:  # NaN fails it, too
         return False
+    # bool is not int here: ``type``, not isinstance.
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
@@ -183,12 +192,14 @@ def family_of(content: Mapping[str, Any], where: str) -> Family:
     names, kind = content.get("architectures") or [], str(content.get("model_type"))
     name = str(names[0]) if isinstance(names, list) and names else ""
     for family in FAMILIES.values():
+        # Without ``architectures`` the model_type decides.
         if (name and name in (family.architecture, family.classifier)) or (not name and kind == family.model_type):
             if content.get("model_type", family.model_type) != family.model_type:
                 # transformers would go by the model_type
                 raise ConfigError(f"{where}: {name} with the model_type {kind} is a contradiction")
             return family
     known = {f.architecture: f for f in FAMILIES.values()}
+    # cutoff 0: some name is always nearest.
     near = difflib.get_close_matches(name or kind, [*known, *FAMILIES], n=1, cutoff=0.0)[0]
     nearest = known[near].architecture if near in known else FAMILIES[near].architecture
     reason = next((text for part, text in REASONS.items() if part in f"{kind} {name}".lower()), "")
@@ -228,7 +239,7 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
     quantized = content.get("quantization_config")
     if quantized and (family.quantized is None or quantized.get("quant_method") != "mxfp4"):
         block_of(quantized, where)
-    # First what the family cannot do otherwise, so that the message is about the cause.
+    # Fixed properties of the family first, so that the message names the cause.
     for key, value in family.required.items():
         reader.require(key, value)
     for key, other in family.same_as.items():
@@ -278,15 +289,17 @@ def to_hf(config: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None
         )
     wanted = architecture(config)
     predicted = {NEXT_N: config.mtp_num_layers}
+    # The exact file of the model's authors is worth more than an equivalent one.
     if base is not None and _describes({**base, **predicted}, wanted):
         # transformers writes the key also where the files have no such layers
         base = base if config.mtp_num_layers is None else {**base, **predicted}
+        # Written weights are not quantized.
         out = {name: value for name, value in base.items() if name != "quantization_config"}
     else:
         # an id that is not there would be the one that transformers has for the family, of another tokenizer
         out = dict.fromkeys(_IDS) | {key: base[key] for key in _CARRIED if base is not None and key in base}
         out |= _written(config, family)
-    key = "torch_dtype" if "torch_dtype" in out else "dtype"  # its name before transformers 4.56
+    key = "torch_dtype" if "torch_dtype" in out else "dtype"  # the key's name before transformers 4.56
     return out | {key: dtype}
 
 
@@ -302,7 +315,8 @@ def _describes(content: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 
 
 def _family_for(config: ModelConfig, base: Mapping[str, Any] | None) -> Family:
-    """The family of ``base`` if it can say it, else the first of the table that can."""
+    """The first family that can express the model: that of ``base``, then those of LongRoPE's own kind if it has that,
+    then the others in order."""
     first = [f for f in FAMILIES.values() if base is not None and f.model_type == base.get("model_type")]
     if config.use_rope_scaling and config.rope_scaling_type == "longrope":
         first += [family for family in FAMILIES.values() if is_longrope_family(family)]
@@ -316,6 +330,7 @@ def _family_for(config: ModelConfig, base: Mapping[str, Any] | None) -> Family:
         different = [name for name, value in wanted.items() if said[name] != value]
         if not different:
             return family
+        # Of equal distance the last one counts; any serves the message.
         nearest[len(different)] = (family, different)
     problem = "no family"
     if nearest:
@@ -326,9 +341,10 @@ def _family_for(config: ModelConfig, base: Mapping[str, Any] | None) -> Family:
 
 
 def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """``config`` in the words of a family, as far as it has words."""
+    """The keys of a family for ``config``, as far as it has keys."""
     out: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     if config.scalar_head:
+        # transformers takes num_labels from id2label.
         out |= {"architectures": [family.classifier], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     for key, name in family.fields.items():
         if name == "tied":
@@ -354,10 +370,12 @@ def _written(config: ModelConfig, family: Family) -> dict[str, Any]:
         out[NEXT_N] = config.mtp_num_layers
     if family.own is not None:
         out |= family.own.write(config)
+    # ``said`` last: constants for other programs.
     return out | dict(family.said)
 
 
 def _written_activation(config: ModelConfig, family: Family, key: str) -> dict[str, Any]:
+    # The first activation that matches is the one that is written.
     for name, means in family.activations.items():
         if all(getattr(config, setting) == value for setting, value in means.items()):
             return {key: name}

@@ -31,7 +31,7 @@ def read_experts(reader: Reader, keys: ExpertKeys, layers: int) -> dict[str, Any
 
 
 def _number(reader: Reader, key: str) -> int:
-    """A whole number from 1 on."""
+    """A whole number of at least 1."""
     value = reader.get(key)
     reader.check_number(key, value, int)
     if value < 1:
@@ -44,16 +44,19 @@ def _router(reader: Reader, keys: ExpertKeys) -> dict[str, Any]:
         return {"moe_router_pre_softmax": False}
     if keys.router == "topk_method":
         return _router_by_method(reader)
+    # Qwen's norm_topk_prob: normalizing the chosen probabilities equals a softmax over the chosen
+    # logits.
     normalised = reader.get("norm_topk_prob")
     reader.check_number("norm_topk_prob", normalised, bool)
     if keys.router == "norm_topk_prob":
         return {"moe_router_pre_softmax": not normalised}
-    one = _number(reader, "num_experts_per_tok") == 1  # of which this project's router does not make 1
+    one = _number(reader, "num_experts_per_tok") == 1  # a single score is not normalized here: it would be 1
     if normalised == one:
         raise ConfigError(
             f"{reader.where}: norm_topk_prob {str(normalised).lower()} is not supported with a router of sigmoids and "
             f"num_experts_per_tok {'1' if one else 'above 1'}"
         )
+    # DeepSeek-V3 (arXiv 2412.19437): biases decide which experts are chosen, not their weights.
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -69,7 +72,8 @@ def _scaling_factor(reader: Reader) -> float:
 
 
 def _router_by_method(reader: Reader) -> dict[str, Any]:
-    """DeepSeek-V2's: a softmax over all experts; a group, where there are any, is worth its best expert."""
+    """DeepSeek-V2's routers: a softmax over all experts; with groups, each counts by its best expert (arXiv
+    2405.04434)."""
     values: dict[str, Any] = {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": _scaling_factor(reader)}
     method = reader.get("topk_method")
     if method == "greedy":
@@ -89,7 +93,8 @@ def _router_by_method(reader: Reader) -> dict[str, Any]:
 
 
 def _groups(reader: Reader) -> dict[str, Any]:
-    """A group is worth its two best experts there, here its topk / group_topk best."""
+    """Groups of experts: Hugging Face scores a group by its two best experts, this project by its topk / group_topk
+    best ones."""
     groups, best, k = (_number(reader, key) for key in ("n_group", "topk_group", "num_experts_per_tok"))
     if best >= groups:
         return {}
@@ -109,6 +114,7 @@ def _shared(reader: Reader, keys: ExpertKeys, width: int | None) -> dict[str, An
         return {name: _number(reader, "shared_expert_intermediate_size"), "moe_shared_expert_gate": True}
     if keys.shared == "multiple":
         assert width is not None, "such a family has a width of experts"
+        # n shared experts are one MLP of n times the width.
         return {name: _number(reader, "n_shared_experts") * width}
     return {}
 
@@ -120,6 +126,7 @@ def _pattern(reader: Reader, keys: ExpertKeys, layers: int) -> list[bool]:
         reader.check_number("first_k_dense_replace", first, int)
         return [i >= first for i in range(layers)]
     if keys.dense == "sparse_step":
+        # Qwen-MoE: every step-th layer has experts, except those in mlp_only_layers.
         step, dense = _number(reader, "decoder_sparse_step"), reader.get("mlp_only_layers") or []
         if not isinstance(dense, list):
             raise ConfigError(f"{reader.where}: mlp_only_layers {dense!r} is not a list")
@@ -127,6 +134,7 @@ def _pattern(reader: Reader, keys: ExpertKeys, layers: int) -> list[bool]:
     return [True] * layers
 
 
+# The short spelling where all layers have experts.
 def _layer_freq(pattern: list[bool]) -> str:
     return "1" if all(pattern) else str([int(layer) for layer in pattern]).replace(" ", "")
 
@@ -136,11 +144,12 @@ def _pattern_of(config: ModelConfig) -> list[bool]:
 
 
 def write_experts(config: ModelConfig, keys: ExpertKeys) -> dict[str, Any]:
-    """``config`` in these words, as far as they can say it."""
+    """The keys of ``config``'s experts, as far as these keys can express them."""
     pattern, width = _pattern_of(config), config.moe_ffn_hidden_size or 0
     out: dict[str, Any] = {keys.count: config.num_experts, "num_experts_per_tok": config.moe_router_topk}
     out["moe_intermediate_size" if keys.own_width else "intermediate_size"] = width
     if keys.dense == "first_k":
+        # Other patterns than "first k dense" are found out when the file is read back.
         out["first_k_dense_replace"] = pattern.index(True) if any(pattern) else len(pattern)
     elif keys.dense == "sparse_step":
         out |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, layer in enumerate(pattern) if not layer]}
@@ -165,7 +174,7 @@ def write_experts(config: ModelConfig, keys: ExpertKeys) -> dict[str, Any]:
 
 
 def canonical(values: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """Settings of an architecture in the one way, of several, in which they are compared."""
+    """Settings of an architecture in their canonical spelling, for comparison."""
     if config.num_experts is None:
         return values
     pattern = _pattern_of(config)

@@ -37,15 +37,19 @@ def _read(reader: Reader, values: Mapping[str, Any]) -> dict[str, Any]:
     reader.check_number("mamba_rms_norm", has_norm, bool)
     if has_norm and reader.get("mamba_norm_before_gate"):
         raise ConfigError(f"{reader.where}: mamba_norm_before_gate true is not supported, only false")
+    # before: in front of the projections, after: behind them.
     key, before, after = (_number(reader, name) for name in _FACTORS)
     inside, outside = (_number(reader, name) for name in _SSM_FACTORS)
     # sizes that are none are refused later
+    # max(1, ..): sizes of 0 are refused by the checks that follow.
     usual = max(1, (hidden or 1) // max(1, heads or 1) if head_dim is None else head_dim) ** -0.5
+    # Queries and keys both have ``before``; keys also ``key``.
     scale = usual * (key * before**2)
     return {
         **found,
         **{"linear_attention_type": "mamba2", "linear_attention_parallel": True, "mamba_rms_norm": has_norm},
         "softmax_scale": None if scale == usual else scale,
+        # The value's ``before`` and the output's ``after`` are one factor of attention's output.
         **{"attention_out_multiplier": after * before, "ssm_out_multiplier": outside},
         "ssm_multipliers": as_text(tuple(inside * x for x in _numbers(reader, "ssm_multipliers", 5))),
         "mlp_multipliers": as_text(_numbers(reader, "mlp_multipliers", 2)),
@@ -86,7 +90,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _key_multiplier(config: ModelConfig) -> float:
-    """The number from which reading makes the same scale, to the bit; the quotient may be a rounding off."""
+    """The ``key_multiplier`` from which reading gets the same scale, to the bit; the plain quotient may be off by a
+    rounding."""
     assert config.kv_channels is not None, "resolved before"
     usual = config.kv_channels**-0.5
     if config.softmax_scale is None:

@@ -30,12 +30,14 @@ LLAMA_ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "he
 _LLAMA = Table("model.layers.{}.", LLAMA_MODULES, LLAMA_ENDS)
 QK_MODULES = LLAMA_MODULES | _QK_NORMS
 _QWEN3 = Table("model.layers.{}.", QK_MODULES, LLAMA_ENDS)
+# One tensor for each expert, with its number for {}.
 _EXPERTS: dict[str, str | Fused] = {
     "mlp.router": "mlp.gate",
     "mlp.experts.gate": "mlp.experts.{}.gate_proj",
     "mlp.experts.up": "mlp.experts.{}.up_proj",
     "mlp.experts.down": "mlp.experts.{}.down_proj",
 }
+# transformers 5 stacks the experts of a layer in one tensor, gate and up as halves.
 STACKED_EXPERTS: dict[str, str | Fused] = {
     "mlp.router": "mlp.gate",
     "mlp.experts.gate": Fused("mlp.experts.gate_up_proj", "halves", "gate"),
@@ -48,6 +50,7 @@ def _shared_experts(name: str) -> dict[str, str | Fused]:
     return {f"mlp.shared_experts.{part}": f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down")}
 
 
+# Mixtral's w1, w3 and w2 are gate, up and down.
 _MIXTRAL = Table(
     "model.layers.{}.",
     LLAMA_MODULES
@@ -73,10 +76,13 @@ _GLM4_MOE = Table(
     QK_MODULES
     | _EXPERTS
     | _shared_experts("shared_experts")
+    # The bias that only decides the choice (auxiliary-loss-free balancing, arXiv 2408.15664).
     | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     LLAMA_ENDS,
     stacked=STACKED_EXPERTS,
 )
+# Low-rank projections of multi-head latent attention; the ``kv_a`` one also makes the shared
+# rotated key.
 LATENT_MODULES: dict[str, str | Fused] = {
     "attention.query_down": "self_attn.q_a_proj",
     "attention.query_norm": "self_attn.q_a_layernorm",
@@ -95,6 +101,7 @@ _DEEPSEEK = Table(
     LLAMA_ENDS,
     stacked=STACKED_EXPERTS,
 )
+# Conv1D of GPT-2 stores (in, out): ``transposed``.
 _GPT2 = Table(
     "transformer.h.{}.",
     {
@@ -115,6 +122,7 @@ _GPT2 = Table(
     },
     transposed=True,
 )
+# Query, key and value of each head are neighbours in one matrix.
 _NEOX = Table(
     "gpt_neox.layers.{}.",
     {
@@ -179,8 +187,10 @@ LLAMA_FAMILY = Family(
     defaults=LLAMA_DEFAULTS,
     fixed=LLAMA_FIXED | {"add_qkv_bias": False, "qk_layernorm": False, "window_size": None},
     activations={"silu": {}, "swish": {}},
+    # Old files have RoPE's inverse frequencies as a buffer.
     ignored=(".self_attn.rotary_emb.inv_freq",),
 )
+# A window in some or all layers.
 _WINDOWED = replace(LLAMA_FAMILY, fields=LLAMA_FIELDS, window_key="sliding_window")
 _WINDOW_DEFAULTS = LLAMA_DEFAULTS | {
     **{"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
@@ -192,7 +202,7 @@ DEEPSEEK_FAMILY = replace(
     table=_DEEPSEEK,
     fields={key: name for key, name in LLAMA_FIELDS.items() if key != "head_dim"} | LATENT_FIELDS,
     fixed=LLAMA_FIXED | NO_BIAS | {"multi_latent_attention": True, "qk_layernorm": True, "window_size": None},
-    # latents have norms of this epsilon, whatever the others' is
+    # transformers gives the norms of latents this epsilon, whatever the config says
     required={"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-6, "moe_layer_freq": 1},
 )
 DEEPSEEK_DEFAULTS: dict[str, Any] = {
@@ -207,6 +217,7 @@ FIRST_FAMILIES = (
         architecture="MistralForCausalLM",
         model_type="mistral",
         defaults=_WINDOW_DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+        # No biases on projections.
         fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": False},
     ),
     replace(
@@ -214,6 +225,7 @@ FIRST_FAMILIES = (
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
         defaults=_WINDOW_DEFAULTS,
+        # Qwen2: biases on query, key and value only.
         fixed=LLAMA_FIXED | {"disable_bias_linear": True, "add_qkv_bias": True, "qk_layernorm": False},
     ),
     replace(
@@ -223,6 +235,7 @@ FIRST_FAMILIES = (
         table=_QWEN3,
         fields=LLAMA_FIELDS | ATTENTION_BIAS,
         defaults=_WINDOW_DEFAULTS | {"head_dim": 128},
+        # Qwen3 has norms of queries and keys instead of biases.
         fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": True},
         ignored=(),
     ),
@@ -275,6 +288,7 @@ FIRST_FAMILIES = (
         defaults=LLAMA_DEFAULTS
         | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "norm_topk_prob": False}
         | {"num_experts": 64, "num_experts_per_tok": 8},
+        # OLMoE: query and key norms over all heads at once.
         fixed=LLAMA_FIXED | NO_BIAS | {"qk_layernorm": True, "qk_layernorm_across_heads": True, "window_size": None},
         required={"clip_qkv": None},
         aliases={"num_experts": "num_local_experts"},
@@ -285,6 +299,7 @@ FIRST_FAMILIES = (
         architecture="Glm4MoeForCausalLM",
         model_type="glm4_moe",
         table=_GLM4_MOE,
+        # GLM-4 MoE: optional query and key norms.
         fields=LLAMA_FIELDS | {"attention_bias": "add_qkv_bias", "use_qk_norm": "qk_layernorm"},
         defaults=LLAMA_DEFAULTS
         | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "use_qk_norm": False}
@@ -316,6 +331,7 @@ FIRST_FAMILIES = (
         | {"num_key_value_heads": 128, "max_position_embeddings": 4096, "num_experts_per_tok": 8}
         | {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
         | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
+        # noaux_tc: choice by biased scores, without an auxiliary loss.
         required={**DEEPSEEK_FAMILY.required} | {"rope_interleave": True, "topk_method": "noaux_tc"},
         said={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         aliases={"n_routed_experts": "num_local_experts"},
@@ -340,11 +356,13 @@ FIRST_FAMILIES = (
             **{"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "n_positions": 1024},
             **{"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "activation_function": "gelu_new"},
         },
+        # No RoPE: learned positions.
         fixed=LAYER_NORM | {"position_embedding_type": "learned_absolute", "parallel_residual": False},
         required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
         activation_key="activation_function",
         activations=GELUS,
         rope_keys=None,
+        # Causal masks that old versions saved as buffers.
         ignored=(".attn.bias", ".attn.masked_bias"),
         aliases={
             "n_embd": "hidden_size",
@@ -393,4 +411,4 @@ REASONS: dict[str, str] = {
     "gptj": "a bias in its output layer",
     "gpt_neo": "local attention layers",
 }
-"""Part of a ``model_type`` -> what of it smp's decoder does not have, or cannot be converted."""
+"""Part of a ``model_type`` -> what such models have that smp's decoder lacks or that is not converted."""

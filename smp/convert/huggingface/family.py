@@ -43,12 +43,12 @@ CLASSIFIERS: dict[str, str | None] = {
 """Families whose ...ForSequenceClassification in transformers does not exist (None), or has another name."""
 
 Factor = Literal["same", "inverse", "inverse_root"]
-"""A setting is the number in config.json, 1 / it, or 1 / its square root."""
+"""How a setting follows from the number in config.json: equal, 1 / it, or 1 / its square root."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What an architecture says in words that no other has.
+    """Reading and writing of the keys that only one architecture has.
 
     Attributes:
         read: (:class:`~smp.convert.huggingface.reader.Reader` of a config.json, settings so far) -> settings that
@@ -115,7 +115,7 @@ class Family:
 
     @property
     def classifier(self) -> str | None:
-        """Its architecture with a head of scores; None: transformers has none."""
+        """The architecture's name with a head of scores; None: transformers has none."""
         if self.model_type in CLASSIFIERS:
             return CLASSIFIERS[self.model_type]
         return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "ForSequenceClassification"

@@ -39,7 +39,7 @@ from smp.convert.weights import LinkedWeights, Weights, same_bits
 from smp.models.inventory import EXPERT_BIAS
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files of which one makes a tokenizer."""
+"""Files of which one is enough for a tokenizer."""
 
 COMPANIONS = (
     *TOKENIZERS,
@@ -58,9 +58,9 @@ COMPANIONS = (
 """Files and folders that go with a model unchanged: tokenizer, chat template, generation settings, processor."""
 
 CARRIED = "hf"
-"""Folder inside of a converted checkpoint with config.json, tokenizer and the like of the folder that it came from."""
+"""Folder inside of a converted checkpoint with the config.json, tokenizer and so on of the source folder."""
 BESIDE = "model_files"
-"""The same next to the checkpoints of a run."""
+"""Folder with the same files next to the checkpoints of a run."""
 
 
 def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool = False) -> LinkedWeights:
@@ -80,15 +80,17 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool
     family, config = family_of(content, where), from_hf(content, where)
     store = open_store(folder, allow_pickle)
     keep_text(store)
+    # Old files have a tensor for each expert, newer ones a stack.
     stacked = any(name.endswith(_STACKED) for name in store.tensors)
     quantized = any(name.endswith(BLOCKS) for name in store.tensors) and family.quantized is not None
-    # Stores around stores: each shows tensors in the form that tables know.
+    # Stores wrap stores: each shows the tensors in the form that the tables know.
     store, table = (Mxfp4Store(store), family.quantized or family.table) if quantized else (store, family.table)
     in_fp8 = any(stored.dtype == torch.float8_e4m3fn for stored in store.tensors.values())
     if in_fp8:
         store = Fp8BlockStore(store, block_of(content.get("quantization_config") or {}, where))
     config, missing = _with_predictions(config, store, family, predictions)
     found = _spelled(links(table, config, stacked=stacked), store, family)
+    # Copies of embedding and head in multi-token prediction layers are compared, not loaded.
     copied = _spelled(copies_in_predictions(table, config), store, family)
     weights = LinkedWeights(store, found, config)
     weights.notes += store.notes
@@ -99,7 +101,7 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool
     predicting = _further_layers(store, config)
     further = predicting if family.predicts and config.mtp_num_layers is None else ()
     further += tuple(name for name in store.tensors if family.skipped and name.startswith(family.skipped))
-    # What is in the files and means nothing here would be lost in silence.
+    # A tensor that no table names would be lost in silence: it is an error.
     copies = weights.refuse_extra(
         embedding,
         ("lm_head.weight", "embed_out.weight"),
@@ -120,6 +122,7 @@ def _with_predictions(
     number = config.mtp_num_layers
     if not wanted or number is None:
         return replace(config, mtp_num_layers=None), []
+    # eh_proj joins the hidden state and the next embedding: each such layer has one.
     first = family.table.block.format(config.num_layers) + "eh_proj.weight"
     if any(name in store.tensors for name in (first, first.removeprefix("model."))):
         return config, []
@@ -127,7 +130,8 @@ def _with_predictions(
 
 
 def _check_copies(weights: LinkedWeights, copied: Iterable[Link]) -> None:
-    """Refuse an embedding or an output matrix of a multi-token prediction layer that is not the model's own."""
+    """Raise CheckpointError if an embedding or output matrix of a multi-token prediction layer is not a copy of the
+    model's own."""
     for link in copied:
         store, name = weights.store, link.external_name
         own = weights.links[link.smp_name][0].external_name
@@ -136,17 +140,19 @@ def _check_copies(weights: LinkedWeights, copied: Iterable[Link]) -> None:
 
 
 _STACKED = tuple(f".{module}.experts.down_proj" for module in ("mlp", "mixer", "block_sparse_moe"))
-"""The end of a name in files in which all experts of a layer lie in one tensor."""
+"""Ends of names in files that stack all experts of a layer in one tensor."""
 
 
 def _further_layers(store: PieceStore, config: ModelConfig) -> tuple[str, ...]:
-    """Tensors of layers behind the last (multi-token prediction), which the model's own computation does not use."""
+    """Names of tensors of layers after the last (multi-token prediction), which the model's own computation does not
+    use."""
     numbers = ((name, re.match(r"(?:model\.)?layers\.(\d+)\.", name)) for name in store.tensors)
     return tuple(name for name, found in numbers if found is not None and int(found[1]) >= config.num_layers)
 
 
 def _spelled(wanted: Iterable[Link], store: PieceStore, family: Family) -> list[Link]:
-    """Links as this folder spells them: base models leave out the first word, and some names changed over time."""
+    """Links with the names that this folder's files have: base models omit the first word, and some names have changed
+    over time."""
     first = family.table.block.split(".")[0] + "."
     # Files of a base model, which transformers saves without the head, lack the model's name in front.
     fronts = first, *(f"{new}." for new in family.renamed.values() if not new.startswith("."))
@@ -162,13 +168,14 @@ def _spelled(wanted: Iterable[Link], store: PieceStore, family: Family) -> list[
                 return other
             if name.startswith(f"{old}."):
                 return new + name.removeprefix(old)
+        # ``break`` where the name is there as it is.
         return name
 
     return [replace(link, external_name=rename(link.external_name)) for link in wanted]
 
 
 class HFTarget:
-    """What a Hugging Face folder with these weights is made of. See ``formats.make_target``."""
+    """A Hugging Face folder to be written. See ``formats.make_target``."""
 
     def __init__(
         self, weights: Weights, dtype: torch.dtype | None, reference: Path | None, shard_size: int = 5 * 10**9
@@ -178,6 +185,7 @@ class HFTarget:
         tensors_of = {n: t for n, t in weights.tensors.items() if not n.endswith(f".{EXPERT_BIAS}")}
         # The biases that balance experts keep their dtype, and do not count.
         kinds = sorted({str(dtype or t.dtype).removeprefix("torch.") for t in tensors_of.values()})
+        # to_hf refuses a model that no family expresses, before anything is written.
         self.content = to_hf(weights.config, _said_dtype(kinds, base), base)
         family = family_of(self.content, CONFIG)
         found = links(family.table, weights.config) + copies_in_predictions(family.table, weights.config)
@@ -185,19 +193,22 @@ class HFTarget:
         tensors = [plan(weights, name, parts, dtype) for name, parts in fused.items()]
         grouped = in_files(tensors, shard_size)
         names = [f"model-{i + 1:05d}-of-{len(grouped):05d}.safetensors" for i in range(len(grouped))]
+        # One file has transformers' plain name, several an index.
         self.files: dict[str, list[Planned]] = dict(zip(names if len(grouped) > 1 else [SINGLE], grouped, strict=True))
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """One file."""
         planned = {tensor.name: tensor for tensor in self.files[file]}
+        # Meta tensors: only sizes are needed for the layout.
         metas = {n: torch.empty(t.stored.shape, dtype=t.stored.dtype, device="meta") for n, t in planned.items()}
+        # transformers wants the format "pt" in the metadata.
         layout = lay_out(metas, {"format": "pt"})
         stream = ((slot.key, piece) for slot in layout.slots for piece in feed.stream(planned[slot.key]))
         write_file(LocalFolder(folder), file, layout, stream)
         return None
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
-        """The index, the configuration, and what goes along."""
+        """Write the index, the configuration, and the companion files."""
         if list(self.files) != [SINGLE]:
             total = sum(tensor.stored.nbytes for tensors in self.files.values() for tensor in tensors)
             where = {tensor.name: file for file, tensors in self.files.items() for tensor in tensors}
@@ -208,7 +219,8 @@ class HFTarget:
 
 
 def _said_dtype(kinds: list[str], base: Mapping[str, Any] | None) -> str:
-    """What config.json says of tensors of these dtypes: where they are several, what ``base`` said, if that is one."""
+    """The dtype for config.json: that of the tensors, or with several dtypes the one that ``base`` had, if it is one of
+    them."""
     said = next((base[key] for key in ("dtype", "torch_dtype") if base is not None and key in base), None)
     if len(kinds) > 1:
         return str(said) if said in kinds else "float32"
@@ -216,12 +228,12 @@ def _said_dtype(kinds: list[str], base: Mapping[str, Any] | None) -> str:
 
 
 def companions(folder: Path | None) -> list[str]:
-    """Names of files that go along with the model of a folder."""
+    """Names of the companion files in a folder."""
     return [] if folder is None else [name for name in COMPANIONS if (folder / name).exists()]
 
 
 def copy_companions(source: Path | None, target: Path) -> None:
-    """Tokenizer, chat template and generation settings, byte for byte."""
+    """Copy tokenizer, chat template and generation settings, byte for byte."""
     for name in companions(source):
         assert source is not None
         if (source / name).is_dir():
@@ -231,7 +243,7 @@ def copy_companions(source: Path | None, target: Path) -> None:
 
 
 def carry(reference: Path | None, folder: Path) -> None:
-    """Put what goes along with a model, config.json included, into a folder of its own inside of ``folder``."""
+    """Copy the companion files, config.json included, into a folder of their own inside of ``folder``."""
     if reference is None:
         return
     (folder / CARRIED).mkdir(exist_ok=True)
@@ -241,6 +253,6 @@ def carry(reference: Path | None, folder: Path) -> None:
 
 
 def carried(folder: Path) -> Path | None:
-    """What :func:`carry` left in a folder, or a run next to its checkpoints, if they did."""
+    """The folder that :func:`carry` or a run has left in or next to a checkpoint; None: there is none."""
     run = folder.parent if ITERATION.fullmatch(folder.name) else folder
     return next((found for found in (folder / CARRIED, run / BESIDE) if found.is_dir()), None)

@@ -16,11 +16,12 @@ from smp.convert.huggingface.config import CONFIG, family_of, from_hf, read_json
 from smp.convert.huggingface.text_part import text_config
 
 CLASSIFIER = "ForSequenceClassification"
-"""The end of the name of a class that gives a text scores."""
+"""Suffix of classes that score a text."""
 UNLIMITED = 2**20
-"""Longest sequence of an architecture that names none (recurrent ones)."""
+"""Longest sequence for architectures that name none (recurrent ones)."""
 _OF_FILES = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache")
-"""Keys of a config.json that are not of the architecture, in this respect."""
+"""Keys of config.json that do not belong to the architecture."""
+# Spellings in transformers' configurations; the first that is there counts.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers")
 _WIDTH = ("hidden_size", "d_model", "n_embd", "dim")
 _LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
@@ -64,7 +65,9 @@ def choose_model(content: Mapping[str, Any], where: str, implementation: str = "
 
 
 def _theirs_or(content: Mapping[str, Any], where: str, unknown: ConfigError) -> ModelConfig:
-    """The model as transformers' own, if it has such a type; else ``unknown``, which says what is near."""
+    """The model as transformers computes it, if it has such a type; else raise ``unknown``, which names the nearest
+    known one."""
+    # Only names are looked at: no model code is imported.
     try:
         from transformers.models.auto import modeling_auto
     except ImportError:
@@ -78,7 +81,8 @@ def _theirs_or(content: Mapping[str, Any], where: str, unknown: ConfigError) -> 
 
 
 def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
-    """A model that transformers computes. Of the architecture the result says what a run asks for by itself.
+    """A model that transformers computes. The settings hold the sizes that a run itself needs; the rest stays in the
+    JSON.
 
     Raises:
         ConfigError: transformers is not installed, has no such type or no language model of it, it is an encoder with a
@@ -92,6 +96,7 @@ def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
         _require_texts(config, where)
         content = {**content, "is_encoder_decoder": True}  # classes have it where a file does not
         layers = _layers_of_both(config)
+    # Of a model with images: its language model.
     text = config.get_text_config(decoder=True)
     heads = _number(text, _HEADS, 1)
     width = _number(text, _WIDTH, None)
@@ -100,6 +105,7 @@ def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
         raise ConfigError(f"{where}: {config.model_type} names no width or no vocabulary: it is no language model")
     head = getattr(text, "head_dim", None)
     return ModelConfig(
+        # Sorted keys: equal descriptions are equal texts.
         transformers_config=json.dumps(content, sort_keys=True),
         num_layers=layers,
         hidden_size=width,
@@ -139,11 +145,12 @@ def _layers_of_both(config: Any) -> int:
 
 
 def _gives_scores(content: Mapping[str, Any], where: str) -> bool:
-    """Whether the files are of a reward model.
+    """Whether the config.json is of a reward model.
 
     Raises:
         ConfigError: they are of a classifier.
     """
+    # An empty list counts as none.
     [name, *_] = content.get("architectures") or [""]
     if not name.endswith(CLASSIFIER):
         return False
@@ -156,7 +163,7 @@ def _gives_scores(content: Mapping[str, Any], where: str) -> bool:
 
 
 def require_classifier(model: ModelConfig) -> None:
-    """Raise ConfigError where transformers has no class that gives a text a score, of this type."""
+    """Raise ConfigError where transformers has no class of this type that scores texts."""
     from transformers.models.auto import modeling_auto
 
     kind = json.loads(model.transformers_config or "{}").get("model_type")
@@ -170,8 +177,8 @@ def _number(config: Any, names: tuple[str, ...], otherwise: int | None) -> int |
 
 
 def differences(trained: ModelConfig, asked: ModelConfig) -> list[str]:
-    """What the architecture of ``asked`` has otherwise, as ``rope_theta 10000 -> 500000``; one of them is
-    transformers' own."""
+    """How the architecture of ``asked`` differs, as ``rope_theta 10000 -> 500000``, where transformers computes at
+    least one of them."""
     if trained.is_foreign != asked.is_foreign:
         return [f"implementation {implementation(trained)} -> {implementation(asked)}"]
     before, now = (json.loads(model.transformers_config or "{}") for model in (trained, asked))
@@ -180,5 +187,5 @@ def differences(trained: ModelConfig, asked: ModelConfig) -> list[str]:
 
 
 def implementation(model: ModelConfig) -> str:
-    """The word of --model-implementation."""
+    """The value of --model-implementation for this model."""
     return "transformers" if model.is_foreign else "smp"

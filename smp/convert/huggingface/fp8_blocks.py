@@ -18,7 +18,7 @@ SCALES = "_scale_inv"
 
 
 class Fp8BlockStore(PieceStore):
-    """``store`` with each pair of tensors as one of bf16 under the name of its weight.
+    """``store`` with each pair of tensors (weight, scales) as one bf16 tensor under the weight's name.
 
     Args:
         store: what lies in the files.
@@ -36,6 +36,7 @@ class Fp8BlockStore(PieceStore):
         scaled = {name.removesuffix(SCALES) for name in store.tensors if name.endswith(SCALES)}
         for name in sorted(self._in_fp8 | scaled):
             shape = store.tensors[name].shape if name in self._in_fp8 else ()
+            # Rounded up: the last block of a row or column may be cut off.
             blocks = tuple(-(-n // size) for n, size in zip(shape, block, strict=False))
             if len(shape) != 2 or self.tensors.pop(name + SCALES, None) != Stored(blocks, torch.float32):
                 raise CheckpointError(f"{self.where(name)}: tensor {name} and its scales are no matrix in FP8")
@@ -49,11 +50,13 @@ class Fp8BlockStore(PieceStore):
         super().read_into(name, offsets, numbers)
         # The blocks that the box meets, whole ones at its edges too.
         first = [start // size for start, size in zip(offsets, self.block, strict=True)]
+        # Rounded up: also the block in which the box ends.
         ends = [-(-(start + n) // size) for start, n, size in zip(offsets, out.shape, self.block, strict=True)]
         scales = torch.empty([end - start for start, end in zip(first, ends, strict=True)])
         super().read_into(name + SCALES, first, scales)
         for dim, (start, size) in enumerate(zip(offsets, self.block, strict=True)):
             # A scale for each row, then for each column: what a block shares is repeated over it.
+            # (rows or columns of the box,) -> index of the block's scale
             block_of_each = torch.arange(start, start + out.shape[dim]) // size - first[dim]
             scales = scales.index_select(dim, block_of_each)
         out.copy_(numbers.float() * scales)

@@ -30,12 +30,14 @@ KINDS = ("full_attention", "linear_attention")
 
 
 def read_kinds(reader: Reader, kinds: Any, layers: int) -> list[bool]:
-    """Whether each layer has the recurrence, of a list of ``KINDS``."""
+    """Whether each layer has the recurrence, from a list of ``KINDS``."""
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in KINDS for kind in kinds):
         raise ConfigError(f"{reader.where}: layer_types {kinds!r} is not one of {', '.join(KINDS)} for each layer")
+    # False and True index ``KINDS``.
     return [kind == KINDS[True] for kind in kinds]
 
 
+# transformers' keys; the files of Kimi Linear's authors have other names, below.
 _KIMI_EXPERTS = ExpertKeys("num_experts", "first_k", "multiple", "sigmoid", own_width=True)
 _KIMI_NAMES = {
     **{"num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts"},
@@ -44,11 +46,12 @@ _KIMI_NAMES = {
 """Keys as other families have them, and as its authors' files do."""
 _KIMI_SIZES = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
 _KIMI_SIZES |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
-"""Of ``linear_attn_config``, and transformers' keys outside of it."""
+"""Keys inside ``linear_attn_config``, and transformers' names for them outside of it."""
 
 
 def _read_kimi(reader: Reader, values: Values) -> Values:
     layers = values["num_layers"]
+    # Recurrence and experts are read apart: either may be missing.
     return {**_read_kda(reader, layers), **_read_kimi_experts(reader, layers)}
 
 
@@ -59,6 +62,7 @@ def _read_kda(reader: Reader, layers: int) -> dict[str, Any]:
     recurs = _kimi_layers(reader, inner, layers)
     if not any(recurs):
         return {}
+    # The authors' nested key wins over transformers' flat one.
     sizes = {name: inner.get(key, reader.get(name)) for key, name in _KIMI_SIZES.items()}
     for name, value in sizes.items():
         reader.check_number(name, value, int)
@@ -72,13 +76,14 @@ def _read_kda(reader: Reader, layers: int) -> dict[str, Any]:
 
 
 def _kimi_layers(reader: Reader, inner: Mapping[str, Any], layers: int) -> list[bool]:
-    """``linear_attn_config`` counts layers from 1."""
+    """Whether each layer has the recurrence. ``linear_attn_config`` counts layers from 1."""
     if (kinds := reader.content.get("layer_types")) is not None:
         return read_kinds(reader, kinds, layers)
     lists = inner.get("full_attn_layers"), inner.get("kda_layers")
     if lists == (None, None):
         return [not (layer and layer % 4 == 0) for layer in range(layers)]  # as transformers has it
     named = [layer for found in lists if isinstance(found, list) for layer in found]
+    # As texts: the lists of a broken file may hold anything.
     if None in lists or sorted(map(str, named)) != sorted(map(str, range(1, layers + 1))):
         raise ConfigError(
             f"{reader.where}: full_attn_layers and kda_layers of linear_attn_config do not name each of {layers} "
@@ -104,7 +109,8 @@ def _read_kimi_experts(reader: Reader, layers: int) -> dict[str, Any]:
 
 
 def _write_kimi(config: ModelConfig) -> Values:
-    """In the form of its authors' files; ``mlp_layer_types`` says also what ``first_k_dense_replace`` cannot."""
+    """The keys in the form of its authors' files; ``mlp_layer_types`` can also express patterns that
+    ``first_k_dense_replace`` cannot."""
     recurs, sparse = linear(config), with_experts(config)
     out: dict[str, Any] = {
         "linear_attn_config": {
@@ -126,16 +132,19 @@ _CONVOLVED = ("query", "key", "value")
 _KIMI_MODULES: dict[str, str | Fused] = {
     **LLAMA_MODULES,
     **LATENT_MODULES,
+    # q_conv1d, k_conv1d, v_conv1d
     **{f"attention.{part}_conv": f"self_attn.{part[0]}_conv1d.weight" for part in _CONVOLVED},
     **{"attention.beta": "self_attn.b_proj", "attention.norm": "self_attn.o_norm"},
     **{"attention.decay_down": "self_attn.f_a_proj", "attention.decay_up": "self_attn.f_b_proj"},
     **{"attention.gate_down": "self_attn.g_a_proj", "attention.gate_up": "self_attn.g_b_proj"},
+    # A_log has dimensions of size 1 around its heads in files.
     **{"attention.decay_log": Fused("self_attn.A_log", "ones", "decay"), "attention.decay_bias": "self_attn.dt_bias"},
     **{"mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "block_sparse_moe.experts.{}.w1"},
     **{"mlp.experts.up": "block_sparse_moe.experts.{}.w3", "mlp.experts.down": "block_sparse_moe.experts.{}.w2"},
     "mlp.router.expert_bias": "block_sparse_moe.gate.e_score_correction_bias",
     **{f"mlp.shared_experts.{part}": f"block_sparse_moe.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
+# transformers 5: one convolution for all three, and stacked experts.
 _KIMI_STACKED: dict[str, str | Fused] = {
     **{f"attention.{part}_conv": Fused("self_attn.conv1d.weight", "recurrent", part) for part in _CONVOLVED},  # type: ignore[arg-type]
     "attention.decay_down": "self_attn.forget_gate.f_a_proj",
@@ -169,7 +178,8 @@ _KIMI = Family(
         **{"n_shared_experts": 1, "moe_intermediate_size": 1024, "routed_scaling_factor": 2.446},
         **{"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
     },
-    # latents have norms of this epsilon, whatever the others' is
+    # the norms of latents have this epsilon, whatever the others' is
+    # No RoPE anywhere: "NoPE" latent attention.
     fixed={"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "none", "latent_norm_epsilon": 1e-6}
     | NO_BIAS
     | {"multi_latent_attention": True, "qk_layernorm": True, "window_size": None},
@@ -188,18 +198,20 @@ _OLMO_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     "linear_conv_kernel_dim",
 )
-"""Keys, and the settings of the same names."""
+"""Keys that have the same names as settings."""
 
 
 def _read_olmo(reader: Reader, values: Values) -> Values:
     layers, kinds = values["num_layers"], reader.content.get("layer_types")
     if kinds is None:
         kinds = [KINDS[layer % 4 != 3] for layer in range(layers)]
+        # At least one layer has attention: the last.
         kinds[-1] = kinds[-1] if KINDS[False] in kinds else KINDS[False]
     recurs = read_kinds(reader, kinds, layers)
     if not any(recurs) or all(recurs):
         raise ConfigError(f"{reader.where}: layer_types without {KINDS[all(recurs) is False]} is not supported")
     sizes = {name: reader.get(name) for name in _OLMO_SIZES}
+    # Heads default to attention's.
     for name in _OLMO_SIZES[:2]:
         sizes[name] = values["num_attention_heads"] if sizes[name] is None else sizes[name]
     for name, value in sizes.items():
@@ -220,6 +232,7 @@ def _write_olmo(config: ModelConfig) -> Values:
     return {"layer_types": kinds, **{name: getattr(config, name) for name in names}}
 
 
+# Layers with the recurrence have pre-norms, those with attention post-norms.
 _OLMO_RECURRENT: dict[str, str | Fused] = {
     **{"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     **{f"attention.{part}": f"linear_attn.{part[0]}_proj" for part in _CONVOLVED},

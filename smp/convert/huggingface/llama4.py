@@ -22,6 +22,7 @@ def _read(reader: Reader, values: Values) -> Values:
 
 
 def _read_attention(reader: Reader, layers: int) -> Values:
+    # iRoPE: layers without RoPE see all tokens, those with RoPE a chunk.
     turned = _turned(reader, layers)
     if not any(turned):
         raise ConfigError(f"{reader.where}: no_rope_layers without a layer that has RoPE is not supported")
@@ -37,6 +38,7 @@ def _read_attention(reader: Reader, layers: int) -> Values:
     reader.check_number("use_qk_norm", norm, bool)
     out = {"no_rope_freq": skip_pattern(turned, ones=False), "attention_chunk_size": chunk, "qk_l2_norm": norm}
     if not tuned or all(turned):
+        # Temperature acts in layers without RoPE only: without any it is no setting.
         return out
     scale, floor = reader.get("attn_scale"), reader.get("floor_scale")
     reader.check_number("attn_scale", scale)
@@ -45,10 +47,11 @@ def _read_attention(reader: Reader, layers: int) -> Values:
 
 
 def _turned(reader: Reader, layers: int) -> list[bool]:
-    """Which layers have RoPE. (An empty list means the interval.)"""
+    """Whether each layer has RoPE. (An empty list means: by the interval.)"""
     kinds, every = reader.get("no_rope_layers"), reader.get("no_rope_layer_interval")
     if not kinds:
         reader.check_number("no_rope_layer_interval", every, int)
+        # transformers: 1 means RoPE, every interval-th layer has none.
         kinds = [int((layer + 1) % max(every, 1) != 0) for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (0, 1) for kind in kinds):
         raise ConfigError(f"{reader.where}: no_rope_layers {kinds!r} is no list of a 0 or 1 for each layer")
@@ -60,6 +63,7 @@ def _read_experts(reader: Reader, layers: int) -> Values:
     for key in ("num_local_experts", "num_experts_per_tok", "intermediate_size", "interleave_moe_layer_step"):
         numbers[key] = reader.get(key)
         reader.check_number(key, numbers[key], int)
+    # 0 or less would be no step.
     step, chosen = max(1, numbers["interleave_moe_layer_step"]), reader.get("moe_layers")
     if chosen is None:
         chosen = list(range(step - 1, layers, step))
@@ -74,8 +78,10 @@ def _read_experts(reader: Reader, layers: int) -> Values:
         "num_experts": numbers["num_local_experts"],
         "moe_router_topk": 1,
         "moe_router_score_function": "sigmoid",
+        # Llama 4 multiplies the expert's input, not its output, by the score.
         "moe_apply_probs_on_input": True,
         "moe_ffn_hidden_size": numbers["intermediate_size"],
+        # The shared expert is as wide as the routed ones.
         "moe_shared_expert_intermediate_size": numbers["intermediate_size"],
         "moe_layer_freq": "1" if len(set(chosen)) == layers else pattern,
     }
@@ -85,6 +91,7 @@ def _write(config: ModelConfig) -> Values:
     kinds = [int(not skipped) for skipped in no_rope(config)]
     return {
         "no_rope_layers": kinds,
+        # Without chunks: one chunk as long as any sequence.
         "attention_chunk_size": config.attention_chunk_size or config.max_position_embeddings,
         "use_qk_norm": config.qk_l2_norm,
         "attn_temperature_tuning": config.attn_temperature_tuning,

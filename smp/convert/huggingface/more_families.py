@@ -1,4 +1,4 @@
-"""Families whose decoders scale, cap, place norms or choose layers in ways of their own; and the table of all.
+"""Families with scalings, caps, norm placements or layer choices of their own; and the table of all families.
 
 See ``families``, whose words these rows are in.
 """
@@ -42,7 +42,7 @@ def _table(modules: dict[str, str | Fused], *left_out: str) -> Table:
 
 
 def _fused(name: str) -> dict[str, str | Fused]:
-    """Query, key and value for each group in one matrix."""
+    """Query, key and value of each group in one matrix, (groups, heads + 2, head_dim) rows."""
     return {
         "attention.query": Fused(name, "per_group", "query"),
         "attention.key": Fused(name, "per_group", "key"),
@@ -50,20 +50,25 @@ def _fused(name: str) -> dict[str, str | Fused]:
     }
 
 
+# All queries, then all keys, then all values.
 _STACKED: dict[str, str | Fused] = {
     "attention.query": Fused("self_attn.qkv_proj", "stacked", "query"),
     "attention.key": Fused("self_attn.qkv_proj", "stacked", "key"),
     "attention.value": Fused("self_attn.qkv_proj", "stacked", "value"),
 }
+# Gate above up.
 _GATE_UP: dict[str, str | Fused] = {
     "mlp.gate": Fused("mlp.gate_up_proj", "halves", "gate"),
     "mlp.up": Fused("mlp.gate_up_proj", "halves", "up"),
 }
+# Norms before and after both halves of a block; Llama's name of the MLP norm is attention's post
+# norm here.
 _SANDWICH: dict[str, str | Fused] = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
+# Norms after both halves only.
 _POST: dict[str, str | Fused] = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
@@ -81,6 +86,7 @@ _FALCON: dict[str, str | Fused] = {
     "mlp.down": "mlp.dense_4h_to_h",
 }
 _BLOOM = _FALCON | {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+# BLOOM and Falcon share these names.
 _ENDS_OF_H = {"embedding": "transformer.word_embeddings", "final_norm": "transformer.ln_f", "head": "lm_head"}
 _OPT: dict[str, str | Fused] = {
     "attention_norm": "self_attn_layer_norm",
@@ -99,6 +105,7 @@ _OPT_ENDS = {
     "head": "lm_head",
 }
 
+# Gemma's GeGLU with the tanh approximation.
 _TANH_GEGLU = {"geglu": True, "tanh_gelu": True}
 _GEGLUS: dict[str, dict[str, Any]] = {
     "gelu_pytorch_tanh": _TANH_GEGLU,
@@ -106,11 +113,13 @@ _GEGLUS: dict[str, dict[str, Any]] = {
     "gelu_fast": _TANH_GEGLU,
     "gelu": {"geglu": True, "tanh_gelu": False},
 }
+# query_pre_attn_scalar s: scores are divided by sqrt(s).
 _CAPS: dict[str, Any] = {
     "attn_logit_softcapping": ("attn_logit_softcapping", "same"),
     "final_logit_softcapping": ("final_logit_softcapping", "same"),
     "query_pre_attn_scalar": ("softmax_scale", "inverse_root"),
 }
+# Gemma's norms multiply by 1 + weight.
 _GEMMA_FIXED = LLAMA_FIXED | NO_BIAS | {"swiglu": False, "apply_layernorm_1p": True}
 _GEMMA = replace(
     LLAMA_FAMILY,
@@ -121,7 +130,7 @@ _GEMMA = replace(
     | {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
     | {"hidden_act": "gelu_pytorch_tanh"},
     fixed=_GEMMA_FIXED,
-    activations=_GEGLUS | {"gelu": _TANH_GEGLU},  # of the first files, which mean tanh's
+    activations=_GEGLUS | {"gelu": _TANH_GEGLU},  # the first files say gelu and mean the tanh approximation
     own=GEMMA,
 )
 _GEMMA2 = replace(
@@ -132,6 +141,7 @@ _GEMMA2 = replace(
     defaults=_GEMMA.defaults
     | {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096}
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256},
+    # Every second layer has the window.
     fixed=_GEMMA_FIXED | {"norm_placement": "sandwich"},
     activation_key="hidden_activation",
     activations=_GEGLUS,
@@ -146,6 +156,7 @@ _OLMO2 = replace(
     table=_table(QK_MODULES | _POST, "attention_norm", "mlp_norm"),
     fields=LLAMA_FIELDS | ATTENTION_BIAS,
     defaults=LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+    # Query and key norms over all heads at once.
     fixed=LLAMA_FIXED
     | NO_BIAS
     | {"qk_layernorm": True, "qk_layernorm_across_heads": True, "norm_placement": "post", "window_size": None},
@@ -162,7 +173,9 @@ _COHERE = replace(
     | {"max_position_embeddings": 8192},
     fixed=LLAMA_FIXED
     | NO_BIAS
+    # LayerNorm without bias; neighbouring channels are rotated as pairs.
     | {"normalization": "LayerNorm", "layernorm_bias": False, "rotary_interleaved": True, "window_size": None}
+    # Attention and MLP read one norm's output, and both are added to the residual.
     | {"parallel_residual": True, "parallel_residual_shared_norm": True},
     required={"use_qk_norm": False},
     factors={"logit_scale": ("logit_scale", "same")},
@@ -182,8 +195,10 @@ _GPT_OSS = Table(
     "model.layers.{}.",
     {name: target for name, target in LLAMA_MODULES.items() if not name.startswith("mlp.")}
     | {
+        # A learned logit for each head that takes part in the softmax only.
         "attention.sinks": "self_attn.sinks",
         "mlp.router": "mlp.router",
+        # Gate and up alternate along the output dimension.
         "mlp.experts.gate": Fused("mlp.experts.gate_up_proj", "interleaved", "gate"),
         "mlp.experts.up": Fused("mlp.experts.gate_up_proj", "interleaved", "up"),
         "mlp.experts.down": "mlp.experts.down_proj",
@@ -192,8 +207,10 @@ _GPT_OSS = Table(
         "mlp.experts.down.bias": "mlp.experts.down_proj_bias",
     },
     LLAMA_ENDS,
+    # (experts, in, out) in bf16 files.
     experts_transposed=True,
 )
+# In MXFP4 files a row is an output.
 _GPT_OSS_MXFP4 = replace(
     _GPT_OSS,
     modules={
@@ -218,10 +235,12 @@ _LLAMA4 = Table(
 _CONVOLVED: tuple[Literal["query", "key", "value"], ...] = ("query", "key", "value")
 _WIDE: tuple[Literal["query", "key", "value", "gate"], ...] = (*_CONVOLVED, "gate")
 _RATES: tuple[Literal["beta", "decay"], ...] = ("beta", "decay")
+# Qwen3-Next: the query projection makes a gate for each head as well.
 _GATED: dict[str, str | Fused] = {
     "attention.query": Fused("self_attn.q_proj", "gated", "query"),
     "attention.gate": Fused("self_attn.q_proj", "gated", "gate"),
 }
+# One convolution over queries, keys and values.
 _DELTA_NET: dict[str, str | Fused] = {
     **{f"attention.{name}_conv": Fused("linear_attn.conv1d.weight", "recurrent", name) for name in _CONVOLVED},
     "attention.decay_log": "linear_attn.A_log",
@@ -235,10 +254,12 @@ _QWEN3_NEXT = Table(
     LLAMA_ENDS,
     stacked=STACKED_EXPERTS,
     recurrent=_DELTA_NET
+    # Rows are ordered by key head: its queries, keys, values and gates.
     | {f"attention.{name}": Fused("linear_attn.in_proj_qkvz", "per_key_head", name) for name in _WIDE}
     | {f"attention.{name}": Fused("linear_attn.in_proj_ba", "per_key_head", name) for name in _RATES},
 )
 _QWEN35 = replace(
+    # Qwen3.5: separate projections.
     _QWEN3_NEXT,
     recurrent=_DELTA_NET
     | {f"attention.{name}": Fused("linear_attn.in_proj_qkv", "recurrent", name) for name in _CONVOLVED}
@@ -264,6 +285,7 @@ _QWEN3_NEXT_FAMILY = replace(
     defaults=_QWEN3_NEXT_DEFAULTS | _QWEN3_NEXT_EXPERTS | SPARSE_STEP | {"norm_topk_prob": True},
     fixed=LLAMA_FIXED
     | NO_BIAS
+    # Zero-centred norm weights, as Gemma's.
     | {"qk_layernorm": True, "apply_layernorm_1p": True, "attention_output_gate": True, "window_size": None},
     required={"attention_bias": False},
     skipped=("mtp.",),
@@ -301,6 +323,7 @@ _MORE = (
         | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         fixed=_GEMMA_FIXED | {"norm_placement": "sandwich", "qk_layernorm": True},
         required={"use_bidirectional_attention": False},
+        # Five layers with the window, then one without.
         window_period=6,
         own=GEMMA3,
     ),
@@ -359,6 +382,7 @@ _MORE = (
         model_type="smollm3",
         defaults=LLAMA_DEFAULTS
         | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True}
+        # Every fourth layer has no RoPE.
         | {"no_rope_layers": None, "no_rope_layer_interval": 4},
         required={"use_sliding_window": False},
         own=SMOLLM3,
@@ -396,6 +420,7 @@ _MORE = (
     Family(
         architecture="FalconForCausalLM",
         model_type="falcon",
+        # With a norm shared by both halves it is called input_layernorm.
         table=Table("transformer.h.{}.", _FALCON, _ENDS_OF_H, shared_norm={"attention_norm": "input_layernorm"}),
         fields={key: name for key, name in SIZES.items() if key != "intermediate_size"}
         | {"ffn_hidden_size": "ffn_hidden_size", "layer_norm_epsilon": "norm_epsilon"}
@@ -405,6 +430,7 @@ _MORE = (
             **{"tie_word_embeddings": True, "activation": "gelu", "rope_theta": 10000.0, "num_kv_heads": None},
             **{"new_decoder_architecture": False, "multi_query": True, "num_ln_in_parallel_attn": None},
         },
+        # Attention and MLP side by side.
         fixed={key: value for key, value in LAYER_NORM.items() if key != "disable_bias_linear"}
         | {"position_embedding_type": "rope", "parallel_residual": True},
         required={"alibi": False, "parallel_attn": True},
@@ -424,6 +450,7 @@ _MORE = (
             **{"activation_function": "relu"},
         },
         fixed={key: value for key, value in LAYER_NORM.items() if key != "disable_bias_linear"}
+        # OPT's table of positions has two unused rows in front.
         | {"position_embedding_type": "learned_absolute", "position_embedding_offset": 2, "norm_epsilon": 1e-5},
         required={
             **{"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
@@ -431,6 +458,7 @@ _MORE = (
         activation_key="activation_function",
         activations={"relu": {"relu": True}} | {key: {"relu": False, **means} for key, means in GELUS.items()},
         rope_keys=None,
+        # OPT-350m projects embeddings to another width, which is not supported.
         same_as={"word_embed_proj_dim": "hidden_size"},
     ),
     Family(
@@ -451,6 +479,7 @@ _MORE = (
         defaults={
             **{"seq_length": 2048, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
         },
+        # A norm right after the embedding.
         fixed=LAYER_NORM | {"position_embedding_type": "alibi", "embedding_layernorm": True, "tanh_gelu": True},
         required={"apply_residual_connection_post_layernorm": False, "slow_but_exact": False},
         activation_key=None,
@@ -469,12 +498,14 @@ _MORE = (
         | {"rope_theta": 150000.0, "sliding_window": 128, "swiglu_limit": 7.0}
         | {"num_local_experts": 128, "num_experts_per_tok": 4, "attention_bias": True, "mlp_bias": True},
         fixed=LLAMA_FIXED
+        # x * sigmoid(1.702 x), clamped at swiglu_limit, and up + 1 (GPT-OSS).
         | {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable"}
         | {"disable_bias_linear": False, "qk_layernorm": False},
         required={"swiglu_alpha": 1.702},
         activation_key=None,
         factors={"swiglu_limit": ("activation_func_clamp_value", "same")},
         window_key="sliding_window",
+        # Every second layer has the window.
         window_period=2,
         aliases={"num_local_experts": "num_experts"},
         experts=ExpertKeys("num_local_experts"),
@@ -485,6 +516,7 @@ _MORE = (
         architecture="Llama4ForCausalLM",
         model_type="llama4_text",
         table=_LLAMA4,
+        # intermediate_size is the experts' width there, intermediate_size_mlp that of dense layers.
         fields={key: name for key, name in LLAMA_FIELDS.items() if key != "intermediate_size"}
         | {"intermediate_size_mlp": "ffn_hidden_size", **ATTENTION_BIAS},
         defaults=LLAMA_DEFAULTS
@@ -499,4 +531,4 @@ _MORE = (
 )
 _ALL = (*FIRST_FAMILIES, *_MORE, *SPARSE_FAMILIES, *STATE_SPACE_FAMILIES, FALCON_H1, *HYBRID_FAMILIES)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
-"""By ``model_type``."""
+"""Families by ``model_type``, which tells them apart in a config.json."""

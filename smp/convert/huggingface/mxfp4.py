@@ -15,12 +15,14 @@ from smp.checkpoint import CheckpointError
 from smp.convert.store import PieceStore, Stored
 
 BLOCKS, SCALES = "_blocks", "_scales"
+# E2M1: sign, two bits of exponent, one of mantissa.
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])  # sign, two bits of exponent, one of mantissa
 
 
 class Mxfp4Store(PieceStore):
-    """``store`` with each pair of tensors as one of bf16, (experts, out, in), under the name of its blocks.
+    """``store`` with each pair of tensors (blocks, scales) as one bf16 tensor (experts, out, in) under the name of the
+    blocks.
 
     Raises:
         CheckpointError: a tensor of a pair is missing or of another shape.
@@ -31,10 +33,12 @@ class Mxfp4Store(PieceStore):
         self.tensors = dict(store.tensors)
         for name in [name for name in store.tensors if name.endswith(BLOCKS)]:
             blocks, scales = self.tensors[name], self.tensors.pop(_scales_of(name), None)
+            # Scales have the shape of blocks without the last dimension, 16 bytes.
             wanted = Stored(blocks.shape[:-1], torch.uint8)
             if scales != wanted or len(blocks.shape) != 4 or blocks.shape[-1] != 16 or blocks.dtype != torch.uint8:
                 raise CheckpointError(f"{self.where(name)}: tensor {name} and its scales are no matrices in MXFP4")
             experts, rows, groups, _ = blocks.shape
+            # 16 bytes hold 32 numbers.
             self.tensors[name] = Stored((experts, rows, 32 * groups), torch.bfloat16)
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
@@ -42,7 +46,7 @@ class Mxfp4Store(PieceStore):
             super().read_into(name, offsets, out)
             return
         *front, column = offsets
-        # Whole groups of 32: a scale is of a group.
+        # Whole groups of 32 columns, which share a scale.
         first, behind = column // 32, -(-(column + out.shape[-1]) // 32)
         blocks = torch.empty(*out.shape[:-1], behind - first, 16, dtype=torch.uint8)
         scales = torch.empty(*out.shape[:-1], behind - first, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What single architectures say in words of their own in ``config.json``, see ``families.Own``. No torch here."""
+"""Keys that single architectures have, see ``families.Own``. No torch here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _nothing(config: ModelConfig) -> Values:
 
 
 def _gemma(reader: Reader, values: Values) -> Values:
-    """The embedding's factor is no key."""
+    """Gemma multiplies embeddings by sqrt(hidden_size), without a key for it."""
     return {"embedding_multiplier": values["hidden_size"] ** 0.5}
 
 
@@ -26,7 +26,7 @@ GEMMA = Own(_gemma, _nothing)
 
 
 def _read_local_rope(reader: Reader, base: Any) -> Values:
-    """RoPE of layers with a window, which are never scaled."""
+    """RoPE of layers with a window, which is never scaled."""
     given = reader.content.get("rope_parameters") or {}
     local = given.get("sliding_attention") if isinstance(given, dict) else None
     if isinstance(local, dict):
@@ -56,7 +56,7 @@ def _read_olmo3(reader: Reader, values: Values) -> Values:
 
 
 def _write_olmo3(config: ModelConfig) -> Values:
-    """In the form of transformers 5, which has no key of its own for the layers with a window."""
+    """The keys of transformers 5, as older versions have none for the layers with a window."""
     full = {**(written_scaling(config) or {"rope_type": "default"}), "rope_theta": config.rotary_base}
     local = {"rope_type": "default", "rope_theta": config.rotary_base_local or config.rotary_base}
     return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
@@ -77,6 +77,7 @@ def _read_smollm3(reader: Reader, values: Values) -> Values:
 
 
 def _no_rope(turned: list[bool]) -> Values:
+    # In no layer: the model has no position embedding at all.
     if not any(turned):
         return {"position_embedding_type": "none"}
     return {"no_rope_freq": skip_pattern(turned, ones=False)}
@@ -90,13 +91,14 @@ SMOLLM3 = Own(_read_smollm3, _write_smollm3)
 
 
 def _read_cohere2(reader: Reader, values: Values) -> Values:
-    """Layers without a window have no RoPE."""
+    """Layers without a window have no RoPE (Cohere Command R7B)."""
     window = values["window_size"]
     return {"position_embedding_type": "none"} if window is None else {"no_rope_freq": _skipped(values)}
 
 
 def _skipped(values: Values) -> str | None:
-    """Layers without a window as layers without RoPE: in a list, which says what has, 0 and 1 change their roles."""
+    """The setting of layers without RoPE from that of layers without a window: a list has 1 for a window in one and for
+    no RoPE in the other, so 0 and 1 are exchanged."""
     skipped = values.get("window_attn_skip_freq")
     if skipped is None or not skipped.startswith("["):
         return skipped
@@ -113,6 +115,7 @@ def _read_falcon(reader: Reader, values: Values) -> Values:
     groups = reader.get("num_kv_heads") if new else 1 if many else None
     if groups is not None:
         reader.check_number("num_kv_heads", groups, int)
+    # Two norms for attention and MLP exist in the new architecture only.
     two = new and norms in (None, 2)
     return {"num_query_groups": groups, "parallel_residual_shared_norm": not two}
 
@@ -129,7 +132,7 @@ FALCON = Own(_read_falcon, _write_falcon)
 
 
 def _read_gpt_oss(reader: Reader, values: Values) -> Values:
-    """Without any word about RoPE it is scaled."""
+    """RoPE is scaled by YaRN unless the file says something else."""
     if reader.content.get("rope_parameters") or reader.content.get("rope_scaling"):
         return {}
     # transformers' defaults of this family.
@@ -138,7 +141,7 @@ def _read_gpt_oss(reader: Reader, values: Values) -> Values:
 
 
 def _write_gpt_oss(config: ModelConfig) -> Values:
-    """RoPE as it is has to be said."""
+    """Unscaled RoPE has to be written, because its absence means YaRN."""
     return {} if config.use_rope_scaling else {"rope_scaling": {"rope_type": "default"}}
 
 
@@ -146,13 +149,14 @@ GPT_OSS = Own(_read_gpt_oss, _write_gpt_oss)
 
 
 def _read_qwen3_next(reader: Reader, values: Values) -> Values:
-    """Every so many layers have attention, unless the layers are named."""
+    """Layers with full attention come at an interval, unless the layers are listed."""
     layers, kinds, every = values["num_layers"], reader.get("layer_types"), reader.get("full_attention_interval")
     if kinds is None:
         reader.check_number("full_attention_interval", every, int)
         kinds = [_KINDS[(layer + 1) % max(every, 1) != 0] for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
         raise ConfigError(f"{reader.where}: layer_types {kinds!r} is not one of {', '.join(_KINDS)} for each layer")
+    # ``_KINDS[True]`` is the recurrence.
     recurs = [kind == _KINDS[True] for kind in kinds]
     if not any(recurs):
         return {}
@@ -168,7 +172,7 @@ _DELTA_NET = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
     "linear_num_value_heads",
 )
-"""Keys, and the settings of the same names."""
+"""Keys that have the same names as settings."""
 
 
 def _write_qwen3_next(config: ModelConfig) -> Values:

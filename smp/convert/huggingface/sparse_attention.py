@@ -11,6 +11,7 @@ from smp.convert.huggingface.families import DEEPSEEK_DEFAULTS, DEEPSEEK_FAMILY
 from smp.convert.huggingface.family import ExpertKeys, Family, Own
 from smp.convert.huggingface.reader import Reader
 
+# The indexer that chooses keys (DeepSeek-V3.2).
 _INDEXER = {
     "attention.indexer.queries": "self_attn.indexer.wq_b",
     "attention.indexer.keys": "self_attn.indexer.wk",
@@ -20,7 +21,7 @@ _INDEXER = {
 
 
 def _read(reader: Reader, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is said of each layer has to agree with what is said of all."""
+    """Check that keys for each layer agree with those for all layers."""
     layers = values["num_layers"]
     first = reader.get("first_k_dense_replace")
     usual: dict[str, list[str]] = {
@@ -51,7 +52,7 @@ _SPARSE = replace(
     fields=DEEPSEEK_FAMILY.fields
     | {"index_topk": "dsa_indexer_topk", "index_n_heads": "dsa_indexer_n_heads"}
     | {"index_head_dim": "dsa_indexer_head_dim"},
-    # latents have norms of this epsilon, whatever the others' is
+    # the norms of latents have this epsilon, whatever the others' is
     fixed=DEEPSEEK_FAMILY.fixed | {"experimental_attention_variant": "dsa", "latent_norm_epsilon": 1e-6},
     said={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     aliases={"n_routed_experts": "num_local_experts"},
@@ -73,6 +74,7 @@ SPARSE_FAMILIES: tuple[Family, ...] = (
         defaults=_DEFAULTS
         | {"num_key_value_heads": 128, "max_position_embeddings": 163840, "n_group": 8, "topk_group": 4}
         | {"index_n_heads": 64},
+        # Halves of channels are rotated in the indexer, neighbours in attention.
         fixed=_SPARSE.fixed | {"dsa_indexer_rope_interleaved": False},
         required=_REQUIRED | {"rope_interleave": True, "indexer_rope_interleave": False},
     ),
@@ -83,8 +85,10 @@ SPARSE_FAMILIES: tuple[Family, ...] = (
         defaults=_DEFAULTS
         | {"num_key_value_heads": 64, "max_position_embeddings": 202752, "n_group": 1, "topk_group": 1}
         | {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32},
+        # Neighbours in both.
         fixed=_SPARSE.fixed | {"dsa_indexer_rope_interleaved": True},
         required=_REQUIRED
+        # Every layer has an indexer of its own.
         | {"rope_interleave": True, "indexer_rope_interleave": True, "index_topk_freq": 1, "index_topk_pattern": None},
     ),
 )

@@ -20,13 +20,15 @@ _PROJECTED: tuple[Literal["query", "key", "value", "gate", "step"], ...] = (*_CO
 
 
 def mamba_modules(name: str, module: str = "attention") -> dict[str, str | Fused]:
-    """Mamba-2's tensors, of the external module with this name; ``module`` is this project's."""
+    """Table entries of Mamba-2's tensors: ``name`` is the external module, ``module`` this project's."""
     return {
+        # in_proj's rows: gate z, values x, keys B, queries C, steps dt.
         **{f"{module}.{part}": Fused(f"{name}.in_proj", "mamba", part) for part in _PROJECTED},
         **{f"{module}.{part}_conv": Fused(f"{name}.conv1d.weight", "mamba_conv", part) for part in _CONVOLVED},
         **{f"{module}.{part}_conv_bias": Fused(f"{name}.conv1d.bias", "mamba_conv", part) for part in _CONVOLVED},
         f"{module}.decay_log": f"{name}.A_log",
         f"{module}.step_bias": f"{name}.dt_bias",
+        # D, the direct path from values to output.
         f"{module}.skip": f"{name}.D",
         f"{module}.norm": f"{name}.norm",
         f"{module}.output": f"{name}.out_proj",
@@ -34,20 +36,22 @@ def mamba_modules(name: str, module: str = "attention") -> dict[str, str | Fused
 
 
 def read_mamba(reader: Reader, keys: Mapping[str, str], width: int = 0) -> dict[str, Any]:
-    """Sizes of the mixer, by key, and the limits of its steps; ``width`` of all heads, where that of one may be
+    """Sizes of the mixer, by key, and the limits of its steps; ``width`` is that of all heads, for a head_dim of
     "auto"."""
     found = {name: reader.get(key) for key, name in keys.items()}
     if width and found["mamba_head_dim"] == "auto":
         reader.check_number("mamba_n_heads", found["mamba_num_heads"], int)
+        # max(1, ..): a size of 0 is refused by the check that follows.
         found["mamba_head_dim"] = width // max(1, found["mamba_num_heads"])
     for (key, _), value in zip(keys.items(), found.values(), strict=True):
         reader.check_number(key, value, int)
+    # transformers' default of (0, inf).
     limits = reader.get("time_step_limit") or (0.0, "Infinity")
     if not isinstance(limits, list | tuple) or len(limits) != 2:
         raise ConfigError(f"{reader.where}: time_step_limit {limits!r} is not two numbers")
     least, largest = limits
     reader.check_number("time_step_limit", least)
-    if isinstance(largest, dict):  # transformers 5 writes no number that JSON has not
+    if isinstance(largest, dict):  # transformers 5 writes infinity, which JSON lacks, as an object
         largest = largest.get("__float__")
     if largest in ("Infinity", float("inf"), None):
         return {**found, "mamba_dt_min": float(least), "mamba_dt_max": None}
@@ -58,13 +62,13 @@ def read_mamba(reader: Reader, keys: Mapping[str, str], width: int = 0) -> dict[
 def written_mamba(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
     largest = config.mamba_dt_max
     limits = [config.mamba_dt_min, {"__float__": "Infinity"} if largest is None else largest]
-    # As long as nothing limits it the key is left out: older releases read no such number.
+    # Without limits the key is left out: older releases cannot read the written infinity.
     limited = {} if limits[0] == 0 and largest is None else {"time_step_limit": limits}
     return {key: getattr(config, name) for key, name in keys.items()} | limited
 
 
 def _expansion(config: ModelConfig) -> int:
-    """How much wider than the residual stream the heads are: transformers wants a whole number, twice or more."""
+    """Width of all heads relative to the residual stream: transformers has it as a whole number."""
     width = (config.mamba_num_heads or 0) * config.mamba_head_dim
     if width % config.hidden_size:
         raise ConfigError(f"--mamba-num-heads x --mamba-head-dim {width} is no multiple of --hidden-size")
@@ -86,6 +90,7 @@ _MAMBA2_KEYS = {
 def _read_mamba2(reader: Reader, values: Values) -> Values:
     found = read_mamba(reader, _MAMBA2_KEYS)
     _check_expansion(reader, "expand", found)
+    # Every layer is a mixer alone, without an MLP.
     return {**found, "hybrid_layer_pattern": MAMBA * values["num_layers"]}
 
 
@@ -100,11 +105,11 @@ GRANITE_KEYS = {
 _GRANITE_EXPERTS = ExpertKeys("num_local_experts")
 _LETTERS = {"mamba": MAMBA, "linear_attention": MAMBA, "attention": ATTENTION, "full_attention": ATTENTION}
 _LETTERS |= {"mlp": MLP, "moe": EXPERTS}
-"""Letters of kinds of layers, by their names in releases of transformers."""
+"""Letters of the kinds of layers, by their names in different releases of transformers."""
 
 
 def _letters(reader: Reader, kinds: Any, known: str, count: int | None) -> str:
-    """One for each layer of a list of their kinds."""
+    """One letter for each layer, from a list of kinds of layers."""
     found = [_LETTERS.get(kind, "") if isinstance(kind, str) else "" for kind in kinds] if kinds else []
     if not isinstance(kinds, list) or not all(letter and letter in known for letter in found):
         names = ", ".join(name for name, letter in _LETTERS.items() if letter in known)
@@ -115,8 +120,9 @@ def _letters(reader: Reader, kinds: Any, known: str, count: int | None) -> str:
 
 
 def _read_granite(reader: Reader, values: Values) -> Values:
-    """Without experts the layer's MLP is what stands next to them elsewhere."""
+    """Granite 4. Without experts the layer's MLP is the one that is the shared expert otherwise."""
     layers = values["num_layers"]
+    # Two releases, two names.
     kinds = reader.content.get("layer_types", reader.content.get("layers_block_type")) or ["mamba"] * layers
     recurs = [letter == MAMBA for letter in _letters(reader, kinds, MAMBA + ATTENTION, layers)]
     width = reader.get("shared_intermediate_size")
@@ -124,6 +130,7 @@ def _read_granite(reader: Reader, values: Values) -> Values:
     rope = reader.get("position_embedding_type") == "rope"
     found: dict[str, Any] = {"position_embedding_type": "rope" if rope else "none"}
     if any(recurs):
+        # head_dim "auto" needs the width.
         found |= read_mamba(reader, GRANITE_KEYS, reader.get("mamba_expand") * values["hidden_size"])
         _check_expansion(reader, "mamba_expand", found)
         found |= {"linear_attention_type": "mamba2", "linear_attention_freq": skip_pattern(recurs, ones=True)}
@@ -131,6 +138,7 @@ def _read_granite(reader: Reader, values: Values) -> Values:
         found |= read_experts(reader, _GRANITE_EXPERTS, layers) | {"moe_shared_expert_intermediate_size": width}
         expert = reader.get("intermediate_size")
         reader.check_number("intermediate_size", expert, int)
+        # ffn_hidden_size has no meaning in a model of experts only; both are the experts' width.
         return found | {"moe_ffn_hidden_size": expert, "ffn_hidden_size": expert}
     return found | {"ffn_hidden_size": width}
 
@@ -158,19 +166,21 @@ _NEMOTRON_EXPERTS = ExpertKeys("n_routed_experts", router="sigmoid", own_width=T
 
 
 def _read_nemotron(reader: Reader, values: Values) -> Values:
-    """The kinds of layers are a list in transformers 5, before letters, which are Megatron's."""
+    """Nemotron-H. The kinds of layers are a list in transformers 5, and before a text of letters, which are
+    Megatron's."""
     kinds = reader.content.get("layers_block_type", reader.content.get("layer_types"))
     letters = reader.content.get("hybrid_override_pattern", "ME*-")
     if kinds is not None or not isinstance(letters, str):
         letters = _letters(reader, kinds, MAMBA + ATTENTION + MLP + EXPERTS, None)
     found: dict[str, Any] = {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
-    if MLP not in letters and EXPERTS not in letters:  # then what is said of them means nothing
+    if MLP not in letters and EXPERTS not in letters:  # without MLPs and experts their keys have no effect
         found |= {"ffn_hidden_size": None, "swiglu": True, "squared_relu": False}
     if MAMBA in letters:
         found |= read_mamba(reader, _NEMOTRON_KEYS)
     if EXPERTS in letters:
         shared = reader.get("moe_shared_expert_intermediate_size")
         reader.check_number("moe_shared_expert_intermediate_size", shared, int)
+        # The letters say which layers have experts.
         found |= read_experts(reader, _NEMOTRON_EXPERTS, len(letters)) | {"moe_layer_freq": "1"}
         found["moe_shared_expert_intermediate_size"] = shared
     return found
@@ -202,7 +212,7 @@ _MAMBA2 = Family(
     },
     defaults={
         **{"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "layer_norm_epsilon": 1e-5},
-        # transformers has no such key: a state knows no length
+        # transformers has no such key: a recurrence has no longest sequence
         **{"tie_word_embeddings": False, "max_position_embeddings": 2**20},
         **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2},
         "time_step_limit": None,
@@ -213,6 +223,7 @@ _MAMBA2 = Family(
     rope_keys=None,
     own=Own(_read_mamba2, _write_mamba2),
 )
+# Both names here are one module there: a model has one of the two.
 _SHARED_MLP: dict[str, str | Fused] = {
     f"mlp.{prefix}{part}": target
     for prefix in ("", "shared_experts.")
@@ -236,6 +247,7 @@ _GRANITE = Family(
         LLAMA_MODULES | _SHARED_MLP | _GRANITE_EXPERT,
         LLAMA_ENDS,
         recurrent=mamba_modules("mamba"),
+        # Files that transformers 5 has saved.
         stacked={
             "mlp.router": "block_sparse_moe.router",
             "mlp.experts.gate": Fused("block_sparse_moe.experts.gate_up_proj", "halves", "gate"),
@@ -254,12 +266,14 @@ _GRANITE = Family(
     activation_key=None,
     factors={
         "embedding_multiplier": ("embedding_multiplier", "same"),
+        # Granite's multipliers for embeddings, residual branches, scores and logits.
         "residual_multiplier": ("residual_multiplier", "same"),
         "attention_multiplier": ("softmax_scale", "same"),
         "logits_scaling": ("logit_scale", "inverse"),
     },
     own=Own(_read_granite, _write_granite),
 )
+# A layer is one part alone: all parts are called "mixer", with one norm.
 _NEMOTRON_PARTS: dict[str, str | Fused] = {
     "attention_norm": "norm",
     "mlp_norm": "norm",
@@ -292,6 +306,7 @@ _NEMOTRON = Family(
         **{"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
     },
     fixed=NO_BIAS
+    # relu(x)^2, no position embedding.
     | {"normalization": "RMSNorm", "swiglu": False, "squared_relu": True, "position_embedding_type": "none"},
     required={
         **{"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -301,6 +316,7 @@ _NEMOTRON = Family(
     activation_key=None,
     rope_keys=None,
     skipped=("mtp.",),
+    # transformers 5 has renamed the backbone.
     renamed={"backbone": "model"},
     own=Own(_read_nemotron, _write_nemotron),
 )

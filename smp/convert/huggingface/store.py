@@ -16,9 +16,11 @@ from smp.convert.store import OpenFiles, Piece, PieceStore, unreadable
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
+# Prefix of the text model's tensors in a model that also sees images.
 _TEXT = "language_model."
 _IMAGES = ("vision_model", "vision_tower", "multi_modal_projector")
-"""First words of names of tensors, of a model that also sees images."""
+"""First words of tensors' names that belong to a vision part."""
+# No slash: a name must not lead out of the folder.
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
@@ -43,8 +45,8 @@ def open_store(folder: Path, allow_pickle: bool) -> PieceStore:
 
 
 def keep_text(store: PieceStore) -> None:
-    """In a store whose text model has a name of its own: its tensors under the names that they have without, and none
-    of what sees images, of which a note says what it is."""
+    """Reduce the store of a model with a text part to that part: its tensors without their prefix; a note counts what
+    is left out."""
     if not any(name.startswith(_TEXT) for name in store.tensors):
         return
     left = Counter(front for name in store.tensors if (front := name.split(".")[0]) in _IMAGES)
@@ -61,6 +63,7 @@ def safetensors_store(folder: Path, single: str) -> PieceStore:
     return _store(folder, single, _safetensors)
 
 
+# Only headers are read now.
 def _safetensors(files: OpenFiles, name: str) -> dict[str, Slot]:
     source, path = files.open(name), files.folder / name
     try:
@@ -86,6 +89,7 @@ def _store(folder: Path, single: str, read: Callable[[OpenFiles, str], dict[str,
     index_name = f"{single}.index.json"
     index = _read_index(folder, index_name) if (folder / index_name).is_file() else None
     if index is not None and (folder / single).exists() and single not in index.values():
+        # Which of the two is current cannot be known.
         raise CheckpointError(f"{folder / single}: {index_name} does not name it: remove one of the two")
     names = sorted(set(index.values())) if index is not None else [single]
     files = OpenFiles(folder)
@@ -93,9 +97,11 @@ def _store(folder: Path, single: str, read: Callable[[OpenFiles, str], dict[str,
     for name in names:
         for key, slot in read(files, name).items():
             if key in pieces:
+                # A tensor in one file is one piece.
                 raise CheckpointError(f"{folder / name}: tensor {key} is also in {pieces[key][0].file}")
             pieces[key] = [Piece(name, slot, (0,) * len(slot.shape))]
     if index is not None:
+        # Both ways: a missing shard, and a stale index.
         _compare(folder, index_name, index, {key: piece.file for key, (piece,) in pieces.items()})
     return PieceStore(files, pieces, {})
 
@@ -110,7 +116,7 @@ def _compare(folder: Path, index_name: str, index: Mapping[str, str], found: Map
 
 
 def _read_index(folder: Path, name: str) -> dict[str, str]:
-    """Tensor -> file of an index, each checked to be a plain name."""
+    """Tensor -> file of an index. Each file is checked to be a plain name."""
     path = folder / name
     content = read_json(path)
     try:

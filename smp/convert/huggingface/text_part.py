@@ -1,4 +1,4 @@
-"""The part of a ``config.json`` that is of text, of a model that also sees images. No torch here."""
+"""The text part of a ``config.json`` of a model that also sees images. No torch here."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Part:
-    """The text part of one ``model_type``: its family, and what transformers takes where ``text_config`` is silent."""
+    """The text part of one ``model_type``: its family, and transformers' defaults for absent keys of
+    ``text_config``."""
 
     architecture: str
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+# Defaults of the outer configuration differ from those of the family's own class.
 _GEMMA3 = {
     **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
     **{"num_attention_heads": 8, "max_position_embeddings": 131072},
@@ -32,14 +34,15 @@ _PARTS = {
     "qwen3_5_moe": _Part("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _QWEN35_MOE),
 }
 _BESIDE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys that the whole's configuration may have for its parts."""
+"""Keys of the outer config.json that hold for its parts, too."""
 
 
 def text_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json as it is, or that of its text part where it has one that is known here."""
+    """A config.json, or that of its text part if the model type has a known one."""
     part, text = _PARTS.get(str(content.get("model_type"))), content.get("text_config")
     if part is None or not isinstance(text, dict):
         return dict(content)
     beside = {key: content[key] for key in _BESIDE if key in content}
     named = {"architectures": [part.architecture], "model_type": part.model_type}
+    # The later wins: keys of text_config, and then the family's names.
     return {**part.defaults, **beside, **text, **named}

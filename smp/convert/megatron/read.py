@@ -26,9 +26,9 @@ from smp.convert.weights import LinkedWeights
 
 METADATA, COMMON, BACKEND, TRACKER = ".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
 INERT = ("megatron.", "signal.", "types.SimpleNamespace", "pathlib.", "numpy", "_codecs.", "io.", "torch.distributed.")
-"""Beginnings of names whose objects are in Megatron's checkpoints and are not needed."""
+"""Prefixes of names whose objects are in Megatron's checkpoints and are not needed: they get a stand-in."""
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-_COMMON_STATE = "common_state/shard_0_1"  # where megatron-core after 0.16 has what was in common.pt
+_COMMON_STATE = "common_state/shard_0_1"  # item with the contents of common.pt, in megatron-core after 0.16
 _METADATA_CLASSES = {
     **{f"{metadata.__name__}.{name}": getattr(metadata, name) for name in metadata.__all__},
     f"{metadata.__name__}._MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
@@ -45,17 +45,19 @@ def is_megatron_folder(path: Path) -> bool:
 
 
 def _is_checkpoint(path: Path) -> bool:
+    # mp_rank_*: the older format, which is recognized in order to be refused with a hint.
     return (path / METADATA).is_file() or any(path.glob("mp_rank_*"))
 
 
 def _iteration_folder(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest of a run."""
+    """The checkpoint at a path: itself, or the newest of a run."""
     if _is_checkpoint(path):
         return path
     tracker = path / TRACKER
     if not tracker.is_file():
         raise CheckpointError(f"{path} is not a checkpoint of Megatron's")
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    # Megatron's names: "release", or the iteration in 7 digits.
     name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else ""
     if not name or not _is_checkpoint(path / name):
         raise CheckpointError(f"{tracker} names {text!r}, which is no checkpoint in {path}")
@@ -85,6 +87,7 @@ def open_megatron(
     store, args = _open_store(folder)
     if _EMBEDDING not in store.tensors:
         raise CheckpointError(f"{folder}: tensor {_EMBEDDING} is missing")
+    # Megatron pads the vocabulary to a multiple of the tensor-parallel size.
     padded = store.tensors[_EMBEDDING].shape[0]
     if args is not None:
         config = from_args(args, str(folder), padded, vocab_size)
@@ -104,7 +107,9 @@ def _weights(folder: Path, store: PieceStore, config: ModelConfig, padded: int) 
         raise ConfigError(f"{folder}: the embedding has {padded} rows for {vocab} token ids")
     found = [_placed(link, config, store) for link in megatron_links(config, padded)]
     weights = LinkedWeights(store, found, config)
-    weights.refuse_extra(_EMBEDDING, (_HEAD,), ("_extra_state",))  # the last pipeline stage has a copy of a tied one
+    weights.refuse_extra(
+        _EMBEDDING, (_HEAD,), ("_extra_state",)
+    )  # with tied weights the last pipeline stage has a copy
     if padded > vocab:
         weights.notes.append(f"{padded - vocab} rows that pad the vocabulary are left out")
     weights.notes += store.notes
@@ -112,11 +117,12 @@ def _weights(folder: Path, store: PieceStore, config: ModelConfig, padded: int) 
 
 
 def _placed(link: Link, config: ModelConfig, store: PieceStore) -> Link:
-    """As this checkpoint spells it: local norms, all layers in one tensor."""
+    """The link in this checkpoint's spelling: norms of local layers, or all layers in one tensor."""
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", link.external_name)
     if match is None:
         return link
     number, rest = int(match[1]), match[2]
+    # Transformer Engine fuses the norm into the linear layer; local layers name it apart.
     others = [rest.replace(*pair) for te, local in RENAMED.items() for pair in ((te, local), (local, te))]
     for name in (rest, *others):
         if (single := f"decoder.layers.{number}.{name}") in store.tensors:
@@ -139,7 +145,7 @@ def _open_store(folder: Path) -> tuple[PieceStore, dict[str, Any] | None]:
 
 def _store(files: OpenFiles, content: metadata.Metadata) -> tuple[PieceStore, dict[str, Any] | None]:
     names = [str(name) for name in content.state_dict_metadata]
-    # A prefix that depends on what Megatron wrapped the model in.
+    # The prefix depends on what Megatron has wrapped the model in.
     front = next((m[1] for n in names if (m := re.fullmatch(rf"(model\.|module\.|){_EMBEDDING}", n))), "")
     pieces: dict[str, list[Piece]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -170,7 +176,7 @@ def _piece(files: OpenFiles, info: filesystem._StorageInfo, name: str, offsets: 
 
 
 def _item(files: OpenFiles, info: filesystem._StorageInfo, name: str) -> Any:
-    """What an item of a data file is: each is a file of ``torch.save`` within the file."""
+    """The content of an item of a data file: each item is a ``torch.save`` file within the file."""
     file, start, size = info.relative_path, info.offset, info.length
     # A name from a file: it must not lead out of the folder.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file):
@@ -188,10 +194,10 @@ def _item(files: OpenFiles, info: filesystem._StorageInfo, name: str) -> Any:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Builds plain data and the classes of torch's ``Metadata``; what else is known gets a stand-in."""
+    """Builds plain data and the classes of torch's ``Metadata``; other known names get a stand-in."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Looks into a table, never imports.
+        """The class for a name, from a table. Nothing is imported.
 
         Raises:
             CheckpointError: the name is not in it; the message does not name the file.
@@ -224,7 +230,7 @@ def _read_metadata(path: Path) -> metadata.Metadata:
 
 
 def _args(files: OpenFiles, common: Any) -> dict[str, Any] | None:
-    """The arguments in what lies next to the tensors, which older versions write as ``common.pt``; None: no arguments.
+    """Megatron's arguments: in the common state, which older versions write as ``common.pt``; None: there are none.
 
     Raises:
         DamagedError: what has their name is something else.

@@ -22,6 +22,8 @@ _ENDS = {
     "final_norm": "decoder.final_layernorm",
     "head": "output_layer",
 }
+# Names with a final underscore: Transformer Engine's layer_norm_weight is a tensor of the linear
+# layer.
 _BLOCK: dict[str, str | Fused] = {
     "attention_norm": "self_attention.linear_qkv.layer_norm_",
     "attention.query": Fused("self_attention.linear_qkv", "per_group", "query"),
@@ -34,6 +36,7 @@ _BLOCK: dict[str, str | Fused] = {
     "mlp.down": "mlp.linear_fc2",
 }
 _PLAIN: dict[str, str | Fused] = {"mlp.up": "mlp.linear_fc1"}
+# fc1 is gate above up.
 _GATED: dict[str, str | Fused] = {
     "mlp.gate": Fused("mlp.linear_fc1", "halves", "gate"),
     "mlp.up": Fused("mlp.linear_fc1", "halves", "up"),
@@ -59,11 +62,11 @@ RENAMED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Norms by Transformer Engine's names, which the table has, and by those of the local layers."""
+"""Norms by Transformer Engine's names, which the table has, and by the names of local layers."""
 
 
 def megatron_links(config: ModelConfig, padded: int) -> list[Link]:
-    """Where each of a model's tensors lies, whose vocabulary has ``padded`` rows there."""
+    """Links for a model whose vocabulary is padded to ``padded`` rows in the files."""
     if config.num_experts is not None:
         kind = _EXPERTS | (_GATED_EXPERTS if config.swiglu else _PLAIN_EXPERTS)
     else:
@@ -71,6 +74,7 @@ def megatron_links(config: ModelConfig, padded: int) -> list[Link]:
     table = Table("decoder.layers.{}.", _BLOCK | kind, _ENDS)
     vocabulary = ("embedding.weight", "head.weight")
     found = links(table, config)
+    # Padding concerns the vocabulary's matrices only.
     return [replace(link, padded=padded) if link.smp_name in vocabulary else link for link in found]
 
 
@@ -78,7 +82,7 @@ _NEEDED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "max_position_embeddings"),
     *("position_embedding_type", "normalization", "untie_embeddings_and_output_weights"),
 )
-"""Megatron's arguments that are settings of the same name; each must be there."""
+"""Megatron's arguments that are settings of the same name. Each must be there."""
 _OPTIONAL: dict[str, Any] = {
     "rotary_base": 10000.0,
     "rotary_percent": 1.0,
@@ -91,7 +95,7 @@ _OPTIONAL: dict[str, Any] = {
     "use_rope_scaling": False,
     "rope_scaling_factor": 8.0,
 }
-"""The same, with Megatron's default for arguments that a version does not have yet."""
+"""Arguments that are settings of the same name, with Megatron's default for versions that lack them."""
 _OF_EXPERTS: dict[str, Any] = {
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": None,
@@ -104,7 +108,7 @@ _OF_EXPERTS: dict[str, Any] = {
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
 }
-"""The same of a model with experts."""
+"""Arguments about experts that are settings of the same name, with Megatron's defaults."""
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "moe_expert_capacity_factor": (),
     "moe_apply_probs_on_input": (False,),
@@ -129,7 +133,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_mup": (False,),
     "enable_mhc_connections": (False,),
 }
-"""Values with which smp's decoder computes the same; None, too, is as if the argument were not there."""
+"""Values with which smp's decoder computes the same. None counts as absent."""
 _NOT_THERE = (
     *("position_embedding_offset", "rotary_base_local", "layernorm_bias", "norm_placement", "embedding_layernorm"),
     *("geglu", "relu", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale"),
@@ -145,7 +149,7 @@ _NOT_THERE = (
     *("linear_attention_type", "attention_output_gate", "hybrid_layer_pattern", "mlp_multipliers"),
     *("mtp_num_layers", "attention_chunk_size", "qk_l2_norm", "attn_temperature_tuning", "moe_apply_probs_on_input"),
 )
-"""Settings that Megatron's GPT, as it is run by its own scripts, has at their default only."""
+"""Settings that Megatron's GPT, as its own scripts run it, has with their default value only."""
 
 
 def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size: int | None = None) -> ModelConfig:
@@ -160,6 +164,7 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
     Raises:
         ConfigError: an argument is missing, or has a value that smp's decoder does not compute.
     """
+    # Features that smp's decoder lacks, or computes from other tensors.
     for name, allowed in _MUST_BE.items():
         if args.get(name) is not None and args[name] not in allowed:
             raise ConfigError(f"{where}: a model with {name} {args[name]} is not supported")
@@ -173,19 +178,25 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
     values |= {name: args.get(name, default) for name, default in _OPTIONAL.items()}
     values |= _experts_of(args, where)
     bias = bool(args.get("add_bias_linear", True))
+    # Neither SwiGLU nor squared ReLU: GELU.
     plain = not values["swiglu"] and not values["squared_relu"]
+    # Megatron's --rotary-seq-len-interpolation-factor is linear scaling.
     linear = args.get("rotary_seq_len_interpolation_factor") or 1
     if linear != 1:
         if values["use_rope_scaling"]:
             both = f"use_rope_scaling and rotary_seq_len_interpolation_factor {linear}"
             raise ConfigError(f"{where}: a model with {both} is not supported")
         values |= {"use_rope_scaling": True, "rope_scaling_type": "linear", "rope_scaling_factor": linear}
-    tanh = args.get("openai_gelu", False) or (bias and args.get("bias_gelu_fusion", False))  # the fused one is tanh's
+    tanh = args.get("openai_gelu", False) or (
+        bias and args.get("bias_gelu_fusion", False)
+    )  # the fused kernel computes the tanh approximation
     window = args.get("window_size")
+    # (left, right): right 0 or -1 is causal.
     if window is not None and (not isinstance(window, tuple | list) or len(window) != 2 or window[1] not in (0, -1)):
         raise ConfigError(f"{where}: a model with window_size {window} is not supported")
     grouped = args.get("group_query_attention", False)
     values |= {
+        # Without grouped queries num_query_groups is an unused default.
         "num_query_groups": args.get("num_query_groups") if grouped else values["num_attention_heads"],
         "norm_epsilon": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
         "disable_bias_linear": not bias,
@@ -201,13 +212,14 @@ def from_args(args: Mapping[str, Any], where: str, padded_vocab: int, vocab_size
 
 
 def _pattern_text(value: Any) -> str | None:
-    """A number or a list as --window-attn-skip-freq and --no-rope-freq take it."""
+    """A number or a list in the form of --window-attn-skip-freq and --no-rope-freq."""
     return None if value is None or value == 0 else str(value).replace(" ", "")
 
 
 def _experts_of(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not args.get("num_experts"):
         return {}
+    # Only sinkhorn changes what the router computes; other balancing affects training.
     balancing, layers = args.get("moe_router_load_balancing_type"), args.get("moe_layer_freq", 1)
     if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
         raise ConfigError(f"{where}: a router balanced by sinkhorn is not supported")
@@ -221,7 +233,8 @@ def _experts_of(args: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def said_vocab_size(args: Mapping[str, Any]) -> int | None:
-    """Token ids that the arguments tell. Those of the NullTokenizer are one more or as many as they say, by version."""
+    """The number of token ids according to the arguments. NullTokenizer's may be off by one, depending on the version,
+    and counts as unknown."""
     size = args.get("vocab_size")
     return size if type(size) is int and size > 0 and args.get("tokenizer_type") != "NullTokenizer" else None
 
@@ -237,6 +250,7 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
     linear = _scales_linearly(c)
     values = {name: getattr(c, name) for name in (*_NEEDED, *_OPTIONAL)}
     if linear:
+        # Linear scaling has its own argument; Megatron's use_rope_scaling is Llama 3's.
         values |= {name: _OPTIONAL[name] for name in ("use_rope_scaling", "rope_scaling_factor")}
     values |= {
         "rotary_seq_len_interpolation_factor": int(c.rope_scaling_factor) if linear else None,
@@ -245,7 +259,9 @@ def to_args(config: ModelConfig, tp: int) -> Namespace:
         "norm_epsilon": c.norm_epsilon,
         "add_bias_linear": not c.disable_bias_linear,
         "openai_gelu": c.tanh_gelu,
+        # Megatron's fused bias + GELU is the tanh one.
         "bias_gelu_fusion": c.tanh_gelu and not c.disable_bias_linear,
+        # This project counts the token itself.
         "window_size": None if c.window_size is None else (c.window_size - 1, 0),
         **_patterns(c),
         "vocab_size": c.vocab_size,
@@ -267,7 +283,7 @@ def _scales_linearly(config: ModelConfig) -> bool:
 
 
 def _refuse_what_megatron_lacks(config: ModelConfig) -> None:
-    """Raise ConfigError, which names the flag, for a setting that Megatron's GPT has with one value only."""
+    """Raise ConfigError with the flag for a setting that Megatron's GPT has with one value only."""
     c, default = config, ModelConfig()
     if c.scalar_head:
         raise ConfigError("Megatron's GPT has no head of scores: a reward model cannot be written for it")
@@ -275,6 +291,7 @@ def _refuse_what_megatron_lacks(config: ModelConfig) -> None:
         raise ConfigError(
             "Megatron's GPT has no --position-embedding-type alibi: these weights cannot be written for it"
         )
+    # Each of these must be at its default.
     refused: dict[str, Any] = {name: getattr(default, name) for name in _NOT_THERE}
     if c.qk_layernorm:
         refused["normalization"] = "RMSNorm"  # there the norm of queries and keys is of the same kind as the others
@@ -292,7 +309,8 @@ def _refuse_what_megatron_lacks(config: ModelConfig) -> None:
 
 
 def _args_of_experts(config: ModelConfig) -> dict[str, Any]:
-    """None without experts. Raises ConfigError for experts that Megatron's GPT has in another form."""
+    """Megatron's arguments for experts; empty without experts. Raises ConfigError for experts that Megatron's GPT has
+    in another form."""
     if config.num_experts is None:
         return {}
     if not config.disable_bias_linear:
@@ -305,7 +323,7 @@ def _args_of_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def _patterns(config: ModelConfig) -> dict[str, Any]:
-    """Which layers have a window and RoPE, as lists: a number has to divide the layers there."""
+    """The layers with a window and with RoPE, as lists: a number would have to divide the layers in Megatron."""
     windows, skipped = list(map(int, windowed(config))), list(map(int, no_rope(config)))
     return {
         "window_attn_skip_freq": windows if 0 in windows and 1 in windows else None,

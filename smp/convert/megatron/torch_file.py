@@ -26,21 +26,21 @@ from smp.checkpoint.format.tensor_file import Slot
 from smp.convert.store import unreadable
 
 GETATTR = "builtins.getattr"
-"""Python 3.11.0 to 3.11.3 write members of enumerations as a call of it. Here nothing is looked up."""
+"""Python 3.11.0 to 3.11.3 pickle members of enumerations as a call of it. Nothing is looked up here."""
 
 
 class Inert:
-    """Stands for an object of any class: it takes what a pickle gives it and does nothing."""
+    """Stands for an object of any class: accepts what a pickle gives it and ignores it."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
     def __setstate__(self, state: Any) -> None:
-        """Nobody asks for it."""
+        """The state is ignored."""
 
 
 def refusal(name: str) -> str:
-    """What is said of a name that a pickle may not give."""
+    """The error for a name that a pickle may not use."""
     return f"asks for {name}, which is not a tensor or plain data: refused"
 
 
@@ -75,7 +75,7 @@ def read_torch_file(
 
 
 def _load(file: io.BufferedReader, path: Path, inert: tuple[str, ...]) -> tuple[Any, dict[int, int]]:
-    """The content, and the sizes of the archive's entries by where their data begin."""
+    """(the content, sizes of the archive's entries by the position of their data)."""
     if file.peek(2)[:2] != b"PK":
         raise CheckpointError(f"{path} is not a zip archive of torch.save (torch 1.6 or later)")
     archive = zipfile.ZipFile(file)
@@ -83,9 +83,11 @@ def _load(file: io.BufferedReader, path: Path, inert: tuple[str, ...]) -> tuple[
     if orders not in ([], [b"little"]):  # torch would swap the bytes of a tensor that has none, and crash
         raise CheckpointError(f"{path} was written on a big-endian machine")
     # Data are read at their place in the file, so they must lie there as they are.
+    # Directly readable: a slot points into the file itself.
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
         raise DamagedError(f"{path} is compressed: it is not a file of torch.save")
     file.seek(0)
+    # Names in the pickle, found by torch without running it.
     names = set(get_unsafe_globals_in_checkpoint(file)) - {"argparse.Namespace"}
     # All names of the pickle before it is loaded: nothing is built of a file that asks for something else.
     for name in sorted(names):
@@ -99,23 +101,27 @@ def _load(file: io.BufferedReader, path: Path, inert: tuple[str, ...]) -> tuple[
     # From each entry's own header, which may be longer than the list at the end of the archive says.
     for entry in archive.infolist():
         file.seek(entry.header_offset)
+        # Local file header of zip: 30 bytes, of which the last two numbers are the lengths of name
+        # and extra field.
         name_size, extra_size = struct.unpack("<26x2H", file.read(30))
         sizes[entry.header_offset + 30 + name_size + extra_size] = entry.file_size
     return content, sizes
 
 
 def _slot(tensor: torch.Tensor, sizes: Mapping[int, int], start: int, path: Path) -> Slot:
-    """Where the data of a tensor lie, in an archive that begins at ``start``."""
+    """Position of a tensor's data, in an archive that begins at byte ``start`` of the file."""
     shape, begin = tuple(tensor.shape), int(tensor.storage_offset()) * tensor.itemsize
     if tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{path} holds a tensor of type {tensor.dtype}: refused")
     if not tensor.is_contiguous():
         text = f"a tensor of shape {shape} that does not lie row by row, with strides {tensor.stride()}"
         raise CheckpointError(f"{path} holds {text}: refused")
+    # torch sets this offset instead of reading, under FakeTensorMode.
     storage = tensor.untyped_storage()._checkpoint_offset
     assert storage is not None, "set under FakeTensorMode"
     if (size := sizes.get(storage)) is None:  # torch computes where the next one is, by its own padding
         raise CheckpointError(f"{path} was packed again by another program: save it with torch.save")
+    # Views of a larger storage are fine, as far as it goes.
     if begin + tensor.nbytes > size:  # a storage without data grows to what a pickle says
         count = size // tensor.itemsize
         raise CheckpointError(f"{path} holds a tensor of shape {shape} in a storage of {count} elements: refused")
@@ -123,7 +129,8 @@ def _slot(tensor: torch.Tensor, sizes: Mapping[int, int], start: int, path: Path
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file. ``failed`` is an error of the system: others tell it as damage."""
+    """A part of a file as a file object. ``failed`` keeps an error of the system, which torch would report as a damaged
+    file."""
 
     def __init__(self, source: Source, start: int, size: int) -> None:
         self._source, self._start, self._size, self._at = source, start, size, 0

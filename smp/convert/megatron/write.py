@@ -35,9 +35,10 @@ from smp.convert.pieces import Feed, Planned, in_files, plan
 from smp.convert.weights import Weights
 
 RELEASE = "release"
-"""The name that Megatron gives to a checkpoint of weights alone."""
+"""Megatron's name for a checkpoint of weights alone."""
 _BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _BACKENDS |= {"common_backend": "torch", "common_backend_version": 1}
+# Modules for which Transformer Engine keeps an _extra_state.
 _ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 _SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
@@ -46,7 +47,7 @@ _NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 
 class MegatronTarget:
-    """What a ``torch_dist`` checkpoint with these weights is made of. See ``formats.make_target``."""
+    """A ``torch_dist`` checkpoint to be written. See ``formats.make_target``."""
 
     def __init__(
         self,
@@ -62,13 +63,14 @@ class MegatronTarget:
         tensors = [plan(weights, name, parts, dtype) for name, parts in by_external_name(found).items()]
         kinds: dict[str, torch.dtype] = {}
         for tensor in tensors:
+            # All layers are chunks of one DCP tensor, which has one dtype.
             full, kind = _stacked(tensor.name)[0], tensor.stored.dtype
             if kinds.setdefault(full, kind) != kind:
                 raise CheckpointError(f"{tensor.name} has another dtype than in other layers, {full}: give a --dtype")
         self.files = {f"{RELEASE}/__{i}_0.distcp": group for i, group in enumerate(in_files(tensors, shard_size))}
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
-        """One data file; where each item is in it."""
+        """Write one data file; returns (position, size) of each item by name."""
         places = {}
         (folder / RELEASE).mkdir(exist_ok=True)
         with (folder / file).open("wb") as out:
@@ -85,12 +87,14 @@ class MegatronTarget:
         return places
 
     def _extra_states(self) -> list[str]:
-        """Names of the objects that Transformer Engine keeps next to weights, empty here: Megatron asks for them."""
+        """Names of the (empty) objects that Transformer Engine keeps next to weights, and that Megatron expects to
+        find."""
         layers, experts = self.config.num_layers, self.config.num_experts
         mlp = _MLP if experts is None else _SHARED if self.config.moe_shared_expert_intermediate_size else ()
         modules = (*_ATTENTION, *mlp, *(_NORMS if self.config.qk_layernorm else ()))
         names = [f"decoder.layers.{m}._extra_state/shard_{i}_{layers}" for m in modules for i in range(layers)]
         names += [
+            # Experts of the grouped GEMM have one for each layer and expert.
             f"decoder.layers.{m}._extra_state/shard_{i}.{e}_{layers}.{experts}"
             for m in _EXPERTS
             for i in range(layers)
@@ -99,7 +103,7 @@ class MegatronTarget:
         return [*names, "decoder.final_layernorm._extra_state/shard_0_1", "output_layer._extra_state/shard_0_1"]
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
-        """``.metadata``, ``common.pt``, ``metadata.json`` and the name of the checkpoint."""
+        """Write ``.metadata``, ``common.pt``, ``metadata.json`` and the name of the checkpoint."""
         one = folder / RELEASE
         (one / METADATA).write_bytes(pickle.dumps(self._metadata(records)))
         torch.save({"args": self.args, "checkpoint_version": 3.0, "iteration": 0}, one / COMMON)
@@ -119,14 +123,16 @@ class MegatronTarget:
                     index = self._add(tensors, planned[name])
                 else:
                     tensors[name] = BytesStorageMetadata()
+                # Where an item's torch.save file begins and how long it is.
                 places[index] = _StorageInfo(Path(file).name, start, length)
         return Metadata(tensors, planner_data={}, storage_data=places, storage_meta=StorageMeta())
 
     def _add(self, tensors: dict[str, Any], planned: Planned) -> MetadataIndex:
-        """Add a tensor, or a layer's entry of one."""
+        """Add a tensor, or one layer's chunk of a tensor; returns its index."""
         name, layer = _stacked(planned.name)
         offsets, sizes, whole = [0] * len(planned.stored.shape), planned.stored.shape, planned.stored.shape
         if layer is not None:
+            # (layers, ...): the chunk is at the layer's index.
             offsets, sizes, whole = [layer, *offsets], (1, *sizes), (self.config.num_layers, *whole)
         properties = TensorProperties(planned.stored.dtype)
         known = tensors.setdefault(name, TensorStorageMetadata(properties, torch.Size(whole), []))
@@ -135,13 +141,13 @@ class MegatronTarget:
 
 
 def _append(file: BinaryIO, value: Any) -> list[int]:
-    """Write an item; its first byte and size."""
+    """Append an item to a data file; returns its position and size."""
     start = file.tell()
     torch.save(value, file)
     return [start, file.tell() - start]
 
 
 def _stacked(name: str) -> tuple[str, int | None]:
-    """The tensor that a tensor is part of: of all layers, at the index of its own; None: itself."""
+    """(name of the DCP tensor that a tensor is part of, index of its layer; None: it is a tensor of its own)."""
     parts = name.split(".", 3)
     return (f"decoder.layers.{parts[3]}", int(parts[2])) if parts[:2] == ["decoder", "layers"] else (name, None)

@@ -30,16 +30,16 @@ from smp.convert.weights import Weights
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """Files of peft's format."""
 MAGNITUDE = "lora_magnitude_vector"
-"""What DoRA's tensors are called there."""
+"""Name of DoRA's tensors in peft's format."""
 FRONT = "base_model.model."
-"""What stands in front of the model's own names there."""
+"""Prefix of the model's own names in peft's format."""
 HEAD = "head.weight"
-"""A reward model's head here, and the output matrix whose place it takes."""
+"""A reward model's head here, in place of the output matrix."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a layer gets added: ``scale x B A``.
+    """A layer's adapter, ``scale x B A``.
 
     Attributes:
         a, b: (rank, in) and (out, rank), whole; of experts (experts, rank, in) and (experts, out, rank).
@@ -108,13 +108,14 @@ def linear_modules(config: ModelConfig, family: Family) -> dict[str, dict[str, L
 
 
 def partly_adapted(names: Collection[str], config: ModelConfig, family: Family) -> list[str]:
-    """Hugging Face's modules in which some of the layers ``names`` lie next to others."""
+    """Names of Hugging Face's modules in which some layers are in ``names`` and others are not."""
     modules = linear_modules(config, family).items()
     return [module for module, found in modules if 0 < sum(name in names for name in found) < len(found)]
 
 
 def check_shapes(a: torch.Tensor, b: torch.Tensor, matrix: tuple[int, ...], what: str) -> None:
-    """Raise CheckpointError unless ``b @ a`` is as large as the matrix, or those of experts, that it is added to."""
+    """Raise CheckpointError unless ``b @ a`` has the shape of ``matrix``, (out, in) or (experts, out, in)."""
+    # (experts, out, in) or (out, in)
     *experts, rows, columns = matrix
     rank = a.shape[-2] if a.ndim == len(matrix) else 0
     if rank == 0 or a.shape != (*experts, rank, columns) or b.shape != (*experts, rows, rank):
@@ -146,6 +147,7 @@ class MergedWeights(Weights):
             check_shapes(adapter.a, adapter.b, tuple(stored.shape), f"the adapter of {name}")
         trained = adapters.model if isinstance(adapters, Adapters) else None
         self.config = trained or base.config
+        # Shapes do not change; the sum is rounded to the base's dtype or ``dtype``.
         self.tensors = {name: Stored(t.shape, dtype or t.dtype) for name, t in base.tensors.items()}
         self.score = adapters.score if isinstance(adapters, Adapters) else None
         self.notes = [*base.notes, f"{len(adapters)} adapters are merged"]
@@ -172,7 +174,8 @@ class MergedWeights(Weights):
     def _scaled_rows(
         self, name: str, offsets: Sequence[int], shape: Sequence[int], magnitude: torch.Tensor
     ) -> torch.Tensor:
-        """A box of a matrix under DoRA: norms are of whole rows."""
+        """Rows of a matrix under DoRA, (rows, columns of the box), fp32: m (W + s B A) / |W + s B A| (arXiv
+        2402.09353)."""
         stored, (row, column) = self.base.tensors[name], offsets
         # Whole rows, whatever columns are asked for: norms are of rows.
         whole = torch.empty(shape[0], stored.shape[1], dtype=stored.dtype)
@@ -191,7 +194,8 @@ class MergedWeights(Weights):
 
 
 def _added(block: torch.Tensor, adapter: Adapter, offsets: Sequence[int]) -> torch.Tensor:
-    """A box of a matrix, fp32, with that of ``scale x B A``."""
+    """A box of a matrix plus the same box of ``scale x B A``, fp32."""
+    # Rows of B and columns of A: only the box is computed.
     *first, rows, columns = (slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
     b, a = adapter.b[(*first, rows)], adapter.a[(*first, slice(None), columns)]
     return block.float() + adapter.scale * (b @ a)

@@ -37,7 +37,7 @@ class ExpertTensor:
 
 
 def expert_tensors(config: ModelConfig, family: Family, chosen: Callable[[str, list[str]], bool]) -> list[ExpertTensor]:
-    """Those that are ``chosen``, by their name and those of this project's layers in them."""
+    """The stacked tensors that ``chosen`` takes, by their name and the names of this project's layers in them."""
     found: dict[str, dict[str, Link]] = {}
     counts: dict[str, int] = {}
     for link in links(family.table, config, stacked=True) if config.num_experts is not None else ():
@@ -54,30 +54,35 @@ def expert_tensors(config: ModelConfig, family: Family, chosen: Callable[[str, l
     tensors = []
     for i, name in enumerate(names):
         module = name.rpartition(".")[0]
-        # peft wraps one tensor after the other: what comes later lies further outside.
+        # peft wraps one tensor after the other: the last is outermost, and has the module's own
+        # name.
         after = sum(other.rpartition(".")[0] == module for other in names[i + 1 :])
         tensors.append(ExpertTensor(name, module + ".base_layer" * after, found[name], counts[name]))
     return tensors
 
 
 def joined(tensor: ExpertTensor, adapters: Mapping[str, Adapter]) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """A, B and scale of a tensor, of the adapters of some of its members."""
+    """(A, B, scale) of a tensor, from the adapters of some of its members."""
     members = [(link, adapters[name]) for name, link in tensor.members.items() if name in adapters]
     scale, rank = members[0][1].scale, sum(m.rank for _, m in members)
+    # (experts, out, joined rank): each member's B has rows and columns of its own.
     b, column = torch.zeros(tensor.count, members[0][0].rows.external_rows, rank), 0
     for link, m in members:
         for row, at, count in link.rows.runs(0, link.rows.smp_rows):
             b[:, row : row + count, column : column + m.rank] = m.b[:, at : at + count] * (m.scale / scale)
         column += m.rank
     a = torch.cat([m.a for _, m in members], dim=1)  # (experts, rank, in)
+    # (experts, rank, in) -> (experts x rank, in); (experts, out, rank) -> (out, rank x experts)
     return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1), scale
 
 
 def parted(tensor: ExpertTensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> dict[str, Adapter]:
-    """The adapters of all members, by the name of the layer, of A and B as peft has them."""
+    """The adapters of all members by the name of their layer, from A and B in peft's form."""
+    # The inverse of ``joined``'s reshapes.
     a, b = a.unflatten(0, (tensor.count, -1)), b.unflatten(1, (-1, tensor.count)).permute(2, 0, 1)
     out = {}
     for name, link in tensor.members.items():
         rows = [b[:, row : row + count] for row, _, count in link.rows.runs(0, link.rows.smp_rows)]
+        # All members share A.
         out[name] = Adapter(a.contiguous(), torch.cat(rows, dim=1).contiguous(), scale)
     return out

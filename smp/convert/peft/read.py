@@ -44,10 +44,11 @@ _KNOWN = {
         "modules_to_save",
     ),
 }
-"""What may be set in adapter_config.json. Anything else that is set makes the adapter compute something else than
-``scale x B A`` on top of the model's own weights, or DoRA, as far as anybody can know."""
+"""Keys that may be set in adapter_config.json. Any other key that is set may mean that the adapter computes something
+else than ``scale x B A`` (or DoRA) on the model's own weights."""
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Readable ``init_lora_weights``. Others (PiSSA, OLoRA, CorDA, LoftQ) change the model's weights as well."""
+"""Values of ``init_lora_weights`` that can be read. Others (PiSSA, OLoRA, CorDA, LoftQ) change the model's weights as
+well."""
 
 
 def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tuple[Adapters, float]:
@@ -60,6 +61,7 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
     folder = Path(folder)
     content = _read_config(folder)
     tensors = _read_tensors(folder)
+    # Taken out of ``tensors`` before the rest is compared.
     score = _score(content, config, folder, tensors)
     _check_in_blocks(tensors, family, folder)
     magnitudes = _magnitudes(tensors)
@@ -85,7 +87,7 @@ def read_adapters(folder: str | Path, config: ModelConfig, family: Family) -> tu
 
 
 def read_own_names(folder: str | Path, matrices: Mapping[str, tuple[int, ...]]) -> tuple[Adapters, float]:
-    """The same for a model whose layers have Hugging Face's names already: ``matrices``, (out, in) by name."""
+    """:func:`read_adapters` for a model whose layers have Hugging Face's names: ``matrices``, (out, in) by name."""
     folder = Path(folder)
     content = _read_config(folder)
     tensors = _read_tensors(folder)
@@ -121,7 +123,8 @@ def _check_modules(
     modules: Collection[str],
     folder: Path,
 ) -> None:
-    """What is in the file is of linear layers of this model, and of all that its configuration chooses."""
+    """Raise unless the file has adapters for linear layers of this model, and for all that its configuration
+    chooses."""
     # An adapter that nothing here takes would be lost without a word.
     if strange := sorted(found.keys() - set(modules)):
         raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
@@ -136,7 +139,7 @@ def _check_modules(
 
 
 def _check_in_blocks(tensors: Collection[str], family: Family, folder: Path) -> None:
-    """Refuse adapters and whole copies of what is no layer of a block: the output matrix and the embeddings."""
+    """Raise ConfigError for adapters or whole copies of the output matrix or the embeddings."""
     for key in tensors:
         for module in family.table.ends.values():
             if key.removeprefix(FRONT).startswith(f"{module}."):
@@ -147,19 +150,22 @@ def _check_in_blocks(tensors: Collection[str], family: Family, folder: Path) -> 
 
 
 _MERGE = "merge it into the model with peft (merge_and_unload), or train it without that"
-"""What to do with an adapter that cannot be read."""
+"""Advice for an adapter that cannot be read."""
 
 
 def _score(
     content: Mapping[str, Any], config: ModelConfig, folder: Path, tensors: dict[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """The head of a reward model, fp32, of an adapter that was trained with one. It is taken out of ``tensors``."""
+    """The head of a reward model that was trained with the adapter, fp32, taken out of ``tensors``; None: there is
+    none."""
     whole = content.get("modules_to_save")
     if not whole:
         return None
     key = f"{FRONT}{SCORE}.weight"
     score = tensors.pop(key, None)
-    if not isinstance(whole, list) or score is None or set(whole) - {SCORE, "classifier"}:  # peft names both
+    if (
+        not isinstance(whole, list) or score is None or set(whole) - {SCORE, "classifier"}
+    ):  # peft names both for sequence classification
         raise ConfigError(
             f"{folder / CONFIG}: modules_to_save is {_short(whole)}, and the only module that is trained whole here is "
             f"a reward model's head of scores: {_MERGE}"
@@ -176,11 +182,12 @@ def _experts(
     found: dict[str, tuple[torch.Tensor, torch.Tensor]],
     folder: Path,
 ) -> dict[str, Adapter]:
-    """Adapters of experts, which are taken out of ``found``."""
+    """Adapters of experts, taken out of ``found``."""
     targets = content.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise CheckpointError(f"{folder / CONFIG}: target_parameters is no list of names")
     adapters: dict[str, Adapter] = {}
+    # peft's rule: a target is the end of a name, from a dot on.
     for tensor in expert_tensors(config, family, lambda name, _: any(f".{name}".endswith(f".{t}") for t in targets)):
         if tensor.module not in found:
             raise CheckpointError(
@@ -188,6 +195,7 @@ def _experts(
             )
         a, b = found.pop(tensor.module)
         link = next(iter(tensor.members.values()))
+        # A is (experts x rank, in).
         rank = a.shape[0] // tensor.count if a.ndim == 2 else 0
         matrix = link.rows.external_rows, link.shape[1]
         if rank == 0 or a.shape != (rank * tensor.count, matrix[1]) or b.shape != (matrix[0], rank * tensor.count):
@@ -200,7 +208,8 @@ def _experts(
 
 
 def _targets(content: Mapping[str, Any], modules: Collection[str], folder: Path) -> list[str]:
-    """Modules of this model that the adapter's were chosen as, by peft's rule; none where something else chose too."""
+    """Modules of this model that the adapter's target_modules choose, by peft's rule; none where other settings choose
+    as well."""
     target = content.get("target_modules")
     if content.get("layers_to_transform") is not None or content.get("exclude_modules"):
         return []
@@ -255,6 +264,7 @@ def _scale(content: Mapping[str, Any], module: str, rank: int, folder: Path) -> 
     alpha = content["lora_alpha"]
     for pattern, value in (content.get("alpha_pattern") or {}).items():
         try:
+            # peft's own expression.
             matches = re.match(rf"(.*\.)?({pattern})$", module)
         except re.error as error:
             raise CheckpointError(f"{folder / CONFIG}: alpha_pattern {_short(pattern)}: {error}") from None
@@ -266,7 +276,7 @@ def _scale(content: Mapping[str, Any], module: str, rank: int, folder: Path) -> 
 
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All that is in the file."""
+    """All tensors of the file."""
     store, tensors = safetensors_store(folder, TENSORS), {}
     for key, stored in store.tensors.items():
         tensors[key] = torch.empty(stored.shape, dtype=stored.dtype)
@@ -276,7 +286,8 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _magnitudes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """DoRA's, fp32, by the name of the module; they are taken out of ``tensors``. Their names have had two forms."""
+    """DoRA's magnitudes, fp32, by the name of the module, taken out of ``tensors``. Both spellings of their names are
+    read."""
     ends = (f".{MAGNITUDE}.weight", f".{MAGNITUDE}")
     keys = [(key, end) for key in tensors for end in ends if key.endswith(end)]
     return {key.removesuffix(end).removeprefix(FRONT): tensors.pop(key).float() for key, end in keys}
@@ -302,11 +313,12 @@ def _magnitude(
 def _pairs(
     folder: Path, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """(Hugging Face's module, (A, B)) in fp32."""
+    """(Hugging Face's module, (A, B)), both in fp32."""
     ends = (".lora_A.weight", ".lora_B.weight")
     for key in tensors:
         if not key.endswith(ends):
             raise CheckpointError(f"{folder / TENSORS}: tensor {key} is neither A nor B of an adapter")
+    # The two ends are equally long.
     for module in dict.fromkeys(key[: -len(ends[0])] for key in tensors):
         a, b = (tensors.get(module + end) for end in ends)
         if a is None or b is None:

@@ -39,10 +39,12 @@ def write_adapters(
             a, b, scale = _fused(members)
             tensors[f"{FRONT}{module}.lora_A.weight"] = a
             tensors[f"{FRONT}{module}.lora_B.weight"] = b
+            # peft's alpha is per module: scale x rank.
             ranks[module], alphas[module] = a.shape[0], scale * a.shape[0]
             if (magnitude := _magnitude(members)) is not None:
                 tensors[f"{FRONT}{module}.{MAGNITUDE}.weight"] = magnitude
     targets = _targets(ranks, modules.keys())
+    # Stacked tensors of which at least one member has an adapter.
     stacked = expert_tensors(config, family, lambda _, members: any(name in adapters for name in members))
     for tensor in stacked:
         a, b, scale = joined(tensor, adapters)
@@ -57,8 +59,8 @@ def write_adapters(
 def write_own_names(
     folder: Folder, adapters: Mapping[str, Adapter], *, dropout: float, base: str, reads_apart: bool = False
 ) -> None:
-    """The same for layers that have Hugging Face's names already. Their names are whole: peft takes the last parts of
-    some, as up_proj, for experts as well. ``reads_apart``: of an encoder with a decoder."""
+    """:func:`write_adapters` for layers that have Hugging Face's names. Targets are whole names: peft would match the
+    last part of some, such as up_proj, in experts, too. ``reads_apart``: an encoder with a decoder."""
     tensors: dict[str, torch.Tensor] = {}
     for name, adapter in adapters.items():
         tensors |= {f"{FRONT}{name}.lora_A.weight": adapter.a, f"{FRONT}{name}.lora_B.weight": adapter.b}
@@ -76,7 +78,7 @@ def write_own_names(
 def _with_score(
     tensors: dict[str, torch.Tensor], content: dict[str, Any], adapters: Mapping[str, Adapter]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What is written with the head of a reward model, if there is one, as peft does with a
+    """Tensors and configuration with a reward model's head, if there is one, as peft saves it for
     ...ForSequenceClassification."""
     score = adapters.score if isinstance(adapters, Adapters) else None
     if score is None:
@@ -91,12 +93,13 @@ def _write(folder: Folder, tensors: Mapping[str, torch.Tensor], content: Mapping
     folder.delete(TENSORS)
     layout = lay_out(tensors, {"format": "pt"})
     slots = ((slot.key, raw_bytes(tensors[slot.key].contiguous())) for slot in layout.slots)
+    # An adapter that was there is invalid from the deletion of its configuration on.
     write_file(folder, TENSORS, layout, slots)
     folder.replace(CONFIG, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _fused(members: Sequence[tuple[Link, Adapter]]) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """A, B and scale of a matrix that several may lie in."""
+    """(A, B, scale) of an external matrix in which several of this project's may lie."""
     (first, adapter), *more = members
     if not more and first.rows.whole:
         return adapter.a, adapter.b, adapter.scale
@@ -112,7 +115,8 @@ def _fused(members: Sequence[tuple[Link, Adapter]]) -> tuple[torch.Tensor, torch
 
 
 def _magnitude(members: Sequence[tuple[Link, Adapter]]) -> torch.Tensor | None:
-    """DoRA's norms of the rows of a matrix that several may lie in; None without."""
+    """DoRA's norms of rows, (out,), of an external matrix in which several of this project's may lie; None without
+    DoRA."""
     out, filled = torch.zeros(members[0][0].rows.external_rows), 0
     for link, adapter in members:
         if adapter.magnitude is None:
@@ -133,7 +137,7 @@ def _config(
     base: str,
     transposed: bool,
 ) -> dict[str, Any]:
-    """adapter_config.json: one rank and alpha for all, and patterns for those that differ. ``stacked``: tensors of
+    """adapter_config.json: one rank and alpha for most modules, and patterns for the others. ``stacked``: tensors of
     experts."""
     # The most frequent of each is the rule, and patterns name the others; of equally frequent ones the smaller.
     rank, alpha = (max(sorted(set(v)), key=list(v).count) for v in (ranks.values(), alphas.values()))
@@ -149,6 +153,7 @@ def _config(
         "rank_pattern": {m: r for m, r in ranks.items() if r != rank},
         "alpha_pattern": {m: _whole(a) for m, a in alphas.items() if a != alpha},
         "bias": "none",
+        # For Conv1D of GPT-2, whose weights are (in, out).
         "fan_in_fan_out": transposed,
         "inference_mode": True,
         "use_rslora": False,
@@ -157,7 +162,7 @@ def _config(
 
 
 def _targets(modules: Mapping[str, int], every: Set[str]) -> list[str]:
-    """Last parts of names where they choose exactly these modules, as people write it; else whole names."""
+    """Last parts of names where they choose exactly these modules, as people write them; else whole names."""
     last = {module.rpartition(".")[2] for module in modules}
     chosen = {module for module in every if module.rpartition(".")[2] in last}
     # Only where the short names choose these modules and no others.

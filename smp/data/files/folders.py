@@ -10,7 +10,7 @@ from smp.config.blend import is_text
 
 _SPLIT = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-z])", re.IGNORECASE)
 _NO_DATA = ("README", "LICENSE")
-"""Beginnings of names of files that lie next to data, as text."""
+"""Beginnings of names of text files that describe data."""
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -20,6 +20,7 @@ def files_of(folder: Path) -> list[Path]:
         ValueError: there is none; or it holds parts that are not for training as well, which the user has to choose
             from.
     """
+    # datasets.DatasetDict.save_to_disk: one folder per split.
     if (folder / "dataset_dict.json").is_file():
         try:
             splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
@@ -27,6 +28,7 @@ def files_of(folder: Path) -> list[Path]:
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{folder / 'dataset_dict.json'}: not what save_to_disk writes ({error})") from None
         raise ValueError(f"{folder} holds the data sets {names}: name one, {first}")
+    # datasets.Dataset.save_to_disk: state.json lists the shards in order.
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         try:
             state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
@@ -44,7 +46,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def _parts(folder: Path, files: list[Path]) -> dict[str, str]:
-    """Parts of a data set that files or folders are named after, and how to name one of them alone."""
+    """Splits that files or folders are named after, each with a path or pattern that names it alone."""
     out = dict[str, str]()
     for path in files:
         place = folder
@@ -56,6 +58,6 @@ def _parts(folder: Path, files: list[Path]) -> dict[str, str]:
 
 
 def _is_data(path: Path) -> bool:
-    """Whether a file, relative to its folder, is one of data."""
+    """Whether a file, relative to its folder, is a data file."""
     hidden = any(part.startswith(".") for part in path.parts)
     return is_text(path.name) and not hidden and not path.name.startswith(_NO_DATA)

@@ -29,18 +29,18 @@ from smp.data.indexed_dataset import IndexedDataset
 
 _MARKS = ("etag", "md5hash", "contentmd5", "digest", "lfs", "xethash", "blobid", "generation", "sha")
 _TIMES = ("lastmodified", "modificationtime", "mtime", "updated", "modified", "modify", "created")
-"""What stores call them, in small letters without - and _."""
+"""Keys under which stores give a hash and a time, in lower case without - and _."""
 
 
 class RemoteError(OSError):
-    """A store or a server did not do what it was asked. Its text is one line with the URL."""
+    """A store or a server failed a request. The text is one line with the URL."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
 
 def _system(url: str) -> tuple[Any, str]:
-    """What speaks to the store of a URL, and the path in it. Raises ValueError when nothing is installed that does."""
+    """The fsspec file system for a URL, and the path in it. Raises ValueError when none is installed."""
     try:
         from fsspec.core import url_to_fs
 
@@ -56,6 +56,7 @@ def expand(pattern: str) -> list[RemoteFile]:
     (files, path), shown = _system(pattern), without_credentials(pattern)
     try:
         # Only a name that cannot be a pattern is taken for one file; others are matched.
+        # "?" is not a pattern here: URLs have queries.
         is_one = not any(mark in path for mark in "*[") and files.exists(path)
         is_folder = is_one and files.isdir(path) and not files.isfile(path)
         found = [] if is_one else sorted(files.glob(path))
@@ -77,7 +78,7 @@ def expand(pattern: str) -> list[RemoteFile]:
 
 
 def _why_none(files: Any, path: str) -> str:
-    """What the store says of a name that it does not find, and may only not show."""
+    """The store's error for a name that it does not find, which may be one of access."""
     try:
         files.info(path)
     # Stores raise what they like; all of it is an answer here.
@@ -92,7 +93,7 @@ def local_or_remote(path: str) -> Path | RemoteFile:
 
 
 def file_state(path: Path | RemoteFile) -> tuple[str, int, str]:
-    """Name, size and what changes when the file does."""
+    """(name, size, a text that changes when the file does)."""
     if isinstance(path, RemoteFile):
         return path.url, path.size, path.state
     stat = path.stat()
@@ -101,7 +102,8 @@ def file_state(path: Path | RemoteFile) -> tuple[str, int, str]:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file at a URL, with what readers of text ask a path for. As text it is for people: without credentials."""
+    """A file at a URL, with the parts of Path's interface that readers of text use. ``str`` is for people: without
+    credentials."""
 
     url: str
 
@@ -125,7 +127,7 @@ class RemoteFile:
         return self._in_store.with_suffix(suffix)
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """Read it, some megabytes ahead. Raises OSError, with the URL, also while it is read."""
+        """A buffered reader. Raises OSError, with the URL, also while the file is read."""
         files, path = _system(self.url)
         try:
             file = files.open(path, mode)
@@ -135,7 +137,7 @@ class RemoteFile:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the store knows of it. Raises OSError, with the URL."""
+        """The store's metadata of the file. Raises OSError, with the URL."""
         files, path = _system(self.url)
         try:
             return cast(dict[str, Any], files.info(path))
@@ -149,7 +151,7 @@ class RemoteFile:
 
     @property
     def state(self) -> str:
-        """A mark of its contents, or else the time of their last change, or else their size."""
+        """A text that changes with the file: a hash if the store has one, else a time, always with the size."""
         info = {key.lower().replace("-", "").replace("_", ""): value for key, value in self.info.items()}
         # Marks of contents first: a time may change without the file, and the file within the resolution of a time.
         known = next((str(info[key]) for key in (*_MARKS, *_TIMES) if info.get(key)), "")
@@ -157,7 +159,7 @@ class RemoteFile:
 
 
 def of_size_only(states: Mapping[str, str]) -> list[str]:
-    """What to tell the user of files whose store says only their size: one line for all of them, or nothing.
+    """A warning about files whose store gives only their size: one line for all, or nothing.
 
     Args:
         states: ``RemoteFile.state``, or what stands for it, of each file by name.
@@ -170,7 +172,7 @@ def of_size_only(states: Mapping[str, str]) -> list[str]:
 
 
 class _Stream(io.RawIOBase):
-    """A file of fsspec's, whose errors become those with the URL."""
+    """A file of fsspec's whose errors have the URL in them."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file, self._url = file, url
@@ -202,7 +204,8 @@ class _Stream(io.RawIOBase):
 
 
 def _named(error: Exception, url: str) -> RemoteError:
-    """Stores raise errors of their own libraries, too. The number tells a reader of text that it is not the text."""
+    """The error with the URL in it. Stores raise errors of their own libraries, too; with an errno, readers can tell it
+    from bad text."""
     return RemoteError(getattr(error, "errno", None) or errno.EIO, _said(error), without_credentials(url))
 
 
@@ -215,7 +218,7 @@ def _said(error: Exception) -> str:
 
 
 class RemoteDataset(IndexedDataset):
-    """A tokenized data set whose tokens stay where they are: a request for each piece of a document.
+    """A tokenized data set whose tokens stay in the store: one request for each piece of a document.
 
     Args:
         prefix: URL without ``.bin`` / ``.idx``.
@@ -236,6 +239,7 @@ class RemoteDataset(IndexedDataset):
         except OSError as error:
             raise ValueError(f"{error.filename}: {error.strerror}") from error
 
+        # Called by the cache on one process of the node.
         def fetch(path: Path) -> None:
             try:
                 with index.open() as source, path.open("wb") as target:
@@ -255,8 +259,8 @@ class RemoteDataset(IndexedDataset):
             raise DamageError(f"{self.bin}: {size} bytes, {index.name} describes {expected}")
 
     def contents(self) -> Contents:
-        """A hash of the index and of what the store says of the tokens, which nobody reads beforehand; their ids are
-        compared with the vocabulary when they are read."""
+        """A hash of the index and of the store's mark of the tokens, which are not read beforehand; their ids are
+        checked when they are read."""
         state = xxhash.xxh3_128(self.idx_path.read_bytes())
         state.update(self._state.encode())
         return Contents(state.hexdigest(), 0, -1)
@@ -274,6 +278,7 @@ class RemoteDataset(IndexedDataset):
             raw = files.cat_file(path, start=start * size, end=stop * size) if stop > start else b""
         except Exception as error:
             raise _named(error, self.bin.url) from error
+        # A server without range requests sends the whole file.
         if len(raw) > (stop - start) * size:
             raise ValueError(
                 f"{self.bin}: {len(raw)} bytes where {(stop - start) * size} were asked for: its server "

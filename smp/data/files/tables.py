@@ -17,7 +17,7 @@ from smp.config.command_line.commands import pip_install
 from smp.data.files.remote import RemoteFile, file_state
 
 Rows = tuple[list[dict[str, Any]], int]
-"""Rows that follow each other, and bytes of the file that they take."""
+"""Consecutive rows, and the bytes of the file that they take."""
 
 _AT_ONCE = 1000
 _LONGEST_FIELD = (1 << 31) - 1
@@ -35,7 +35,7 @@ def pyarrow_for(path: Path | RemoteFile) -> Any:
 
 
 def _source(path: Path | RemoteFile) -> AbstractContextManager[Any]:
-    """What pyarrow reads a .parquet file from."""
+    """A context with what pyarrow reads a .parquet file from."""
     return nullcontext(path) if isinstance(path, Path) else path.open()
 
 
@@ -48,6 +48,7 @@ def parquet_rows(path: Path | RemoteFile, keys: Sequence[str] | None, chunk_byte
             total, groups = max(1, table.metadata.num_rows), range(table.num_row_groups)
             uncompressed = sum(table.metadata.row_group(group).total_byte_size for group in groups)
             # By the mean size of a row; nothing says how large each is.
+            # Memory is what counts: uncompressed bytes.
             at_once = min(total, chunk_bytes * total // max(1, uncompressed)) or 1  # of about chunk_bytes
             share = file_state(path)[1] / total
             for batch in table.iter_batches(at_once, columns=keys and list(keys)):
@@ -61,6 +62,7 @@ def arrow_rows(path: Path | RemoteFile, keys: Sequence[str] | None) -> Iterator[
     """Rows of an .arrow file, streamed or with an index. Raises ValueError as :func:`parquet_rows`."""
     pyarrow = pyarrow_for(path)
     try:
+        # A stream format file does not open as one with an index, and the other way round.
         with pyarrow.memory_map(str(path)) if isinstance(path, Path) else path.open() as file:
             try:
                 batches = pyarrow.ipc.open_stream(file)
@@ -85,8 +87,8 @@ def csv_rows(path: Path | RemoteFile, file: BinaryIO) -> Iterator[list[dict[str,
     Raises:
         ValueError: a row has more fields than there are columns, or it is no such file.
     """
-    csv.field_size_limit(_LONGEST_FIELD)  # 128 KiB else, which documents are longer than
-    # Programs for tables put a mark of the order of bytes in front.
+    csv.field_size_limit(_LONGEST_FIELD)  # the default of 128 KiB is less than documents have
+    # utf-8-sig: spreadsheet programs write a byte order mark.
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     number = 0
     try:
@@ -109,19 +111,20 @@ def csv_rows(path: Path | RemoteFile, file: BinaryIO) -> Iterator[list[dict[str,
 
 
 def _delimiter(header: str) -> str:
-    """What is between the names of columns: a comma, unless there is none and another sign is."""
+    """The sign between the names of columns: a comma, unless only another one separates them."""
     signs = (sign for sign in ",;\t|" if len(next(csv.reader([header], delimiter=sign), [])) > 1)
     return next(signs, ",")
 
 
 def objects_over_lines(content: bytes) -> list[bytes] | None:
-    """JSON objects that take several lines each: every one in place of its first line, and empty lines for the rest, so
-    that a record's number is that of its line. None: the file does not hold that."""
+    """JSON objects that take several lines each: each one in place of its first line, with empty lines for the others,
+    so that a record's number is its line. None: the file holds something else."""
     decoder, records, counted = json.JSONDecoder(), list[bytes](), 0
     try:
         text = content.decode("utf-8-sig")
         at, line = _skip(text, 0), 0
         while at < len(text):
+            # Only the text since the last object is counted.
             line, counted = line + text.count("\n", counted, at), at
             value, end = decoder.raw_decode(text, at)
             if not isinstance(value, dict):
@@ -180,6 +183,6 @@ def _check_columns(path: Path | RemoteFile, names: Sequence[str], keys: Sequence
 
 
 def _unreadable(error: Exception, path: Path | RemoteFile, kind: str) -> Exception:
-    if getattr(error, "errno", None) is not None:  # of the system, not a page that cannot be decoded
+    if getattr(error, "errno", None) is not None:  # an error of the system, not of the format
         return error
     return ValueError(f"{path}: not a {kind} file that can be read ({' '.join(str(error).split())})")

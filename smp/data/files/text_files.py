@@ -83,7 +83,7 @@ def kind_of(path: Path | RemoteFile) -> str:
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line. Raises ValueError when there is none."""
+    """The JSON object of a line. Raises ValueError when it is not one."""
     if not isinstance(line, bytes):  # an element of an array
         raise ValueError("not a JSON object")
     try:
@@ -96,7 +96,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
 
 
 def _json_hint(line: bytes, error: Exception) -> str:
-    """What the writer of the file probably did."""
+    """A hint at what the writer of the file probably did."""
     if b"\0" in line:
         return "; it looks like UTF-16: write the file in UTF-8"
     if isinstance(error, UnicodeDecodeError):
@@ -119,15 +119,15 @@ def _list_hint(record: Any) -> str:
 
 
 def is_blank(record: Any, path: str) -> bool:
-    """Whether a record is an empty line, such as editors leave at the end of .jsonl: every reader passes it over. (A
-    .txt file is one text, not lines.)"""
+    """Whether a record is an empty line, such as editors leave at the end of .jsonl: all readers skip it. (A .txt file
+    is one text, not lines.)"""
     empty = isinstance(record, bytes) and not record.removeprefix(BOM_UTF8).strip()
     return empty and kind_of(local_or_remote(path)) != ".txt"
 
 
 def texts_of(record: Any, path: str, number: int, keys: Sequence[str]) -> list[str]:
-    """The texts of one record of a chunk. Raises ValueError, which names the file and the line, row or byte, when it is
-    no text with a UTF-8 form."""
+    """The texts of one record of a chunk. Raises ValueError with file and line, row or byte, when it is not a text with
+    a UTF-8 form."""
     if isinstance(record, bytes) and kind_of(local_or_remote(path)) == ".txt":
         try:
             return [record.decode("utf-8-sig")]
@@ -184,20 +184,22 @@ def read_chunks(paths: Sequence[Path | RemoteFile], keys: Sequence[str] | None =
                     yield Chunk(str(path), first, records, size)
                     first += len(records)
         except (EOFError, zlib.error, OSError) as error:
-            if getattr(error, "errno", None) is not None:  # of the system, not text that cannot be decompressed
+            if getattr(error, "errno", None) is not None:  # an error of the system, not of compression
                 raise
             raise DamageError(f"{path}: damaged after {first - 1} records ({error})") from None
 
 
 def _parts(path: Path | RemoteFile, kind: str, text: BinaryIO) -> Iterator[list[Any]]:
-    """Records of a file of text."""
+    """Records of a text file, some at a time."""
     if kind == ".txt":
+        # An empty file has no record.
         yield from filter(all, [[text.read()]])
         return
     if kind == ".csv":
         yield from csv_rows(path, text)
         return
     head = _first_character(text) if kind == ".json" else b""
+    # .json may also be one object per line.
     if kind == ".json" and head[-1:] != b"{":
         try:
             yield from json_array(path, (head + text.read()).decode())
@@ -206,6 +208,7 @@ def _parts(path: Path | RemoteFile, kind: str, text: BinaryIO) -> Iterator[list[
         return
     lines = text.readlines(CHUNK_BYTES)
     if head:
+        # The bytes that were looked at belong to the first line.
         lines = [*io.BytesIO(head + b"".join(lines[:1])).readlines(), *lines[1:]]
     if _over_lines(lines):
         whole = b"".join(lines) + text.read()
@@ -216,19 +219,19 @@ def _parts(path: Path | RemoteFile, kind: str, text: BinaryIO) -> Iterator[list[
 
 
 def _over_lines(lines: Sequence[bytes]) -> bool:
-    """Whether the first JSON object of lines that follow each other ends on a later line than it begins on."""
+    """Whether the first JSON object of consecutive lines ends on a later line than it begins on."""
     begin = next((i for i, line in enumerate(lines) if line.removeprefix(BOM_UTF8).strip()), len(lines))
     text = b"".join(lines[begin:]).decode("utf-8-sig", "replace").lstrip()
     try:
         return text.startswith("{") and "\n" in text[: json.JSONDecoder().raw_decode(text)[1]]
     except json.JSONDecodeError as error:
-        return error.pos >= len(text.rstrip()) - 1  # nothing is wrong but that the object is larger than what was read
+        return error.pos >= len(text.rstrip()) - 1  # the object is only cut off where reading stopped
     except RecursionError:
         return False
 
 
 def _first_character(text: BinaryIO) -> bytes:
-    """The first byte that is no white space, and the white space in front; not a mark of the order of bytes."""
+    """White space up to the first other byte, and that byte; without a byte order mark."""
     head = b""
     while (byte := text.read(1)) and (byte.isspace() or byte in BOM_UTF8):
         head += b"" if byte in BOM_UTF8 else byte
@@ -237,14 +240,14 @@ def _first_character(text: BinaryIO) -> bytes:
 
 @contextmanager
 def _opened(path: Path | RemoteFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The text of a file, uncompressed, and the file itself."""
+    """(the uncompressed text of a file, the file itself)."""
     with path.open("rb") as raw:
         if path.suffix in COMPRESSED_SUFFIXES and not file_state(path)[1]:  # gzip takes it for no text
             raise DamageError(f"{path}: damaged (0 bytes)")
         if path.suffix == ".gz":
             with gzip.open(raw) as text:
                 yield cast(BinaryIO, text), raw
-        elif path.suffix == ".zst":  # not zstandard, to which a file that was cut off is one that ends
+        elif path.suffix == ".zst":  # not the library zstandard, which takes a truncated file for a complete one
             pyarrow = pyarrow_for(path)
             yield cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"), CHUNK_BYTES)), raw
         else:

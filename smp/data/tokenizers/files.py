@@ -24,12 +24,12 @@ from smp.data.tokenizers.tokenizer import (
 )
 
 _ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""Usual names of the end of a document, for a tokenizer.json that has no tokenizer_config.json next to it."""
+"""Usual names of the end-of-document token, for a tokenizer.json without a tokenizer_config.json."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What belongs to a tiktoken file and is not in it.
+    """Parts of a tiktoken encoding that its file does not hold.
 
     Attributes:
         regex: cuts text before the merges.
@@ -42,6 +42,7 @@ class Pattern:
     extra: int
 
 
+# The patterns are those of tiktoken's own encodings (tiktoken_ext/openai_public.py).
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -56,9 +57,10 @@ PATTERNS = {
     "gpt2": Pattern(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", 0, 1),
     "cl100k": Pattern(_CL100K, 1, 21),
     "o200k": Pattern(_O200K, 1, 21),
+    # Llama 3 has 256 special tokens after its merges, of which the second is <|end_of_text|>.
     "llama3": Pattern(_CL100K, 1, 256),
 }
-"""By the value of --tiktoken-pattern."""
+"""Patterns by the value of --tiktoken-pattern."""
 
 
 def tokenizer_file(path: str | Path) -> Path:
@@ -74,11 +76,11 @@ def tokenizer_file(path: str | Path) -> Path:
 
 
 _OLDER = ("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-"""Tokenizers as transformers saved them before tokenizer.json."""
+"""Files of tokenizers from before tokenizer.json."""
 
 
 def no_tokenizer(folder: Path | None) -> str:
-    """What to say of a model without a tokenizer, and what to do; ``folder``: where one was looked for."""
+    """The message for a model without a tokenizer, with advice; ``folder``: where it was looked for."""
     give = "give --tokenizer-model, or --reference a folder that has one"
     if folder is None:
         return f"no tokenizer lies with the model: {give}"
@@ -117,8 +119,9 @@ def load_tokenizer(path: str | Path, tiktoken_pattern: str | None = None) -> Tok
 
 
 def tokenizer_key(path: str | Path, tiktoken_pattern: str | None = None) -> str:
-    """Stands for all that the ids of a text and the end of a document depend on, 16 hexadecimal digits."""
+    """A hash of everything that the ids of a text and the end of a document depend on, 16 hexadecimal digits."""
     path = tokenizer_file(path)
+    # tokenizer_config.json names the end of a document.
     state = xxhash.xxh3_64(path.read_bytes())
     if (config := _config_of(path)).is_file():
         state.update(config.read_bytes())
@@ -131,7 +134,8 @@ def _config_of(path: Path) -> Path:
 
 
 def open_tokenizer_json(path: str | Path) -> Any:
-    """The library's tokenizer of a tokenizer.json. Raises ValueError when it is none, or the library is missing."""
+    """The tokenizers library's object for a tokenizer.json. Raises ValueError for another file, or without the
+    library."""
     try:
         import tokenizers
     except ImportError:
@@ -140,7 +144,7 @@ def open_tokenizer_json(path: str | Path) -> Any:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path} is not a tokenizer.json ({error})") from None
-    # Settings that a file may bring along: they would change the number of ids of a text.
+    # The file may have padding and truncation switched on, which would change the ids of a text.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -165,7 +169,9 @@ class HuggingFaceTokenizer:
         model = json.loads(self._tokenizer.to_str())["model"]  # the library's object does not tell a Unigram's
         token = model.get("unk_token")
         found: int | None = model.get("unk_id") if token is None else self._tokenizer.token_to_id(token)
-        return None if found == self.eod else found  # GPT-2's file names one for both, and never needs the first
+        return (
+            None if found == self.eod else found
+        )  # GPT-2's file names one token for both; byte-level merges need no unknown token
 
     def _end_of_document(self, path: Path) -> int:
         config = _config_of(path)
@@ -175,6 +181,7 @@ class HuggingFaceTokenizer:
                 named: Any = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
             except (ValueError, AttributeError) as error:
                 raise ValueError(f"{config}: not the settings of a tokenizer ({error})") from None
+            # eos_token may be an object with its content.
             names = [named["content"] if isinstance(named, dict) else named] if named else _ENDS
         found = [token for name in names if (token := self._tokenizer.token_to_id(name)) is not None]
         if not found:
@@ -183,6 +190,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         check_text(text)
+        # No begin or end tokens: the caller adds the end of a document.
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> Batch:
@@ -210,6 +218,7 @@ class TiktokenTokenizer:
                 raise ValueError(f"{path}:{number}: not a merge and its id")
             ranks[merge[0]] = merge[1]
         if sorted(ranks.values()) != list(range(len(ranks))):
+            # Ids of special tokens are counted from the number of merges.
             raise ValueError(f"{path}: ids are not 0 to {len(ranks) - 1}")
         kind = PATTERNS[pattern]
         self._merges = len(ranks)
@@ -233,11 +242,12 @@ class TiktokenTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         check_ids(ids, self.vocab_size)
+        # Special and unused ids have no bytes.
         return str(self._encoding.decode([token for token in ids if token < self._merges]))
 
 
 def _merge(line: bytes) -> tuple[bytes, int] | None:
-    """The bytes and the id of a line of a tiktoken file."""
+    """(bytes, id) of a line of a tiktoken file; None: it is another line."""
     words = line.split()
     if len(words) != 2 or not words[1].isdigit():
         return None

@@ -13,6 +13,7 @@ from smp.config.command_line.commands import pip_install
 from smp.data.tokenizers.files import HuggingFaceTokenizer, TiktokenTokenizer, tokenizer_file
 from smp.data.tokenizers.tokenizer import END_OF_DOCUMENT, Batch, Tokenizer
 
+# gigatoken's names of the splitting rules.
 _SCHEMES = {"gpt2": "gpt2", "cl100k": "cl100k", "o200k": "o200k", "llama3": "cl100k"}
 
 
@@ -54,8 +55,8 @@ class GigatokenTokenizer:
         return Batch(flat, np.asarray(self._awkward.to_numpy(self._awkward.num(ids)), np.int64))
 
     def check(self, texts: Sequence[str]) -> str:
-        """Compare with the reference on ``texts`` and some awkward ones; returns a line to show. Raises ValueError for
-        another id somewhere."""
+        """Compare with the reference on ``texts`` and some difficult ones; returns a line for the user. Raises
+        ValueError where ids differ."""
         awkward = ["", " ", "\n\n  \n", END_OF_DOCUMENT, "</s><unk>", "\u2581x", "e\u0301 ﬁ 12345 \U0001f600\0"]
         sample = [*texts, *awkward]
         fast, slow = self.encode_batch(sample), self.reference.encode_batch(sample)

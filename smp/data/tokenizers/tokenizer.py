@@ -1,4 +1,4 @@
-"""Text to token ids and back: what every tokenizer does, and the one of sentencepiece models."""
+"""Text to token ids and back: the interface of tokenizers, and the sentencepiece one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class Batch:
-    """Ids of several texts, text after text: integers (tokens,), and how many each has, (texts,)."""
+    """Ids of several texts one after the other, (tokens,), and the number of ids of each, (texts,)."""
 
     def __init__(self, ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.signedinteger]) -> None:
         self.ids, self.lengths = ids, lengths
@@ -51,7 +51,7 @@ class Batch:
         return cls(np.fromiter(chain.from_iterable(lists), np.int64, int(lengths.sum())), lengths)
 
     def with_ends(self, eod: int) -> Batch:
-        """The id ``eod`` behind every text. As in Megatron, an empty text stays an empty document."""
+        """The ids with ``eod`` after every text. As in Megatron, an empty text stays an empty document."""
         ends, full = np.cumsum(self.lengths), self.lengths > 0
         return Batch(np.insert(self.ids, ends[full], eod), self.lengths + full)
 
@@ -70,7 +70,7 @@ def check_ids(ids: list[int], vocab_size: int) -> None:
         raise ValueError(f"token ids {min(ids)}..{max(ids)} are outside a vocabulary of {vocab_size}")
 
 
-_META_SPACE = "\u2581"  # what sentencepiece writes for a space inside a piece
+_META_SPACE = "\u2581"  # sentencepiece's character for a space in a piece
 
 
 class SentencePieceTokenizer:
@@ -100,16 +100,18 @@ class SentencePieceTokenizer:
         return eod
 
     def _find_meta_space(self) -> list[int]:
-        """Byte pieces of U+2581, or [] for a model that normalizes text and could not keep it apart anyway."""
+        """Ids of the byte pieces of U+2581, or [] for a model that normalizes text and could not keep it apart
+        anyway."""
         # A model has pieces for all 256 bytes, or for none.
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SPACE.encode()]
+        # Lossless models write every space as U+2581.
         # One that keeps every space writes each as this character, so a literal one has to look different.
         lossless = self._processor.normalize("a  b ") == "a  b ".replace(" ", _META_SPACE)
         return ids if lossless and all(map(self._processor.is_byte, ids)) else []
 
     def control_pieces(self) -> dict[str, tuple[str, int]]:
-        """(text, id) of the piece that ends a document, "eos_token", and of the one that begins it, "bos_token", if
-        there is one."""
+        """(text, id) by "eos_token" of the end-of-document piece, and by "bos_token" of the beginning one, if there is
+        one."""
         ids = {"eos_token": self.eod, "bos_token": int(self._processor.bos_id())}
         return {name: (str(self._processor.id_to_piece(i)), i) for name, i in ids.items() if i >= 0}
 
@@ -123,7 +125,7 @@ class SentencePieceTokenizer:
         return [*first, *(token for part in rest for token in (*self._meta_space_ids, *part))]
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """As ``encode``, and the span of characters that each token stands for."""
+        """(ids as ``encode``, span of characters that each token stands for)."""
         check_text(text)
         ids: list[int] = []
         spans: list[tuple[int, int]] = []
@@ -131,9 +133,11 @@ class SentencePieceTokenizer:
         for i, part in enumerate(text.split(_META_SPACE) if self._meta_space_ids else [text]):
             if i:
                 ids += self._meta_space_ids
+                # Its byte pieces all stand for the one character.
                 spans += [(at, at + 1)] * len(self._meta_space_ids)
                 at += 1
-            # sentencepiece counts bytes of UTF-8: of each of them the number of its character.
+            # sentencepiece counts UTF-8 bytes: a table from each byte to the number of its
+            # character.
             characters = [i for i, character in enumerate(part) for _ in character.encode()] + [len(part)]
             pieces = self._processor.encode(part, return_type="proto").pieces
             ids += [piece.id for piece in pieces]
@@ -142,7 +146,7 @@ class SentencePieceTokenizer:
         return ids, spans
 
     def encode_batch(self, texts: Sequence[str]) -> Batch:
-        """As ``encode``, with the library's call for a list, on one core."""
+        """As ``encode``, by the library's call for a list, on one core."""
         if self._meta_space_ids and any(_META_SPACE in text for text in texts):
             return Batch.of_lists([self.encode(text) for text in texts])
         return Batch.of_lists(self._processor.encode(list(texts), num_threads=1))

@@ -37,8 +37,8 @@ class PairBatch(RankBatch):
 
 @dataclass(frozen=True)
 class LabelledBatch(RankBatch):
-    """Answers one by one, each desirable or not; and for an estimate of a KL divergence the same prompts with answers
-    of other samples."""
+    """Single answers, each desirable or not (KTO); and, for an estimate of a KL divergence, the same prompts with
+    answers of other samples."""
 
     desirable: torch.Tensor | None = None  # bool (num_microbatches, rows)
     mismatched: RankBatch | None = None  # row i: the prompt of row i, and the answer of the sample behind it
@@ -48,14 +48,15 @@ class LabelledBatch(RankBatch):
         return int((self.labels != IGNORE_INDEX).any(-1).sum())
 
     def pinned(self) -> RankBatch:
-        """The mismatched ones, too."""
+        """Page-locked, the mismatched batch, too."""
         assert self.mismatched is not None
         return replace(super().pinned(), mismatched=self.mismatched.pinned())  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
 class NumberedBatch(RankBatch):
-    """Sequences whose labels are numbered among all tokens of the samples, for what was computed of each before."""
+    """Sequences with the number of each label among all tokens of the samples, for values that were computed for each
+    before."""
 
     numbers: torch.Tensor | None = None  # int64 like labels; -1: padding
 
@@ -94,7 +95,7 @@ class TuningDataset:
     ) -> None:
         self.notes = notes
         self.samples, self.sequences, self.seed, self.trim = samples, sequences, seed, trim
-        self.predicted = 0 if scores else 1  # tokens at the end of a text that are not read
+        self.predicted = 0 if scores else 1  # tokens at the end of a text that are only labels
         self.seq_length = sequences.length
         self.rows = 2 if pairs else 1  # of a sample
         self.numbered, self.images = numbered, images
@@ -108,11 +109,11 @@ class TuningDataset:
 
     @property
     def manifest(self) -> list[dict[str, str]]:
-        """What the order is a function of besides the seed, for checkpoints."""
+        """What the order is a function of, other than the seed, for checkpoints."""
         return [{"samples": self.samples.fingerprint(), "sequences": fingerprint(self.sequences.order)}]
 
     def resume(self, manifest: list[dict[str, str]] | None, consumed: int) -> list[str]:
-        """What to tell the user when a run goes on that has read ``consumed`` samples of what ``manifest`` says."""
+        """Notes for the user when a run resumes that has read ``consumed`` samples of ``manifest``."""
         if manifest is None or consumed == 0 or manifest == self.manifest:
             return []
         return [f"note: these are not the samples of the checkpoint: after {consumed:,} of those the order is another"]
@@ -147,15 +148,16 @@ class TuningDataset:
         return PairBatch(**fields, texts=answers.view(rows.shape))
 
     def text(self, number: int) -> Encoded:
-        """The text of a sample that is alone in its sequence."""
+        """The text of a sample that is alone in its sequence: (ids, which are trained)."""
         (held,) = self._texts(number)
         return self.samples[int(held)]
 
     def _fields(
         self, rows: npt.NDArray[np.int64], texts: list[list[Encoded]], real: npt.NDArray[np.bool_]
     ) -> dict[str, Any]:
-        """Fields of a batch of sequences of texts; ``rows``: their numbers, (micro-batches, sequences), ``real``:
-        those that do not only fill up."""
+        """Fields of a batch of sequences of texts; ``rows``: their numbers, (micro-batches, sequences); ``real``: those
+        that do not only fill up."""
+        # (micro-batches, sequences, 5, seq_length)
         stacked = np.stack([self._row(held) for held in texts]).reshape(*rows.shape, 5, self.seq_length)
         input_ids, labels, document_ids, position_ids, lengths = (
             torch.from_numpy(np.ascontiguousarray(stacked[:, :, i])) for i in range(5)
@@ -168,6 +170,7 @@ class TuningDataset:
             "position_ids": position_ids if self.packed else None,
             "lengths": _lengths(document_ids) if self.trim else None,
             "sequence_lengths": lengths,
+            # -1 in document_ids is padding.
             "padding": document_ids.numel() - int((document_ids[torch.from_numpy(real)] >= 0).sum()),
             "filling": int((~real).sum()),
             # the last token of a text is only predicted
@@ -178,7 +181,8 @@ class TuningDataset:
         }
 
     def _numbers(self, texts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Numbers of a sequence's labels, (seq_length,), then -1: a label is the token after the one that is read."""
+        """Numbers of a sequence's labels, int64 (seq_length,), then -1. A label is the token after the one that is
+        read."""
         offsets, out = self.samples.offsets, np.full(self.seq_length, -1, np.int64)
         held = [np.arange(offsets[n] + 1, offsets[n + 1]) for n in texts]
         count = sum(map(len, held))
@@ -186,8 +190,8 @@ class TuningDataset:
         return out
 
     def _mismatched(self, row: int) -> list[Encoded]:
-        """The prompt of a text, and what is trained of the next one in the epoch's order, of the last that of the
-        first: a function of (seed, samples, number), as all else."""
+        """The prompt of a text with the answer of the next text in the epoch's order (of the last: the first): a
+        function of (seed, samples, number), as everything here."""
         own, other = self._texts(row), self._texts(row, behind=1)
         if not len(own):
             return []
@@ -199,8 +203,8 @@ class TuningDataset:
         return [(mixed, np.concatenate([trained[:prompt], others_trained[answer:]])[:longest])]
 
     def _texts(self, row: int, behind: int = 0) -> npt.NDArray[np.int64]:
-        """Texts in the sequence with number ``row``, or so many ``behind`` it in its epoch; none behind the last one
-        of data that are read once."""
+        """Texts in the sequence with number ``row``, or ``behind`` places after it in its epoch; none after the end of
+        data that are read once."""
         index, part = divmod(row, self.rows)
         epoch, place = divmod(index, self.samples_per_epoch)
         # Validation is read once; the last batch is filled up with sequences without text.
@@ -217,8 +221,8 @@ class TuningDataset:
         return self.sequences[place * self.rows + part]
 
     def _row(self, texts: list[Encoded]) -> npt.NDArray[np.int64]:
-        """Tokens, labels, documents, positions and lengths of texts of a sequence, (5, seq_length). Padding is document
-        -1."""
+        """Tokens, labels, documents, positions and lengths of the texts of a sequence, int64 (5, seq_length). Padding
+        is document -1."""
         row = np.zeros((5, self.seq_length), np.int64)
         row[1], row[2] = IGNORE_INDEX, -1
         at = 0
@@ -229,6 +233,7 @@ class TuningDataset:
             if self.predicted:
                 row[1, at:end] = np.where(trained[1:], ids[1:], IGNORE_INDEX)
             else:
+                # A score for the last token: any label but IGNORE_INDEX marks it.
                 row[1, end - 1] = ids[-1]
             row[2, at:end] = number
             row[3, at:end] = np.arange(end - at)
@@ -238,5 +243,5 @@ class TuningDataset:
 
 
 def _lengths(document_ids: torch.Tensor) -> tuple[int, ...]:
-    """Columns per micro-batch that some row uses; at least one."""
+    """Columns of each micro-batch that some row uses; at least one."""
     return tuple(int(n) for n in (document_ids >= 0).sum(-1).amax(-1).clamp(min=1))
