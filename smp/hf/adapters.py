@@ -69,6 +69,7 @@ def in_adapter_file(model: Any) -> Callable[[str], bool]:
     base, _ = base_of(model)
     if base is model:
         return lambda name: True
+    # Tied tables are one module or two with one weight: both names count.
     tables = (base.get_input_embeddings(), base.get_output_embeddings())
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if module in tables)
     return lambda name: ".lora_A." in name or ".lora_B." in name or name.startswith(prefixes)
@@ -87,6 +88,8 @@ def with_adapters(model: nn.Module, rows: Mapping[str, str], pattern_of: Any) ->
     full = {prefix + pattern: style for pattern, style in rows.items()}
     for name, _ in model.named_modules():
         target = target_of(name)
+        # Rows are written for the model without adapters: an adapter's part is looked up by the
+        # layer it belongs to.
         style = rows.get(pattern_of(target.removeprefix(prefix)))
         if target == name or style is None:
             continue
@@ -120,6 +123,7 @@ def check(model: Any) -> None:
         if not kind.__module__.startswith("peft.") or kind.__module__ == "peft.peft_model":
             continue
         known = (kind.__module__.removeprefix("peft."), kind.__name__) in _KNOWN
+        # peft has containers (ModuleDict of dropouts) without parameters, which need no cut.
         if not known and any(True for _ in module.parameters()):
             raise ConfigError(f"{name} ({kind.__name__}): of peft, smp.transform takes LoRA on linear layers")
         # lora_variant: DoRA, aLoRA and others compute more than B A x.
@@ -133,6 +137,7 @@ def install(model: nn.Module) -> None:
     """Let adapters of ``model``, which is cut, merge into their layers in place."""
     for module in model.modules():
         if type(module).__module__.startswith("peft.tuners.") and hasattr(type(module), "merge"):
+            # An instance attribute hides the class's method, which is called at the end.
             layer: Any = module
             layer.merge = partial(_merge, module, model)
 

@@ -53,6 +53,7 @@ def _attention(
 
     if query.dtype not in (torch.bfloat16, torch.float16):
         return sdpa_attention_forward(module, query, key, value, mask, *args, **kwargs)
+    # An additive mask must have the dtype of the scores.
     if mask is not None and mask.is_floating_point():
         mask = mask.float()
     out, scores = sdpa_attention_forward(module, query.float(), key.float(), value.float(), mask, *args, **kwargs)

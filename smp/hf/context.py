@@ -72,6 +72,7 @@ class CutContext:
             # Scripts with a new length in every step would keep plans for ever.
             if len(self.layouts) >= 32:
                 self.layouts.clear()
+            # cp ranks hold length tokens each of sequences of length x cp.
             cut = cut_sequences(batch, length * self.group.size, self.group.size)
             plain = TokenLayout(batch, length, cut=cut)
             self.layouts[key] = self.core.prepare(plain, [spec], like.dtype, like.device)
@@ -150,10 +151,12 @@ def install(model: nn.Module, comm_type: str) -> None:
         # Attention functions are called with the attention module only: the context hangs there.
         if hasattr(module, "is_causal") or module in faces_of(model):
             module.smp_context = context  # type: ignore[assignment]
+        # Its frequencies depend on the longest position, which only one rank has.
         if _follows_length(module):
             module.register_forward_pre_hook(_WithLastPosition(context.group), with_kwargs=True)
             module.register_forward_hook(_without_last_position)
     for face in faces_of(model):
+        # Both models of peft: a script may call either.
         face.register_forward_pre_hook(_complete, with_kwargs=True)
     # A script may call the inner model (model.model) without positions: refused there.
     if base.base_model is not base:
@@ -184,6 +187,8 @@ def _attention(
     """(batch, heads or groups, length / cp, head_dim) -> (batch, length / cp, heads, head_dim); no scores."""
     context: CutContext = module.smp_context
     batch, _, length, _ = query.shape
+    # Attention over cut sequences has only a causal mask (and windows); anything else here would be
+    # ignored.
     if attention_mask is not None or dropout or softcap or key.shape[2] != length:
         raise ConfigError(f"{type(module).__name__}: cut sequences have no mask, dropout, softcap or cache")
     spec = AttentionSpec(window=sliding_window, scale=scaling)
@@ -208,6 +213,7 @@ def _complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if (chosen := base_of(model)[0].config._attn_implementation) != NAME:
         raise ConfigError(f"attention became {chosen} after smp.transform, and would see this rank's tokens only")
     signature = inspect.signature(model.forward)
+    # Bound by name: labels may be positional, and the hook replaces all arguments by keywords.
     given: dict[str, Any] = dict(signature.bind(*args, **kwargs).arguments)
     # transformers passes unknown arguments on by **kwargs: num_items_in_batch comes that way.
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
@@ -217,6 +223,7 @@ def _complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         raise ConfigError(f"{type(model).__name__}: cut sequences are given by name, input_ids= or inputs_embeds=")
     batch, length = tokens.shape[:2]
     mask = given.pop("attention_mask", None)
+    # Tokens after the end are seen by nobody under a causal mask: padding there needs no mask.
     if mask is not None and not bool(torch.as_tensor(mask).all()):
         raise ConfigError(
             "attention_mask: cut sequences are not padded, but on the right, with labels -100 and no mask"
@@ -230,6 +237,7 @@ def _complete(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         ignore = given.get("ignore_index", IGNORE_INDEX)
         if given.get("shift_labels") is None:
             given["shift_labels"] = shifted(given["labels"], group, ignore)
+        # The Trainer passes the count over all micro-batches; without it this batch's is used.
         count = given.get("num_items_in_batch")
         if count is None:
             valid = (given["shift_labels"] != ignore).sum()
@@ -257,6 +265,7 @@ class _WithLastPosition:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
+        # transformers calls rotary embeddings with (x, position_ids), the second by either way.
         given = kwargs.pop("position_ids") if "position_ids" in kwargs else args[1]
         last = torch.full_like(given[:, :1], given.shape[1] * self.group.size - 1)
         return (args[0], torch.cat((given, last), 1), *args[2:]), kwargs

@@ -99,6 +99,7 @@ def apply_config(model: Any, config: MoEConfig | None) -> None:
     kind = None if config is None else config.moe_load_balancing
     if config is None or kind is None or not hasattr(model, "router_aux_loss_coef"):
         return
+    # Read by the model's forward pass: router logits are returned only for the loss.
     model.config.output_router_logits = kind == "aux_loss"
     model.router_aux_loss_coef = config.moe_aux_loss_coeff
 
@@ -178,6 +179,7 @@ def combined(
     first = own * tp.rank
     # Of the rows of this place in ep only those of this tp rank's experts are computed here.
     before, number = sum(counts[:first]), sum(counts[first : first + own])
+    # Number of each row's expert on this rank, 0 .. own - 1.
     kinds = torch.arange(own, device=x.device).repeat_interleave(dispatch.counts[first : first + own])
     made = _computed(compute, rows.narrow(0, before, number), kinds)
     # Zero rows for the others, so that the sum over tp is complete: each row is computed by one

@@ -47,6 +47,7 @@ def _train(module: nn.Module, model: nn.Module, mode: bool = True) -> nn.Module:
     """``module.train`` of a module with dropout: checks when any part of ``model`` is set to training."""
     if mode:
         check_dropout(model)
+    # The class's method: this function hides it on the instance.
     return type(module).train(module, mode)
 
 
@@ -79,6 +80,7 @@ class _FirstPass:
     seen: set[bool] = field(default_factory=set)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Once for training and once for evaluation. Collectives are not traced into compiled code.
         if model.training in self.seen or torch.compiler.is_compiling():
             return
         if model.training:
@@ -87,6 +89,7 @@ class _FirstPass:
         self.seen.add(model.training)
         named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
         mine = {name: _mark(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
+        # Marks, not tensors: a few numbers per argument travel.
         ranks = gather(mine, self.group.process_group)
         for place, other in enumerate(ranks):
             for name in ranks[0].keys() | other.keys():
@@ -99,6 +102,7 @@ class _FirstPass:
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Shape, dtype, and the sum of the bits, each weighted by its position."""
+    # Sharded inputs differ between ranks by design, and meta tensors have no bits.
     if isinstance(tensor, DTensor) or tensor.is_meta:
         return ()
     bits = tensor.detach().contiguous().flatten()
@@ -124,6 +128,7 @@ class _Generate:
     device_type: str
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        # Arguments by name, as the class's generate would read them.
         given = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
         config = given.get("generation_config") or model.generation_config
         if kwargs.get("do_sample", getattr(config, "do_sample", False)):

@@ -126,6 +126,7 @@ def check(model: nn.Module, kind: str, tp_size: int, plan: Plan) -> None:
     if type(head) is not nn.Linear:
         raise ConfigError(f"{what}: the head of {type(base).__name__} is {type(head).__name__}, not nn.Linear")
     if head.out_features % tp_size:
+        # For every tensor-parallel rank the same number of rows: the loss computes offsets from it.
         raise ConfigError(f"{what}: {head.out_features} ids are not divisible by tensor_parallel_degree {tp_size}")
     function = getattr(getattr(base, "loss_function", None), "__name__", None)
     if function != "ForCausalLMLoss":
@@ -155,6 +156,7 @@ def install(model: nn.Module, kind: str, group: Group) -> None:
     head = base.get_output_embeddings()
     kernels, _ = choose_kernels("auto", torch.device(state.device_type))
     vocabulary = head.weight.shape[0]
+    # Rows of this rank: vocabulary / tp, checked before.
     shard = VocabShard.of(group, vocabulary // group.size, vocabulary)
     # Head and model share one state: the model's forward sets the targets, and the head reads them.
     base.smp_loss = head.smp_loss = ParallelLoss(kind, shard, kernels.cross_entropy)
@@ -261,5 +263,6 @@ def _loss(model: Any, logits: torch.Tensor, labels: torch.Tensor | None = None, 
                 f"loss={VOCAB_PARALLEL!r} takes that"
             )
         return loss.value
+    # [tokens, ids/tp]
     losses = vocab_parallel_cross_entropy(logits.flatten(0, -2), targets.labels, loss.shard, backend=loss.backend)
     return losses.sum() / targets.divisor

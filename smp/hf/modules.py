@@ -127,6 +127,7 @@ def install(model: nn.Module, plan: Plan, group: Group, ep: Group | None) -> Non
     """Give every module of ``plan`` its forward pass and its attributes."""
     boundaries = {name: Boundary() for name in plan.boundaries}
     for name in plan.steps.keys() | plan.boundaries | plan.borrowed.keys():
+        # Experts, boundaries and borrowers may be modules without an own row.
         step = plan.steps.get(name, Step("boundary", {}))
         # An adapter's factors share the boundary of the layer that they adapt.
         inside = boundaries.get(target_of(name).rpartition(".")[0]) or Boundary()
@@ -139,6 +140,7 @@ def install(model: nn.Module, plan: Plan, group: Group, ep: Group | None) -> Non
         if hasattr(module, "save_pretrained"):
             module.forward = _OfModel(module)
     for name, methods in plan.methods.items():
+        # The class's method with plain parameters, for callers of the method (ProphetNet).
         module = model.get_submodule(name)
         for method in methods:
             setattr(module, method, partial(_method, module, method))
@@ -196,6 +198,7 @@ def _plain(module: Any, name: str, summed_over: Group | None = None) -> torch.Te
         # A parent's forward pass has made it plain already.
         return parameter
     assert isinstance(parameter, DTensor), name
+    # FSDP2 gathers parameters in hooks around a module's forward: outside of it they are sharded.
     if not _gathered(parameter):
         raise RuntimeError(f"{type(module).__name__}.{name} is sharded by FSDP: call the model, not a part of it")
     return local(parameter, summed_over=summed_over)
@@ -226,6 +229,7 @@ def _column(module: Any, input: torch.Tensor) -> torch.Tensor:
     cut: Cut = module.smp_cut
     _check_region(module, cut)
     weight, bias = local_weight_and_bias(module)
+    # The shared input's gradient is summed by its copy.
     out = product(module, cut.inside.copied(input, cut.group), weight, bias)
     return out if cut.step.style == "colwise" else gather_features(out, cut.group)
 
@@ -237,6 +241,7 @@ def _row(module: Any, input: torch.Tensor) -> torch.Tensor:
     weight, bias = local_weight_and_bias(module)
     # The bias comes after the sum, or it would be added tp times.
     part = split_features(input, cut.group) if cut.step.style == "rowwise_split_input" else input
+    # The product without bias, which follows the sum.
     out = product(module, part, weight)
     if not (cut.tokens and module.training):
         out = reduce_from_group(out, cut.group)
@@ -256,6 +261,7 @@ def _embedding(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> t
     first = group.rank * rows
     unknown = (input < 0) | (input >= vocabulary)  # row -1, an IndexError as without tensor parallelism
     row = input - first
+    # Row 0 in place of rows of other ranks: their results are zeroed below.
     elsewhere = (row < 0) | (row >= rows)
     row = row.masked_fill(elsewhere, 0).masked_fill(unknown, -1)
     # The class zeroes the gradient of its padding row: only on the rank that has it.
@@ -281,6 +287,7 @@ def _experts(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor
 def _dense_experts(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """(experts x tokens, hidden), with all tokens for each expert -> the same. Each rank computes its experts' rows."""
     group: Group = module.smp_cut.group
+    # [experts/tp x tokens, hidden] on each rank
     return gather_rows(_with_plain_parameters(module, split_tokens(hidden_states, group)), group)
 
 
@@ -330,6 +337,7 @@ def _called_with_plain_parameters(module: Any, call: Callable[..., Any], *args: 
             child.smp_cut.lent.add(name)
         return call(module, *args, **kwargs)
     finally:
+        # Removed in any case: a borrowed parameter is plain only during this call.
         for child, name in borrowed:
             child.smp_cut.lent.discard(name)
         for home, (_, name), parameter in zip(homes, read, resting, strict=True):
@@ -360,6 +368,7 @@ def _all_tokens(cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     """The arguments of an attention or MLP with all tokens in place of (batch, n/tp, hidden). The gather's backward
     sums gradients (reduce-scatter), so column layers do not sum them again."""
     kwargs = dict(kwargs)
+    # By position or by name: layers call both ways.
     x = args[0] if args else kwargs.pop("hidden_states")
     whole = gather_tokens(x.transpose(0, 1), cut.group).transpose(0, 1)
     assert cut.around is not None

@@ -56,6 +56,7 @@ def load_weights(model: nn.Module, folder: str | Path, leave: Collection[str] = 
         finally:
             store.files.close()
 
+    # Every rank learns of an error on any rank.
     unknown = together("load_weights: ", fill, lambda found: found[0])
     if unknown and state.rank == 0:
         print(
@@ -177,6 +178,7 @@ def _allocate_own(values: FirstValues, name: str, module: nn.Module) -> list[str
                 f"{name}.{own}: {type(module).__name__} does not compute this buffer again: build the model under "
                 "accelerate's init_empty_weights(), which keeps buffers"
             )
+        # Computed from 1s and from 0s alike: the rule has written all of it.
         module._buffers[own] = again
     for own, buffer in module._buffers.items():
         module._buffers[own] = buffer if buffer is None else buffer.to(state.device_type)
@@ -266,6 +268,7 @@ class DelayedParamIniter:
             box = local_box(parameter)  # type: ignore[arg-type]
             # Drawn whole on every rank, then cut: the bits do not depend on the layout.
             whole = self.values.draw(full, self.seed)
+            # The same cut as of loaded weights: offsets and sizes of this rank's box.
             for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 whole = whole.narrow(dim, first, size)
             if not box.empty:

@@ -85,6 +85,8 @@ class FirstValues:
         # No GPU generators are saved: rules run on the meta device here and draw nothing.
         with torch.random.fork_rng(devices=[]):
             for rule in self.rules.values():
+                # In the order of transformers: a later rule may overwrite or scale what an earlier
+                # one wrote.
                 with _Written() as mode, _told_of_drawing(mode):
                     try:
                         rule.run()
@@ -115,6 +117,7 @@ class FirstValues:
         # Only this parameter is real: writes to others go to the meta device and cost nothing.
         module._parameters[own] = real
         try:
+            # The generator is seeded for each rule: the value depends on seed, rule and name only.
             for rule in rules:
                 with torch.random.fork_rng(devices=[]):
                     # All that a CPU generator takes of it; torch.manual_seed would seed GPUs too, for good.
@@ -137,6 +140,7 @@ class FirstValues:
         meta = dict(module._buffers)
         module._buffers.update(empty)
         try:
+            # All rules that write one of the buffers, in transformers' order.
             for rule in self.rules.values():
                 if rule.name in asked:
                     rule.run()

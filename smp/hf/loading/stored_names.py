@@ -66,6 +66,7 @@ class Source:
         # A rule collects tensors: each use needs a fresh one.
         rule = deepcopy(self.rule)
         for pattern, names in self.stored.items():
+            # Only the stored tensors of the wanted rows are read.
             for name in names[rows]:
                 rule.add_tensor(self.targets[0], name, pattern, partial(read, name))
         try:

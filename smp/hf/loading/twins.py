@@ -19,6 +19,7 @@ def twin_of(model: nn.Module, tied: bool = True) -> nn.Module:
     """The twin of ``model`` and all modules below: whole parameters and buffers, on the meta device. With ``tied``
     shared tensors are shared in the twin, too."""
     made: dict[int, Any] = {}
+    # Two passes: children must exist before they are linked.
     for module in model.modules():
         made[id(module)] = _shell(module)
     for module in model.modules():
@@ -31,6 +32,7 @@ def twin_of(model: nn.Module, tied: bool = True) -> nn.Module:
 
 def _shell(module: nn.Module) -> nn.Module:
     kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))  # not of fully_shard
+    # No constructor is run: it would allocate weights and need arguments.
     twin = cast(nn.Module, object.__new__(kind))
     vars(twin).update(vars(module))
     # A replaced forward belongs to the cut model; smp_whole holds the numbers from before the cut.

@@ -35,6 +35,7 @@ def check_alike(model: nn.Module, *, compare: bool) -> None:
         ConfigError: with the first name that differs.
     """
     mine = [(name, tuple(p.shape), _sum_of_bits(p) if compare else 0) for name, p in model.named_parameters()]
+    # Shapes first: bits of tensors with different shapes cannot be compared.
     ranks = gather(mine)
     for rank, other in enumerate(ranks):
         if [entry[:2] for entry in other] != [entry[:2] for entry in ranks[0]]:
@@ -67,6 +68,7 @@ class FromRankZero:
         """What rank 0 has in place of ``mine``, on every rank."""
         sent = mine.to(self.device) if dist.get_rank() == 0 else torch.empty_like(mine, device=self.device)
         sent = sent.contiguous()
+        # Broadcast sends memory as it lies.
         dist.broadcast(sent, 0)
         return sent
 
@@ -132,6 +134,7 @@ def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: st
         return  # FSDP1 cuts what it loads
     for name, own in module.state_dict(prefix=prefix, keep_vars=True).items():
         whole = state_dict.get(name)
+        # Already sharded tensors, and those without a DTensor in the model, are loaded as they are.
         if not isinstance(own, DTensor) or not isinstance(whole, torch.Tensor) or isinstance(whole, DTensor):
             continue
         if whole.shape != own.shape:
@@ -179,6 +182,7 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], **option
     ``is_main_process`` says."""
     options.pop("is_main_process", None)
 
+    # On all ranks, before the first collective.
     def check() -> None:
         for key in ("state_dict", "distributed_checkpoint"):
             if options.pop(key, None):

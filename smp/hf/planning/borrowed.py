@@ -36,6 +36,7 @@ def borrowed_parameters(
         ConfigError: parameters that are cut are read by a module further up.
     """
     of = {id(model.get_submodule(name)): own for name, own in wholes.items()}
+    # Two passes: a method may read what its module borrows.
     found = {}
     for name, module in model.named_modules():
         layers = {child: layer_under(layer) for child, layer in module.named_children()}
@@ -88,6 +89,7 @@ def read_from_above(model: nn.Module, below: Collection[nn.Module]) -> bool:
 
 def _read_deeper(source: str) -> Iterator[tuple[str, str]]:
     """(path, attribute) of what may be a grandchild's parameter: each prefix of ``self.a.b.weight.norm``."""
+    # Longer than self.a.b: a child's own attributes are found elsewhere.
     for chain in re.findall(r"\bself((?:\.\w+){3,})", source):
         words = chain.split(".")[1:]
         for end in range(2, len(words)):

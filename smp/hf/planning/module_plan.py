@@ -104,6 +104,7 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     modules = dict(model.named_modules())
     # Replicated modules first: no row below them counts.
     whole = _whole(modules, rows)
+    # Parameters without a module of their own kind (sinks) need rows by name.
     _check_parameters_named(model, rows, whole)
     plan = Plan()
     for name, module in modules.items():
@@ -185,6 +186,7 @@ def _own(module: nn.Module) -> list[str]:
 def _whole(modules: Mapping[str, nn.Module], rows: Mapping[str, str]) -> set[str]:
     """Modules that a row replicates, and all modules below them."""
     tops = [name for name in modules if rows.get(pattern_of(name)) == REPLICATE]
+    # "layer1" is not inside "layer": the dot decides.
     return {name for name in modules for top in tops if name == top or name.startswith(top + ".")}
 
 
@@ -197,6 +199,7 @@ def _check_parameters_named(model: nn.Module, rows: Mapping[str, str], whole: se
     experts."""
     for name, parameter in model.named_parameters():
         style, owner = rows.get(pattern_of(name)), name.rpartition(".")[0]
+        # Stacks are cut with their experts' row.
         if style in (None, REPLICATE) or owner in whole or rows.get(pattern_of(owner)) == EXPERTS:
             continue
         if style != "colwise" or parameter.ndim > 1:
@@ -299,6 +302,8 @@ def heads_of(model: Any) -> int | None:
     try:
         heads = getattr(config.get_text_config(), "num_attention_heads", None) if config is not None else None
     except (AttributeError, RuntimeError):  # of diffusers; each layer has another number
+        # diffusers' configurations raise for a text config; layers of some have numbers of their
+        # own.
         return None
     return heads if isinstance(heads, int) else None
 
@@ -323,6 +328,7 @@ def _embedding(name: str, module: nn.Module, style: str, tp_size: int) -> Step:
         raise ConfigError(f"{name}: max_norm changes rows that other ranks hold; {_leave_whole(name)}")
     rows = module.num_embeddings
     if rows % tp_size:
+        # The table is used whole: vocabularies are often odd.
         return Step(REPLICATE, {"weight": None}, note=f"{rows} rows are not divisible by {tp_size}")
     return Step(EMBEDDING, {"weight": 0})
 
@@ -365,6 +371,7 @@ def _has_row(name: str, module: nn.Module, rows: Mapping[str, str]) -> bool:
 def _check_shared(modules: Mapping[str, nn.Module], plan: Plan) -> None:
     """Check that a parameter which two modules share (a tied head) is cut in one way."""
     seen: dict[int, tuple[str, int | None]] = {}
+    # By identity: tied parameters appear under several names.
     for full, parameter, dim in _cuts(modules, plan):
         other, before = seen.setdefault(id(parameter), (full, dim))
         if before != dim:
@@ -396,6 +403,7 @@ def check_dropout(model: nn.Module) -> None:
 def dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
     """(module, name of the number, value) for all that a model drops in training, and for DINOv3's noise."""
     for name, module in model.named_modules():
+        # The run's own adapters key their masks by tokens, so the layout does not matter.
         if isinstance(module, Lora):  # its masks are keyed by tokens
             continue
         numbers = {key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)}
