@@ -87,7 +87,7 @@ def _read(
 def write_shards(
     target: Folder, file: str, items: Sequence[Item], data: Callable[[Item], Iterable[memoryview]]
 ) -> list[tuple[Item, Shard]]:
-    """Write one new data file of a checkpoint, durably; :func:`smp.checkpoint.storage.commit` makes it one in the end.
+    """Write one new data file of a checkpoint, durably; :func:`smp.checkpoint.commit.commit` makes it one in the end.
 
     ``data`` gives the bytes of an item, in parts of any size whose memory may be used again.
     """

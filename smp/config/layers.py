@@ -174,9 +174,11 @@ def layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
         # A registered mixer may depend on the layer's number: each layer has its own spec.
         key = kind if kinds[i] in _ALIKE else i
         if key not in made:
+            # None for a layer of a hybrid pattern that is only a mixer.
             forward = _feed_forward(model, experts[i]) if kind[2] else None
             made[key] = _layer(model, _mixer(model, kinds[i], i), forward)
     specs = [made[kind if kinds[i] in _ALIKE else i] for i, kind in enumerate(alike)]
+    # Specs are immutable: the same object may stand for several layers.
     return (*specs, *(specs[last] for _ in mtp_layers(model)))
 
 
@@ -214,6 +216,7 @@ def mixer_kinds(model: ModelConfig) -> tuple[str, ...]:
     """Kind of each layer: from --layer-types, which repeats if it is shorter, or from --linear-attention-type or
     --hybrid-layer-pattern."""
     if model.layer_types is None:
+        # Letters of a hybrid pattern without a recurrence type are Megatron's: M is Mamba-2.
         recurrence, pairs = model.linear_attention_type or "mamba2", zip(has_mixer(model), linear(model), strict=True)
         return tuple(recurrence if recurs else "attention" if mixes else _NONE for mixes, recurs in pairs)
     words = tuple(model.layer_types.replace(",", " ").split())
@@ -250,6 +253,7 @@ def _without_idle(model: ModelConfig, keep: Container[str]) -> ModelConfig:
 def in_runs(specs: tuple[LayerSpec, ...]) -> list[str]:
     """One line for each kind of layer with the numbers of its layers: ``layers 0-2, 4: ...``."""
     found: dict[str, list[int]] = {}
+    # Equal texts, not equal specs: what a user could not tell apart is one line.
     for number, spec in enumerate(specs):
         found.setdefault(str(spec), []).append(number)
     return [
@@ -284,6 +288,7 @@ def activation_of(model: ModelConfig) -> Activation:
         return Activation("swiglu")
     if model.quick_geglu:
         return Activation("quick_geglu", model.activation_func_clamp_value, model.glu_linear_offset)
+    # Gated variants first: the switches of a gated MLP may come with --tanh-gelu.
     if model.geglu:
         return Activation("tanh_geglu" if model.tanh_gelu else "geglu")
     if model.relu or model.squared_relu:

@@ -83,6 +83,7 @@ class Layout:
                 f"{data} data-parallel processes{f' ({world_size} processes / ({text}))' if used else ''} are not "
                 f"divisible by --hybrid-shard-degree {shard}; change --hybrid-shard-degree or --nproc-per-node"
             )
+        # Experts are spread over the ranks that shard weights, never over replicas.
         ep, etp = _of_experts(parallel, shard)
         return Layout(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp, ep=ep, etp=etp)
 
@@ -101,6 +102,7 @@ def _of_experts(parallel: ParallelConfig, shard: int) -> tuple[int, int | None]:
         )
     # tp / etp processes of a tensor-parallel group have different experts.
     beside = 1 if etp is None else tp // etp
+    # ep ranks lie within dp_shard x cp and the tensor-parallel ranks that do not cut experts.
     if ep < 1 or shard * cp * beside % ep:
         factors = f"{shard} processes that shard weights"
         factors += f" x --context-parallel-size {cp}" if cp > 1 else ""

@@ -66,12 +66,15 @@ def resolve_schedule(
         raise ConfigError(f"{flag_of(warmup)} {given} and --lr-warmup-fraction {fraction} are both given; give one")
     end = getattr(optim, decay)
     if end is None and train_iters is not None:
+        # The schedule counts samples: the run's length is converted by the batch sizes.
         end = train_iters if unit == "iters" else train_samples or sizes.samples(train_iters)
     if end is None:
         return optim
     last = getattr(optim, final)
     filled = {
+        # A constant rate needs no end.
         decay: None if optim.lr_decay_style == "constant" else end,
+        # A fraction is of the whole schedule, as in Megatron.
         warmup: given or 0 if fraction is None else round(fraction * end),
         # WSD's final decay takes a tenth of the run where nothing is said.
         final: max(1, end // 10) if optim.lr_decay_style == "WSD" and last is None else last,

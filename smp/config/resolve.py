@@ -62,6 +62,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     if model.is_foreign:
         return model
     hidden, heads = model.hidden_size, model.num_attention_heads
+    # Before kv_channels' default: latent heads have three widths.
     if model.multi_latent_attention:
         model = replace(model, kv_channels=head_width(model))
     if model.mamba_num_heads is None and (model.linear_attention_type == "mamba2" or model.hybrid_layer_pattern):
@@ -98,6 +99,7 @@ def _mamba_heads(model: ModelConfig) -> int | None:
 
 def _parallel(parallel: ParallelConfig) -> ParallelConfig:
     name, chunks = parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank
+    # Without a pipeline these settings stay None, so that giving them is an error.
     if parallel.pipeline_model_parallel_size == 1:
         return parallel
     # zb-v has two stages per process by its shape.
@@ -121,6 +123,7 @@ def _training(training: TrainingConfig, sizes: BatchSizes) -> TrainingConfig:
     if iters is None and samples is None and not training.dry_run:
         raise ConfigError("how long to train is missing: give --train-iters or --train-samples (or --dry-run)")
     if samples is not None:
+        # Recomputed also when train_iters stands beside it: a resolved config resolves to itself.
         iters = sizes.steps(samples)
     return replace(training, train_iters=iters)
 
@@ -133,6 +136,7 @@ def with_rest(config: Config, iteration: int, consumed: int) -> Config:
         return config
     iters = iteration + BatchSizes.of(config.data).steps(training.train_samples, consumed)
     # A decay in iterations that ended with the run still does.
+    # Equal means derived: lr_decay_iters was filled in with the run's length.
     ends = optim.lr_decay_iters is not None and optim.lr_decay_iters == training.train_iters
     optim = replace(optim, lr_decay_iters=iters) if ends else optim
     return replace(config, training=replace(training, train_iters=iters), optim=optim)
@@ -149,6 +153,7 @@ def check_files(config: Config, *, load_is_past: bool = False) -> None:
         for part in parts:
             if not is_remote(part.path):
                 _check_data_files(flag, part)
+            # Remote data have no folder next to them for an index.
             elif data.data_cache_path is None:
                 raise ConfigError(f"{flag} {part.path} needs --data-cache-path FOLDER, on this machine, for its index")
     if data.tokenizer_model is not None and not os.path.exists(data.tokenizer_model):
@@ -164,6 +169,7 @@ def check_files(config: Config, *, load_is_past: bool = False) -> None:
 def refuse_megatron(load: str, then: str) -> None:
     """Raise ConfigError when --load is a Megatron run or checkpoint; the message says how to convert it, and ``then``
     what to do."""
+    # Marks of Megatron's checkpoints: the tracker file, and torch's distributed format.
     if any(os.path.isfile(os.path.join(load, name)) for name in ("latest_checkpointed_iteration.txt", ".metadata")):
         raise ConfigError(
             f"--load {load} is a checkpoint of Megatron's: {tool('convert')} --load {load} --save FOLDER, then {then}"
@@ -179,6 +185,7 @@ def first_start(config: Config) -> str:
 
 
 def _check_data_files(flag: str, part: BlendPart) -> None:
+    # A prefix stands for two files: tokens and their index.
     names = [part.path] if is_text(part.path) else [part.path + suffix for suffix in (".bin", ".idx")]
     for name in names:
         if not os.path.isfile(name):

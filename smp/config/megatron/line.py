@@ -53,6 +53,7 @@ class Line:
     def says(self, name: str, value: str | None = None) -> bool:
         """Whether the result has this switch on, or the setting at ``value``."""
         words = self.words.get(name)
+        # The whole list is compared: the value of a switch is its presence.
         return words == ([settings()[name].flag] if value is None else [settings()[name].flag, value])
 
 

@@ -75,6 +75,7 @@ def unused_parts(line: Line) -> None:
     if not letters & {MLP, EXPERTS}:
         biases = ("disable_bias_linear",) if ATTENTION in letters else ()
         names = [name for name in ("ffn_hidden_size", *OF_FEED_FORWARD) if name not in biases]
+        # Biases are attention's, too: --disable-bias-linear must stay for it.
         leave(line, names, "no layer has an MLP or experts")
 
 
@@ -103,6 +104,8 @@ def latent_yarn(line: Line) -> None:
             "although RoPE is not scaled; give --softmax-scale"
         )
     elif not latent or kind == "rope" or float(factor) == 1:
+        # The reason differs: with latent attention YaRN is there and does nothing; without it
+        # Megatron reads none of these.
         why = "YaRN by a factor of 1 changes nothing" if latent and kind != "rope" else "there is no YaRN to set up"
         line.left_out += [f"{words} ({why})" for words in given]
     else:

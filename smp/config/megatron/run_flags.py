@@ -25,6 +25,7 @@ def virtual_stages(line: Line) -> None:
         return
     layers, ranks = line.number("num_layers"), line.number("pipeline_model_parallel_size")
     each = int(value) if value.isdecimal() else 0
+    # isdecimal: a sign or a point would be no number of layers.
     if each < 1 or layers % (ranks * each):
         line.problems.append(
             f"--num-layers-per-virtual-pipeline-stage {value}: {layers} layers are not divisible by "
@@ -50,6 +51,7 @@ def _data_parallel(line: Line) -> int:
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     degrees = 1
     for name in names:
+        # At least 1: a wrong degree is reported by its own check.
         degrees *= max(1, line.number(name))
     return max(1, line.processes // degrees)
 
@@ -66,8 +68,10 @@ def sharding(line: Line) -> None:
             line.problems.append(f"--zero-stage {stage}: give 0, 1, 2 or 3")
             return
     elif not fsdp:
+        # Megatron's distributed optimizer is ZeRO-1.
         strategy = "optim" if "--use-distributed-optimizer" in line.given else "no_shard"
     elif strategy is None:
+        # torch's FSDP2 shards everything; Megatron's own default is not to shard.
         strategy = "optim_grads_params" if "--use-torch-fsdp2" in fsdp else "no_shard"
     if line.one("--outer-dp-sharding-strategy") not in (None, "no_shard"):
         line.problems.append("--outer-dp-sharding-strategy: replicas of --hybrid-shard-degree hold no shards")
@@ -79,6 +83,7 @@ def sharding(line: Line) -> None:
     elif strategy == "no_shard":
         line.put("--hybrid-shard-degree", "1")
     else:
+        # Megatron's instances are replicas: this project's degree is ranks per replica.
         line.put("--hybrid-shard-degree", "0" if instances == "1" else str(data // int(instances)))
         if line.number("pipeline_model_parallel_size") == 1:  # a pipeline's gradients are reduced once a step anyway
             line.put("--data-parallel-sharding-strategy", strategy)
@@ -89,6 +94,7 @@ def tokenizer(line: Line) -> None:
     kind, model, entries = line.one("--tokenizer-type"), line.one("--tokenizer-model"), line.one("--vocab-file")
     size = line.one("--vocab-size")
     said = f"--tokenizer-type {kind}"
+    # GPT-2's vocabulary is a JSON object whose length is the number of ids.
     if kind in ("GPT2BPETokenizer", None) and entries is not None:
         try:
             with open(entries, encoding="utf-8") as file:
@@ -110,6 +116,7 @@ def tokenizer(line: Line) -> None:
         file_in = os.path.join(model or "", "tokenizer.json")
         if model is None:
             line.problems.append(f"{said} needs --tokenizer-model")
+        # Megatron would ask the hub for such a name.
         elif kind == "HuggingFaceTokenizer" and not os.path.isfile(model) and not os.path.isfile(file_in):
             line.problems.append(f"--tokenizer-model {model}: there is no {file_in}; the hub is not asked")
         else:
@@ -186,6 +193,7 @@ def samples(line: Line) -> None:
     style = line.words["lr_decay_style"][1]
     lengths = {f"lr_{part}": line.words.pop(f"lr_{part}_iters", None) for part in ("decay", "warmup", "wsd_decay")}
     if lengths["lr_decay"] is None and style != "constant":
+        # Without a length the decay ends with the run, in iterations here.
         lengths["lr_decay"] = line.words["train_iters"]
     for part, words in lengths.items():
         if words is not None:

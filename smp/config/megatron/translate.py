@@ -53,6 +53,7 @@ def translate(argv: Sequence[str], processes: int) -> Translation:
     if clauses:
         raise ConfigError(f"{FROM_MEGATRON}: " + "; ".join(clauses))
     _drop_what_is_idle(line)
+    # In the order of --help, whatever the order of the line.
     ordered = [word for name in settings() for word in line.words.get(name, ())]
     return Translation(ordered, _said(line, ordered))
 
@@ -77,6 +78,7 @@ def _read(line: Line, argv: list[str]) -> None:
         while argv and not argv[0].startswith("--") and not equals:
             values.append(argv.pop(0))
         setting = known.get(setting_of(flag))
+        # --from-megatron has no named sizes: a preset would contradict the flags.
         if flag in ("--model", "--config"):
             line.problems.append(f"{flag}: the sizes are Megatron's flags; leave it out")
             continue
@@ -100,6 +102,7 @@ def _read(line: Line, argv: list[str]) -> None:
 def _take(line: Line, flag: str, values: list[str]) -> None:
     """Apply the table's row to one flag."""
     row, fate, value = ROWS[flag], fate_of(flag), " ".join(values)
+    # Values with an answer of their own come first.
     if value in row.values or fate == "left out":
         words = row.values.get(value, "")
         if words:
@@ -120,6 +123,7 @@ def _defaults(line: Line) -> None:
     """Add Megatron's defaults as flags, except those of the model where a checkpoint describes it."""
     for name, value in DEFAULTS.items():
         setting = settings()[name]
+        # A flag of the line wins; a described model has its own values.
         if name in line.words or (setting.group == "model" and "--use-checkpoint-args" in line.given):
             continue
         if setting.type is bool:

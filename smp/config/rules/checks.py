@@ -112,6 +112,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
     _check_secondary_shards(config.parallel, layout)
     _check_schedule(config.optim)
     _check_training(config.training)
+    # Fine-tuning's --load means another thing, and is checked in its own rules.
     if config.objective is None:
         _check_loading(config.checkpoint)
     _check_saving(config, config.checkpoint, config.training)
@@ -145,6 +146,7 @@ def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
         f"--zero-hpz-partition-size {size} and a pipeline exclude each other: it gathers weights once per step",
     )
     require(
+        # Equal to all shards it would hold nothing that is not there already.
         size < shards and shards % size == 0,
         f"--zero-hpz-partition-size {size} has to divide, and be below, the {shards} processes that shard weights "
         "(--hybrid-shard-degree x --context-parallel-size)",
@@ -375,6 +377,7 @@ def _check_batch(config: Config) -> None:
 
 def _check_schedule(optim: OptimizerConfig) -> None:
     require(optim.min_lr <= optim.lr, f"--min-lr {optim.min_lr} is above --lr {optim.lr}")
+    # The decoupled rate is that of embedding and output matrix; warm-up begins below both.
     lowest = min(optim.lr, optim.decoupled_lr or optim.lr)
     require(optim.lr_warmup_init <= lowest, f"--lr-warmup-init {optim.lr_warmup_init} is above the peak {lowest}")
     least = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr

@@ -41,6 +41,7 @@ def check_context_parallel(config: Config, layout: Layout) -> None:
     if not any(attends(config.model)):
         return
     heads = config.model.num_attention_heads // layout.tp
+    # Each all-to-all group divides a rank's heads.
     if heads % a2a:
         shared = f" / --tensor-model-parallel-size {layout.tp}" if layout.tp > 1 else ""
         groups = "" if a2a == cp else f" in groups of {a2a}"

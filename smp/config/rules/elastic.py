@@ -71,6 +71,7 @@ def with_shards(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
             errors.append(error)
             continue
         return found
+    # The first error is about the degree that was asked for.
     raise errors[0]
 
 
@@ -82,6 +83,7 @@ def layouts(parallel: ParallelConfig, each: int) -> dict[int, ParallelConfig]:
     """
     found = {}
     for nodes in node_counts(parallel):
+        # Numbers of nodes without a layout are left out, not refused.
         with suppress(ConfigError):
             found[nodes] = with_shards(parallel, nodes * each)
     return found

@@ -66,6 +66,7 @@ def _named(target: str) -> str:
 
 def _laid_out(data: DataConfig, alone: bool) -> DataConfig:
     """Whether samples share sequences; those that do must not see each other."""
+    # Pairs and completions are compared as wholes, one per sequence.
     packing = data.packing or ("off" if alone else "best-fit")
     packed = packing == "best-fit"
     return replace(data, packing=packing, reset_attention_mask=packed, reset_position_ids=packed)

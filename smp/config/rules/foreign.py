@@ -94,6 +94,7 @@ def refuse_architecture(given: Mapping[str, Any], found: Mapping[str, Any]) -> N
     describes the architecture completely."""
     defaults = {field.name: field.default for field in fields(ModelConfig)}
     own = [name for name in given if name in defaults and name not in CHOICE]
+    # Defaults of the schema are values, too: a flag equal to them changes nothing.
     flags = [flag_of(name) for name in own if given[name] != found.get(name, defaults[name])]
     require(
         not flags,

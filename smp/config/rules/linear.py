@@ -145,6 +145,7 @@ def _check_mamba(model: ModelConfig, tp: int) -> None:
 def _check_without_attention(model: ModelConfig) -> None:
     """Refuse settings of attention in a model without attention layers."""
     named = given(model, *OF_ATTENTION)
+    # The derived number of groups is no wish of the user.
     if model.num_query_groups != model.num_attention_heads:
         named += given(model, "num_query_groups")
     if model.kv_channels != model.hidden_size // model.num_attention_heads:

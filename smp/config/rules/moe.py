@@ -103,6 +103,7 @@ def check_moe(config: Config, layout: Layout) -> None:
         ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size, layout.tp, tensor),
     ):
         require((size or 0) % tp == 0, f"{flag} {size} is not divisible by {its}; change one of them")
+    # Biases are cut over the expert-tensor-parallel ranks, as the outputs.
     biased = (
         "--add-mlp-bias" if model.add_mlp_bias else None if model.disable_bias_linear else "--no-disable-bias-linear"
     )

@@ -29,6 +29,7 @@ def fill_rollouts(config: Config) -> RolloutConfig | None:
     assert config.objective is not None
     name = config.objective.objective
     given = {f.name: getattr(rollouts, f.name) for f in fields(rollouts) if getattr(rollouts, f.name) is not None}
+    # A value that the user gave wins over the objective's.
     filled = replace(rollouts, **{key: value for key, value in DEFAULTS[name].items() if key not in given})
     _check_given(config, rollouts, filled, name)
     # --loss-type cispo with another objective: its clip is an upper bound of a weight, not 1 +
@@ -97,6 +98,7 @@ def _check(config: Config, rollouts: RolloutConfig, name: str) -> None:
         rollouts.loss_type != "cispo" or highest >= 1,
         f"--epsilon-high {highest}: with --loss-type cispo it is the largest weight itself; give 1 or more",
     )
+    # Two-sided clipping acts above the usual clip only.
     require(
         rollouts.delta is None or rollouts.delta >= 1 + highest,
         f"--delta {rollouts.delta} is below 1 + --epsilon-high {highest}, where the ratio is clipped already",
@@ -187,6 +189,7 @@ def _check_given(config: Config, given: RolloutConfig, filled: RolloutConfig, na
     without = {"--kl-estimator": given.kl_estimator, "--kl-placement": given.kl_placement}
     for flag, value in without.items():
         default = DEFAULTS[name]["kl_placement"] if flag == "--kl-placement" else None
+        # Resolved configs have the estimator filled in.
         resolved = value in (None, default) or (flag == "--kl-estimator" and value in ("k1", "k3"))
         require(bool(filled.beta) or resolved, f"{flag} {value} has no effect without --beta; leave it out")
     cut = RolloutConfig.importance_sampling_clip_max, RolloutConfig.importance_sampling_clip_min

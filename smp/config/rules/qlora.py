@@ -47,6 +47,7 @@ def check_qlora(config: Config, layout: Layout) -> None:
     )
     if model.is_foreign:  # whose widths its modules say (smp.layers.adapters.quantized)
         return
+    # Latent attention's output projection reads values of their own width.
     values = model.v_head_dim if model.multi_latent_attention else model.kv_channels
     widths = {"hidden size": (model.hidden_size, 1), "attention": (model.num_attention_heads * values, layout.tp)}
     if model.multi_latent_attention:
@@ -65,6 +66,7 @@ def check_qlora(config: Config, layout: Layout) -> None:
         widths["shared expert"] = (model.moe_shared_expert_intermediate_size, layout.tp)
     for what, (width, ranks) in widths.items():
         cut = f", cut by --tensor-model-parallel-size {ranks}" if ranks > 1 else ""
+        # Only a width that tensor parallelism makes too narrow can be helped by fewer ranks.
         less = "; take fewer processes" if ranks > 1 and width % BLOCK == 0 else "; leave it out"
         require(
             width % (ranks * BLOCK) == 0,

@@ -12,7 +12,7 @@ from smp.convert.layout import Table
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """How a config.json speaks of experts, see ``hf_experts``.
+    """How a config.json speaks of experts, see :mod:`smp.convert.huggingface.experts`.
 
     Attributes:
         count: key of their number.

@@ -3,7 +3,7 @@
 Two things differ in peft's format. Modules have Hugging Face's names, which the tables of families translate. And where
 several of smp's matrices lie in one (GPT-2's fused query, key and value), so do their adapters: on writing, those of
 ranks r become one of rank sum(r), A's one below the other and B's in rows and columns of their own; on reading, one
-becomes several with the same A and each its rows of B. See ``peft_read`` and ``peft_write``.
+becomes several with the same A and each its rows of B. See ``read`` and ``write``.
 """
 
 from __future__ import annotations
