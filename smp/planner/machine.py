@@ -161,6 +161,7 @@ def run_processes(fn: Callable[..., Any], processes: int, threads: int, *argumen
             raise RuntimeError("a process that measures this machine failed; its message is above") from None
         finally:
             for worker in workers:
+                # kill after join: a worker that hangs must not outlive the measurement.
                 worker.join(timeout=10)
                 worker.kill()
 
@@ -177,6 +178,7 @@ def _work(
     # As a run on this machine: its groups inherit the backend.
     dist.init_process_group(NAME if processes > 1 else "gloo", store=store, rank=rank, world_size=processes)
     answer.send(fn(rank, processes, *rest))
+    # All ranks must have answered before the group goes away.
     dist.barrier()
     dist.destroy_process_group()
 
@@ -216,6 +218,7 @@ def time_calls(wanted: Sequence[Timed]) -> dict[Timed, float]:
     """Seconds of each call. All processes of the group call it with the same list."""
     # Products of ones in place run into denormal numbers after a while, which are slow.
     torch.set_flush_denormal(True)
+    # Every process times the calls in the same order, since collectives need all of them.
     return {call: _time_collective(call) if isinstance(call, Collective) else _time(call) for call in wanted}
 
 

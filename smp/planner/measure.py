@@ -152,6 +152,7 @@ def read_device(path: Path) -> Device:
     """
     try:
         said: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # Unknown fields raise TypeError: files of another version are refused.
         errors = ShareErrors(**said.pop("errors"))
         device = Device(**said, errors=errors)
         numbers = {f.name: getattr(device, f.name) for f in fields(device) if f.name not in ("errors", "family")}

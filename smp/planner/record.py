@@ -116,6 +116,7 @@ class CallRecorder(Meter):
             self.counts.calls[call] += 1
 
     def _sent(self, key: Key, ranks: int, size: int) -> None:
+        # Within a group of one rank nothing is sent.
         if (place := self._place()) is not None and ranks > 1:
             self.counts.calls[place, Collective(*key, ranks, size)] += 1
 

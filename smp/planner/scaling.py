@@ -75,6 +75,7 @@ def curve(
 
 def efficiency(points: Sequence[Point], point: Point) -> float:
     """Tokens per second and device relative to the smallest size that works."""
+    # The first that works: below it no layout fits.
     first = next((one for one in points if one.best), None)
     return point.rate / first.rate if first else 0.0
 

@@ -121,6 +121,7 @@ def _configs(asked: Config, world_size: int, device: Device, decided: Collection
     # Tensor parallelism stays within a node: every collective of it is waited for.
     within_node = [n for n in _divisors(world_size) if device.connected % n == 0]
     tensor = given("tensor_model_parallel_size", parallel.tensor_model_parallel_size, within_node)
+    # No stage is empty, and a pipeline has an upper limit.
     stages = [n for n in _divisors(world_size) if n <= min(asked.model.num_layers, LONGEST_PIPELINE)]
     pipeline = given("pipeline_model_parallel_size", parallel.pipeline_model_parallel_size, stages)
     is_long = (asked.data.seq_length or 0) >= LONG_SEQUENCE
@@ -182,6 +183,7 @@ def _divisors(n: int) -> list[int]:
 def _flags(config: Config, asked: Config) -> str:
     """Flags of what differs from ``asked``."""
     words = []
+    # Only flags that the search varies.
     for group, names in (("parallel", _PARALLEL), ("data", ("micro_batch_size",))):
         for name in names:
             value = getattr(getattr(config, group), name)

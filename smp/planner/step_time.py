@@ -95,6 +95,7 @@ class StepModel:
         for kind, number in Counter(kinds).items():
             # A layer in bf16 among FP8 ones is a kind of its own.
             first = kinds.index(kind)
+            # A layer of each kind stands for all of them.
             ahead, back = self._block_passes(self.blocks[first], specs[first], fp8=in_8_bits[first])
             # Weighted by the number of layers.
             forward, backward = forward + ahead * (number / len(layers)), backward + back * (number / len(layers))
@@ -327,6 +328,7 @@ class StepModel:
         # The first block's gather is in ``ends``.
         late_forward = max(0.0, gather - self.forward.total) * (layers - 1)
         late_backward = max(0.0, gather + reduce_ - self.backward.total) * (layers - 1)
+        # Gradients only, where weights stay gathered.
         late_reduce = max(0.0, reduce_ - self.backward.total) * (layers - 1)
         ends = gather + reduce_  # the first one's gather and the last one's reduction have nothing to hide under
         first = late_forward + ends

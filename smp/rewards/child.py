@@ -53,6 +53,7 @@ class Child:
             RewardError: it cannot; ``what`` names it where the process does not say why.
         """
         said = self.line(START_SECONDS)
+        # A process that cannot start says why in its first line.
         if said is None or "error" in said:
             self.kill()
             why = "" if said is None else said["error"]
@@ -65,6 +66,7 @@ class Child:
             # Dates and the like of tables go as text: functions get what JSON can say.
             self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             self._process.stdin.flush()
+        # A broken pipe: the process has ended, which the next line() reports.
         except OSError:
             return False
         return True
@@ -102,6 +104,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             # start_new_session made it the leader of a process group.
             os.killpg(self._process.pid, signal.SIGKILL)
+        # Reaps the process, or it would stay as a zombie.
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -122,6 +125,7 @@ def serve(prepare: Callable[[], Callable[[Any, Say], None]]) -> int:
     """
     lines, answers = _pipes()
 
+    # One line per message: json.dumps writes no line ends.
     def say(**message: Any) -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()

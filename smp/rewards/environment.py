@@ -49,6 +49,7 @@ class ToolEnvironment:
 
     async def _answer(self, text: str) -> dict[str, Any]:
         name = "unknown"
+        # The model's text is data: whatever it asks for, an error is an answer.
         try:
             call = json.loads(text)
             name = str(call["name"])
@@ -84,6 +85,7 @@ class _Episodes:
         except Exception as error:
             # An episode after an error is in an unknown state.
             self._held.pop(episode, None)
+            # Joined to one line: messages are lines.
             said = str(error) if isinstance(error, RewardError) else f"raised {type(error).__name__}: {error}"
             say(error=" ".join(f"environment {self._spec}: {method} {said}".split()))
             return
@@ -117,6 +119,7 @@ class _Episodes:
         roles = [message.get("role") if isinstance(message, dict) else None for message in listed]
         if not all(isinstance(role, str) and role != "assistant" for role in roles):
             raise RewardError(f"returned {found!r:.100}, which is neither None, a text nor messages of others")
+        # An empty list would be a turn without an answer: it ends the episode.
         return messages or None
 
     def _drop(self, episode: str) -> None:

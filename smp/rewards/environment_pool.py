@@ -27,6 +27,7 @@ class EnvironmentPool:
     def __init__(self, spec: str, workers: int = 1, timeout: float = 60.0) -> None:
         self._hosts = [_Host(spec, timeout) for _ in range(workers)]
         try:
+            # Started now: a wrong file must end the run at once, not at the first completion.
             self._hosts[0].start()
         except RewardError:
             self.close()
@@ -59,6 +60,7 @@ class _Host:
     def start(self) -> Child:
         """The process; starts it if necessary."""
         with self._lock:
+            # close() may run at the same time in another thread.
             if self._closed:
                 raise RewardError("the run ends")
             fresh = self._child is None
@@ -81,6 +83,7 @@ class _Host:
             # Order: whether it ended by itself must be known before it is killed.
             gone = child.ended
             child.kill()
+            # All episodes of the process are lost; a later reset starts a new one.
             self._child, self._episodes = None, set()
             why = "ended its process" if gone else f"did not return within {self._timeout:g} s (--reward-timeout)"
             raise RewardError(f"environment {self._spec}: {method} {why}")

@@ -71,6 +71,7 @@ class RewardFunction:
         except (TypeError, ValueError):
             raise RewardError(f"reward function {spec} has no signature") from None
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        # Positional-only parameters cannot be passed by keyword.
         self._names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
     def start(self, call: Call) -> Any:
@@ -79,6 +80,7 @@ class RewardFunction:
             made = [self._of_verl(call, i) for i in range(len(call.completions))]
             return _together(made) if any(map(inspect.isawaitable, made)) else made
         given = {"prompts": call.prompts, "completions": call.completions, "completion_ids": call.completion_ids}
+        # These lists win over columns of the same name.
         given = call.columns | given
         return self._function(**{name: x for name, x in given.items() if self._takes_all or name in self._names})
 
@@ -156,6 +158,8 @@ def load(spec: str, flag: str, kind: str = "function") -> Callable[..., Any]:
         found = importlib.util.spec_from_file_location(known, path)
         assert found is not None and found.loader is not None
         module = importlib.util.module_from_spec(found)
+        # Registered before it runs, as import does: classes of the file are looked up there by
+        # pickle and dataclasses.
         sys.modules[known] = module
         # What lies next to the file can be imported, as when it is run.
         sys.path.insert(0, str(path.resolve().parent))
@@ -188,6 +192,7 @@ class Scored(NamedTuple):
 def score(functions: list[RewardFunction], call: Call, begin: Callable[[int], None]) -> list[Scored]:
     """The result of each function. ``begin`` is called with a function's number before it runs; async functions run
     last and together, under the number of the first of them."""
+    # A loop of its own: the process has no other.
     return asyncio.run(_score(functions, call, begin))
 
 
@@ -209,6 +214,7 @@ async def _score(functions: list[RewardFunction], call: Call, begin: Callable[[i
     if waiting:
         # A time limit then covers all that wait together.
         begin(min(waiting))
+    # return_exceptions: an error of one function must not lose the results of others.
     results = await asyncio.gather(*(made for made, _ in waiting.values()), return_exceptions=True)
     for (i, (_, started)), made in zip(waiting.items(), results, strict=True):
         failed = isinstance(made, BaseException)

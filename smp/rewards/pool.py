@@ -54,6 +54,7 @@ class RewardPool:
         worker = _Worker(self._specs)
         with self._lock:
             self._all.add(worker)
+            # Checked under the lock, so that close() either sees the worker or stops it here.
             closed = self._closed
         if closed:
             worker.kill()
@@ -80,6 +81,7 @@ class RewardPool:
                 for i, spec in enumerate(self._specs)
             ]
         finally:
+            # Also after an error: the number of workers in the queue stays the same.
             self._free.put(worker)
 
 

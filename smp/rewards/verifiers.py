@@ -27,6 +27,7 @@ def text_of(completion: Any) -> str:
 def _each(
     completions: list[Any], columns: dict[str, list[Any]], names: tuple[str, ...], right: Callable[[str, Any], bool]
 ) -> list[float | None]:
+    # The first of the columns that the data have.
     wanted: list[Any] = next((columns[name] for name in names if name in columns), [None] * len(completions))
     return [
         None if want is None else float(right(text_of(said), want))
