@@ -9,7 +9,8 @@ from tests.parity.cases import Case, Problem, Spread
 
 MIXERS: dict[str, dict[str, Any]] = {
     **{"hybrid": {}, "olmo hybrid": {"kv_heads": 4}, "kimi": {"kv_heads": 4}, "mamba": {}, "falcon h1": {}},
-    **{"nemotron": {"layers": 4}, "dsa": {}},
+    # Without clipping nemotron's tenth step is one rank's rounding, 1.4e-5 from fp64.
+    **{"nemotron": {"layers": 4, "clip": True}, "dsa": {}},
 }
 """Problems, by the name of the architecture."""
 EXPERTS: dict[str, dict[str, Any]] = {
