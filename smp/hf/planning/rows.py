@@ -68,12 +68,14 @@ def _vision(layers: str, output: str, heads: str) -> dict[str, str]:
     return rows
 
 
-def _t5(side: str) -> dict[str, str]:
+def _t5(side: str, width: str | None = None) -> dict[str, str]:
+    """``width``: a number that its attention keeps, of all heads."""
     layer = f"{side}.block.*.layer.*"
     dense = dict.fromkeys((f"{layer}.DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1")), "colwise")
     rows = {f"{side}.embed_tokens": EMBEDDING, f"{layer}.DenseReluDense.wo": "rowwise"} | dense
     for attention in ("SelfAttention", "EncDecAttention", "LocalSelfAttention"):
         rows |= _attention(f"{layer}.{attention}", "o", "n_heads", "q k v")
+        rows |= {f"{layer}.{attention}.{width}": DIVIDE} if width else {}
         # The table is (buckets, heads): its columns go with the heads.
         rows[f"{layer}.{attention}.relative_attention_bias"] = EMBEDDING_COLUMNS  # a column per head
     return rows
@@ -152,7 +154,8 @@ OWN: dict[str, dict[str, str]] = {
         "model.decoder.layers.*.fc2": "rowwise",
         "model.decoder.layers.*.final_layer_norm": "replicate",
     },
-    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), _t5("encoder") | _t5("decoder")),
+    **dict.fromkeys(("t5", "mt5", "umt5"), _t5("encoder") | _t5("decoder")),
+    "longt5": _t5("encoder", "inner_dim") | _t5("decoder", "inner_dim"),
     "gpt_neo": {
         **_attention("transformer.h.*.attn.attention", "out_proj", "num_heads"),
         **_mlp("transformer.h.*.mlp.c_fc", "transformer.h.*.mlp.c_proj"),
