@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="tokens of the sequence")
     parser.add_argument("--heads", type=int, default=8, help="of values; Qwen3-Next has 32")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--without", nargs="*", default=[], help="entries to leave out, such as heads")
     sizes = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -171,6 +172,7 @@ def main() -> None:
         "states without transfers": without_transfers(states),
         "transfers of states alone": transfers_alone(sent, group),
     }
+    steps = {name: step for name, step in steps.items() if name not in sizes.without}
     found: dict[str, list[Taken]] = {name: [] for name in steps}
     for turn in range(sizes.rounds + 1):
         for name, step in steps.items():

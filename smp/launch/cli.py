@@ -73,6 +73,7 @@ def _run(words: list[str]) -> int:
     elif first == "--list":
         print("\n".join(name for name in list_recipes() if all(word in name for word in words[1:])))
     elif first == "--completion":
+        # Absolute: completion works in any folder.
         command = f"{sys.executable} {Path(sys.argv[0]).absolute()}"
         print(_COMPLETION.replace("COMMAND", command).replace("SCRIPT", Path(sys.argv[0]).name), end="")
     elif first == "--complete":
@@ -177,6 +178,7 @@ def _worded(error: ConfigError, message: str) -> ConfigError:
 def _without_secrets(words: list[str]) -> list[str]:
     keys = [word.partition("=")[0] for word in words]
     return [
+        # Values of keys with a secret's name go as a whole.
         f"{key}={REMOVED}" if "=" in word and is_secret(key.rpartition(".")[2]) else text
         for key, word, text in zip(keys, words, hidden_words(words, words), strict=True)
     ]
@@ -254,6 +256,7 @@ def _refuse_busy(folder: Path) -> None:
 def _submit(folder: Path) -> int:
     facts = read_facts(folder)
     code, more = backend_of(facts["backend"]).submit(folder, facts)
+    # After the submission: its id is what later commands need.
     write_artifacts(folder, {"job.json": _json({**facts, **more})})
     return code
 

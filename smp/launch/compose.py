@@ -88,6 +88,7 @@ def compose(words: list[str]) -> Composed:
     if (recipe := chosen.get("recipes")) is None:
         raise ConfigError("which recipe is missing: give recipes=NAME (--list names them all)")
     recipes, source = load_recipe(recipe, is_text)
+    # Hydra's two names of the choice; words before the file's own.
     asked = next(
         filter(None, (some.get(key) for some in (given, chosen_there) for key in ("cluster", "cluster_type"))), None
     )
@@ -306,6 +307,7 @@ def _remove(tree: Any, override: Override) -> None:
     held, name = _item(node, override.path[-1]), override.path[-1]
     if node is None or held is None:
         raise ValueError("there is no such key to remove")
+    # Hydra: ~key=value removes only if the value is the same.
     if override.text is not None and value_of(override) != held:
         raise ValueError(f"it is {held!r} and is not removed")
     del node[int(name) if isinstance(node, list) else name]
@@ -346,6 +348,7 @@ def _resolved(tree: dict[str, Any], files: Mapping[str, Path], base: Path) -> di
 def _backend(cluster: dict[str, Any], name: str, asked: str | None) -> str:
     """The back-end that a cluster's file is for."""
     follows = cluster.pop("cluster_type", name)
+    # Aliases in files, too.
     follows = _ALIASES.get(follows, follows)
     if follows not in BACKENDS:
         raise ConfigError(f"cluster={name}: cluster_type in its file must be one of {', '.join(BACKENDS)}")

@@ -98,6 +98,7 @@ def make_job(composed: Composed, recipe: Recipe) -> Job:
     results = tree.get("base_results_dir")
     if not isinstance(results, str) or not results:
         raise ConfigError("base_results_dir is missing: give the folder that jobs' folders are made in")
+    # A URL is no place for a job's scripts and logs.
     if "://" in results:
         raise ConfigError(f"base_results_dir: {results} is no folder; recipes.save=URL is where checkpoints go")
     if not results.isprintable():
@@ -116,10 +117,12 @@ def make_job(composed: Composed, recipe: Recipe) -> Job:
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
         raise ConfigError(f"max_tries: {tries!r} is not a number above 0")
     instance = find_instance(tree.get("instance_type"), tree.get("instances") or {})
+    # 0 devices: the instance has CPUs only.
     if instance is not None and 0 < instance.devices < recipe.devices:
         raise ConfigError(
             f"trainer.devices: {recipe.devices} on a machine with {instance.devices} (instance_type {instance.name})"
         )
+    # Absolute: jobs run in other folders.
     folder = Path(results).expanduser().absolute() / recipe.name
     return Job(recipe=recipe, backend=composed.backend, tree=tree, folder=folder, instance=instance)
 
@@ -272,6 +275,7 @@ def to_yaml(tree: Any) -> str:
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         """With a rule of its own."""
 
+    # Quoted where another reader of YAML would see a number or a truth value.
     def text(dumper: Any, value: str) -> Any:
         style = "'" if _LIKE_A_NUMBER.fullmatch(value) else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)

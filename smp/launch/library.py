@@ -67,6 +67,7 @@ def read_recipe_text(name: str) -> tuple[str, Path]:
     Raises:
         ConfigError: there is no such recipe, or its file cannot be read.
     """
+    # A file of the caller's own, before names of collections.
     if name.endswith((".yaml", ".yml")):
         if Path(name).is_file():
             return _read(Path(name)), Path(name)
@@ -108,6 +109,7 @@ def own_config() -> tuple[dict[str, Any], dict[str, str]]:
     git = own.get("git")
     if isinstance(git, dict):
         own["git"] = {name: git[name] for name in git if git[name] is not None and name not in _OF_THEIR_TRAINER}
+    # null in HyperPod's file means: as this project has it.
     own = {name: value for name, value in own.items() if value is not None}
     return own, {name: value for name, value in chosen.items() if name in ("cluster", "recipes", "cluster_type")}
 

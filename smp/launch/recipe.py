@@ -160,6 +160,7 @@ def _with_settings(
     with _keys_named(said):
         values = _parsed(_without_alternatives(translated.values, values), recipe, translated=True) | values
     if leaves and form is None:
+        # HyperPod's keys on a recipe of this project's are overrides of it.
         translated = _overridden(values, leaves, recipe)
         said = translated.said
         values = {name: value for name, value in values.items() if name not in translated.gone}
@@ -206,6 +207,7 @@ def _split(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(settings under their own names, HyperPod's keys)."""
     known = settings(PRETRAIN).keys() | settings(FINETUNE).keys()
+    # Names that both dialects have are the form's.
     if form is not None:
         known -= form.keys.keys()
     own = {str(key): value for key, value in tree.items() if key in known and not isinstance(value, Mapping)}
@@ -329,6 +331,7 @@ def _value(table: Mapping[str, Setting], name: str, value: Any, recipe: Recipe) 
         raise ConfigError(f"{name}: {_script_of(recipe)} has no such setting{did_you_mean(name, table)}")
     setting = table[name]
     if isinstance(value, list) and setting.many:
+        # A list is written as a shell would write it.
         value = shlex.join(map(str, value))
     if isinstance(value, list | Mapping):
         raise ConfigError(f"{name}: expected one value, not {value!r}")
@@ -392,6 +395,7 @@ def _checked(recipe: Recipe, values: Mapping[str, Any], shape: Mapping[str, Any]
         del complete["train_iters"]
     config = fill_in(build_tree(entry, {**complete, **given}))
     if not shape:
+        # Without a known model only the layout can be checked.
         Layout.from_config(config.parallel, world)
         return None
     of_folder = {"vocab_size": _VOCABULARY} | dict(shape)

@@ -33,6 +33,7 @@ def resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
         UnresolvedError: a reference to nothing, to itself, or one that is not in the grammar.
     """
     texts = list(_texts(tree))
+    # Without references nothing is copied or imported.
     if not any("${" in text or text.endswith("???") for text in texts):  # ???: OmegaConf's sign of a missing value
         return dict(tree)
     resolver = _Resolver(tree)
@@ -70,6 +71,7 @@ class _Resolver:
             return [self.value(value, (*path, index), waiting) for index, value in enumerate(node)]
         if not isinstance(node, str) or not ("${" in node or node.endswith("???")):
             return node
+        # The path is waiting for its own value: a circle.
         if path in waiting:
             raise UnresolvedError(".".join(map(str, path)), f"{node} refers to itself")
         rest = _REFERENCE.sub("", node)
@@ -96,6 +98,7 @@ class _Resolver:
         node: Any = self.tree
         for name in place:
             if dots > len(path) or not isinstance(node, Mapping) or name not in node:
+                # Unknown names: OmegaConf has the error messages.
                 self.plain = False
                 return None
             node = node[name]

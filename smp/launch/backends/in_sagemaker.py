@@ -26,6 +26,7 @@ _NOT_SETTINGS = ("mp_parameters", "sagemaker_", "smp_")
 
 def hyper_parameters(environment: Mapping[str, str], ml: Path) -> dict[str, Any]:
     """Hyper-parameters by name. The API keeps text; SDK and toolkit put JSON into it."""
+    # A toolkit's variable where there is one; the file is always there.
     text = environment.get("SM_HPS") or (ml / "input/config/hyperparameters.json").read_text(encoding="utf-8")
     return {name: _value(value) for name, value in json.loads(text).items()}
 
@@ -50,6 +51,7 @@ def command(values: Mapping[str, Any], resources: Mapping[str, Any], ml: Path) -
     hosts = sorted(resources["hosts"])
     nodes = [f"--nnodes={len(hosts)}", f"--nproc-per-node={values['smp_devices']}"]
     if len(hosts) > 1:
+        # c10d needs no server of its own: torchrun on the first host keeps the store.
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0]}:{PORT}", "--rdzv-id=training"]
         nodes += [*meeting, f"--node-rank={hosts.index(resources['current_host'])}"]
     else:

@@ -64,6 +64,7 @@ def artifacts(job: Job) -> Artifacts:
     name = job.recipe.name
     check_name(name, kind, job.recipe.num_nodes)
     check_label("namespace", cluster.get("namespace"))
+    # The first pod of each kind is where the others meet.
     host = f"{name}-0.{name}" if kind == "Job" else f"{name}-master-0"
     words = f"--rdzv-backend c10d --rdzv-endpoint {host}:{PORT} --rdzv-id {name}"
     # HyperPod's operator talks to its own agent, which takes torchrun's place and brings its rendezvous
@@ -91,6 +92,7 @@ def _check_folder(job: Job) -> None:
     save = job.recipe.settings.get("save")
     folder = str(save or job.folder)
     mounts = [_mount_path(volume) for volume in [*_volumes(job, "volumes"), *_claims(job)]]
+    # With a slash: /data2 is not below /data.
     held = any(folder == mount or folder.startswith(mount + "/") for mount in mounts if mount)
     if not held and "://" not in folder and job.recipe.task != "custom":
         raise ConfigError(
@@ -137,6 +139,7 @@ def _mapping(job: Job, key: str) -> Object:
 def _metadata(job: Job, name: str | None = None) -> Object:
     labels = {_NAME: job.recipe.name, **_mapping(job, "custom_labels")}
     if job.cluster.get("queue_name"):
+        # Kueue admits jobs by this label.
         labels[_KUEUE] = job.cluster["queue_name"]
     return _set(
         name=name or job.recipe.name,
@@ -188,6 +191,7 @@ def _workload(job: Job, kind: str, private: bool) -> list[Object]:
         return [{"apiVersion": "kubeflow.org/v1", "kind": kind, "metadata": metadata, "spec": spec}]
     spec = {
         "nprocPerNode": str(job.recipe.devices),
+        # HyperPod's own restarts: a new try of all pods.
         "runPolicy": {"jobMaxRetryCount": tries, **_set(cleanPodPolicy=clean), **_monitoring(job)},
         "replicaSpecs": [{"name": "pods", "replicas": nodes, "template": pod}],
     }
@@ -324,6 +328,7 @@ def _container(job: Job, mounts: list[Object]) -> Object:
     cluster = job.cluster
     if cluster.get("pullPolicy") not in ("Always", "IfNotPresent", "Never"):
         raise ConfigError(f"cluster.pullPolicy: {cluster.get('pullPolicy')} is none of Always, IfNotPresent, Never")
+    # pre_script runs in the same shell: what it exports is seen by the training.
     script = "\n".join([*map(str, _list(job, "pre_script")), f"bash {CONFIG}/train.sh"])
     # The exit code of the training must survive the commands after it: it decides about a restart.
     if after := _list(job, "post_script"):
@@ -383,6 +388,7 @@ def _devices(job: Job) -> Object:
     """GPUs, unless the run uses none, and EFA where the machine has it: without it NCCL would silently use TCP."""
     if job.environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1") or (job.instance and not job.instance.devices):
         return {}
+    # A run on one node has nothing to send through EFA.
     efa = job.instance.efa if job.instance is not None and job.recipe.num_nodes > 1 else 0
     return {"nvidia.com/gpu": str(job.recipe.devices)} | ({"vpc.amazonaws.com/efa": str(efa)} if efa else {})
 
@@ -439,6 +445,7 @@ def _kubectl(facts: Facts, *words: str) -> str:
 
 def busy(folder: Path, facts: Facts) -> str | None:
     """What a job that has not ended does; a cancelled one ends when its pods are gone."""
+    # A job whose object is gone has ended.
     if not facts.get("id") or not _there(facts):
         return None
     conditions = _conditions(facts)

@@ -112,4 +112,5 @@ def check_mounts(paths: Iterable[str]) -> None:
 def volume_name(wanted: str, taken: Iterable[str]) -> str:
     """A free name for a volume: a claim's name may be taken, or have dots."""
     name = wanted if _LABEL.fullmatch(wanted) and len(wanted) <= 63 else "claim"
+    # Numbered names stay below 63 characters.
     return next(n for n in [name, *(f"{name[:59]}-{i}" for i in range(1, 1000))] if n not in taken)

@@ -90,6 +90,7 @@ def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
         _stop(folder, process, signal.SIGUSR1)
         try:
             _show(folder, process)
+        # The second Ctrl-C: supervise.py kills what it has started.
         except KeyboardInterrupt:
             _stop(folder, process, signal.SIGINT)
     return process.wait(), {"id": process.pid}
@@ -147,6 +148,7 @@ def _holder(folder: Path) -> int | None:
                 # its process, however that ends.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
+                # The file holds the process number of the holder.
                 return int(file.read() or 0) or None
     except OSError:
         return None

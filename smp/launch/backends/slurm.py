@@ -99,6 +99,7 @@ def _head(job: Job, stage: str) -> str:
         # B: only the batch script gets the signal, which supervise.py passes on.
         "signal": f"B:USR1@{_seconds(job)}" if training and recipe.time_limit else None,
     }
+    # Only the training is an array: other stages run once.
     options |= {key.replace("_", "-"): value for key, value in _options(cluster).items() if training or key != "array"}
     lines = [_option(key, value) for key, value in options.items() if value is not None and value is not False]
     return "\n".join(["#!/bin/bash", *lines])
@@ -237,6 +238,7 @@ def cancel(folder: Path, facts: Facts) -> str:
         _scancel(*ended_at_once)
     if not running:
         return "taken out of the queue"
+    # Tasks that wait have nothing to save.
     if "PENDING" in training:  # tasks of an array
         _scancel("--state=PENDING", number)
     # --batch: to the batch script only, since torchrun would die of SIGUSR1.

@@ -73,6 +73,7 @@ def _section(job: Job) -> dict[str, Any]:
         raise ConfigError(f"cluster.sm_jobs_config.{unknown[0]}: there is no such key{hint}")
     if not given.get("role"):
         raise ConfigError("cluster.sm_jobs_config.role is missing: give the ARN of the execution role")
+    # The recipe's time limit, or a day, SageMaker's own default.
     given["max_run"] = given.get("max_run") or job.recipe.seconds or 86400
     for key in ("max_run", "volume_size_gb"):
         if isinstance(given[key], bool) or not isinstance(given[key], int) or given[key] < 1:
@@ -91,6 +92,7 @@ def _request(job: Job, section: Mapping[str, Any]) -> dict[str, Any]:
         "RoleArn": section["role"],
         "AlgorithmSpecification": {
             "TrainingImage": str(job.tree["container"]),
+            # File systems are mounted: nothing is streamed.
             "TrainingInputMode": "FastFile" if not _file_system(section) else "File",
             "ContainerEntrypoint": ["python3", "-m", "smp.launch.backends.in_sagemaker"],
         },
@@ -243,6 +245,7 @@ def logs(folder: Path, facts: Facts, more: bool) -> int:
     places: dict[str, str] = {}
     last = False
     while not last:
+        # Asked first: lines written up to the end are printed in the last round.
         last = not more or _described(facts)["TrainingJobStatus"] not in _ACTIVE
         for line in _new_lines(facts, places):
             print(line, flush=True)

@@ -154,6 +154,7 @@ def to_nodes(process: Process) -> None:
 def node(status_file: str, command: list[str]) -> int:
     """Run torchrun. The exit code says why the run ended, which torchrun's own does not. An elastic torchrun is asked
     to stop itself, and passes the signal on: it would restart workers that end without it."""
+    # An elastic launcher has a range of nodes, least:most.
     elastic = any(word == "--nnodes" and ":" in command[i + 1] for i, word in enumerate(command[:-1]))
     child = Child(command, to_itself if elastic else to_workers, begin=ignore_usr1)
     code = child.wait()
@@ -179,6 +180,7 @@ def progress(folder: str, checkpoints: str) -> Any:
 def count_try(folder: str, checkpoints: str) -> int:
     """Number of consecutive tries, this one included, that began with the same progress."""
     path = os.path.join(folder, "tries.json")
+    # Progress is compared with that at the start of the try before.
     before, now = read_json(path, {}), progress(folder, checkpoints)
     tries = before.get("tries", 0) + 1 if before.get("progress") == now else 1
     write_json(path, {"tries": tries, "progress": now})
@@ -194,6 +196,7 @@ def lock(folder: str) -> Any:
         return None
     except OSError as error:  # a file system without locks: go on
         say(f"no lock on {folder}: {error}")
+    # Emptied only under the lock: opening with "a+" keeps the number of another holder.
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()

@@ -90,6 +90,7 @@ def _say(result: Translated, place: dict[str, Any], name: str, became: Mapping[s
     """Add the settings of the key ``name`` to ``place``. Raises ConfigError when another key gives one of them another
     value, since their order would decide."""
     for setting, value in became.items():
+        # The first key that sets a setting is named in the error of the second.
         other = result.said.setdefault(setting, name)
         if other != name and place.get(setting) != value:
             raise ConfigError(

@@ -180,6 +180,7 @@ def _delta(value: Any, get: Get) -> Mapping[str, Any] | str:
 def _correction(value: Any, get: Get) -> Mapping[str, Any]:
     if value not in ("token", "sequence"):
         raise ConfigError(f"{value} cannot be had: take token or sequence")
+    # verl's default threshold is 2.
     limit = get(_T + "algorithm.rollout_correction.rollout_is_threshold") or 2.0
     return {"importance_sampling_mode": f"{value}_truncate", "importance_sampling_clip_max": float(limit)}
 

@@ -34,7 +34,7 @@ Ended = Callable[[], torch.Tensor]
 StatesBefore = Callable[[torch.Tensor, torch.Tensor], Ended]
 """Begins an exchange: (what each piece of a cut sequence adds to the state before it, what it multiplies it with) ->
 the states before."""
-_SHARES = 8, 4, 2
+_SHARES = range(8, 1, -1)
 """Parts of the heads of a cut sequence, the first that divides them: states of one travel while the next is computed,
 so that only the last one's may be waited for."""
 
