@@ -124,9 +124,12 @@ def serve(prepare: Callable[[], Callable[[Any, Say], None]]) -> int:
             of them the process says ``{"ready": true}``, or ``{"error": why}`` for a RewardError.
     """
     lines, answers = _pipes()
+    own = os.getpid()
 
     # One line per message: json.dumps writes no line ends.
     def say(**message: Any) -> None:
+        if os.getpid() != own:  # a copy that a function has made of this process, with the same pipes
+            os._exit(0)
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 

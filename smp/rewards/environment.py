@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from smp.rewards.child import Say, run, serve
-from smp.rewards.functions import RewardError, load
+from smp.rewards.functions import RewardError, load, one_line
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -87,7 +87,7 @@ class _Episodes:
             self._held.pop(episode, None)
             # Joined to one line: messages are lines.
             said = str(error) if isinstance(error, RewardError) else f"raised {type(error).__name__}: {error}"
-            say(error=" ".join(f"environment {self._spec}: {method} {said}".split()))
+            say(error=one_line(f"environment {self._spec}: {method} {said}"))
             return
         say(answer=found)
 

@@ -12,12 +12,14 @@ how prompts are divided over processes.
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import inspect
+import itertools
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +52,11 @@ class Call(NamedTuple):
     completions: list[Any]
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
+
+    def copied(self) -> Call:
+        """For one function, which may change what it is given."""
+        rest = copy.deepcopy(self._replace(completion_ids=[]))
+        return rest._replace(completion_ids=[list(ids) for ids in self.completion_ids])  # many, and plain
 
 
 class RewardFunction:
@@ -88,7 +95,8 @@ class RewardFunction:
         # verl's data sets have the truth in reward_model["ground_truth"].
         row = {name: values[i] for name, values in call.columns.items()}
         model = row.get("reward_model")
-        truth = model.get("ground_truth") if isinstance(model, dict) else row.get("ground_truth", row.get("answer"))
+        known = [model.get("ground_truth")] if isinstance(model, dict) else [row.get("ground_truth"), row.get("answer")]
+        truth = next((x for x in known if x is not None), None)
         given = {
             "data_source": row.get("data_source"),
             "solution_str": verifiers.text_of(call.completions[i]),
@@ -106,14 +114,17 @@ class RewardFunction:
         if found is None:
             return [None] * count
         try:
-            # A text is a sequence, too: its characters are no rewards.
-            values = None if isinstance(found, (str, bytes, dict)) else list(found)
+            # A text is a sequence, too, and a set has no order. Not all is read: a generator may have no end.
+            plain = not isinstance(found, (str, bytes, dict, set, frozenset))
+            values = list(itertools.islice(found, count + 1)) if plain else None
         except TypeError:
             values = None
         if values is None:
             raise RewardError(f"reward function {self.spec} returned {type(found).__name__}, not a list") from None
         if len(values) != count:
-            raise RewardError(f"reward function {self.spec} returned {len(values)} rewards for {count} completions")
+            read = len(values) if len(values) < count else f"more than {count}"
+            many = len(found) if hasattr(found, "__len__") else read
+            raise RewardError(f"reward function {self.spec} returned {many} rewards for {count} completions")
         return [self._number(self._score_of(value)) for value in values]
 
     def _score_of(self, value: Any) -> Any:
@@ -128,9 +139,11 @@ class RewardFunction:
         if value is None:
             return None
         try:
-            number = float(value)
+            number = None if isinstance(value, (str, bytes)) else float(value)  # "1.0" is a text
         except (TypeError, ValueError, OverflowError):
-            raise RewardError(f"reward function {self.spec} returned {value!r:.100}, which is no number") from None
+            number = None
+        if number is None:
+            raise RewardError(f"reward function {self.spec} returned {value!r:.100}, which is no number")
         if not math.isfinite(number):
             raise RewardError(f"reward function {self.spec} returned {number}")
         return number
@@ -189,37 +202,48 @@ class Scored(NamedTuple):
     seconds: float
 
 
-def score(functions: list[RewardFunction], call: Call, begin: Callable[[int], None]) -> list[Scored]:
-    """The result of each function. ``begin`` is called with a function's number before it runs; async functions run
-    last and together, under the number of the first of them."""
+Tell = Callable[[int, Scored | None], None]
+"""Hears of function i: None before it runs, and then what it gave."""
+
+
+def score(functions: Sequence[RewardFunction], call: Call, tell: Tell, known: Container[int] = ()) -> None:
+    """Call all functions but those ``known``. Async ones run last and together, under the number of the first that has
+    not ended."""
     # A loop of its own: the process has no other.
-    return asyncio.run(_score(functions, call, begin))
+    asyncio.run(_score(functions, call, tell, known))
 
 
-async def _score(functions: list[RewardFunction], call: Call, begin: Callable[[int], None]) -> list[Scored]:
-    found: dict[int, Scored] = {}
+async def _score(functions: Sequence[RewardFunction], call: Call, tell: Tell, known: Container[int]) -> None:
     waiting: dict[int, tuple[Any, float]] = {}
     for i, function in enumerate(functions):
-        begin(i)
+        if i in known:
+            continue
+        tell(i, None)
         started = time.perf_counter()
         try:
-            made = function.start(call)
-        except Exception as error:
-            found[i] = _failed(function, call, error, started)
+            made = function.start(call.copied())
+        except (Exception, SystemExit) as error:
+            tell(i, _failed(function, call, error, started))
             continue
         if inspect.isawaitable(made):
             waiting[i] = made, started
         else:
-            found[i] = _finished(function, call, made, started)
-    if waiting:
-        # A time limit then covers all that wait together.
-        begin(min(waiting))
-    # return_exceptions: an error of one function must not lose the results of others.
-    results = await asyncio.gather(*(made for made, _ in waiting.values()), return_exceptions=True)
-    for (i, (_, started)), made in zip(waiting.items(), results, strict=True):
-        failed = isinstance(made, BaseException)
-        found[i] = (_failed if failed else _finished)(functions[i], call, made, started)
-    return [found[i] for i in range(len(functions))]
+            tell(i, _finished(function, call, made, started))
+    left = set(waiting)
+
+    async def ended(i: int, made: Any, started: float) -> None:
+        try:
+            scored = _finished(functions[i], call, await made, started)
+        except (Exception, SystemExit) as error:
+            scored = _failed(functions[i], call, error, started)
+        left.remove(i)
+        tell(i, scored)
+        if left:
+            tell(min(left), None)
+
+    if left:
+        tell(min(left), None)
+    await asyncio.gather(*(ended(i, *of) for i, of in waiting.items()))
 
 
 def _finished(function: RewardFunction, call: Call, made: Any, started: float) -> Scored:
@@ -233,5 +257,11 @@ def _finished(function: RewardFunction, call: Call, made: Any, started: float) -
 
 
 def _failed(function: RewardFunction, call: Call, error: BaseException, started: float) -> Scored:
-    said = " ".join(f"reward function {function.spec} raised {type(error).__name__}: {error}".split())
+    said = one_line(f"reward function {function.spec} raised {type(error).__name__}: {error}")
     return Scored([None] * len(call.completions), said, time.perf_counter() - started)
+
+
+def one_line(text: str) -> str:
+    """What code of others says, as a line of a few hundred characters that any terminal and any file can take."""
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+    return plain if len(plain) <= 500 else f"{plain[:500]} ..."

@@ -64,22 +64,20 @@ class RewardPool:
 
     def _score(self, call: Call) -> list[Scored]:
         # As many threads as workers: a free one is there at once.
-        worker = self._free.get()
+        worker, found = self._free.get(), dict[int, Scored]()
         try:
-            return worker.score(call, self._timeout)
-        except _LostWorkerError as lost:
-            worker.kill()
-            with self._lock:
-                self._all.discard(worker)
-                closed = self._closed
-            if not closed:
-                worker = self._new()
-            count = len(call.completions)
-            # Which of the functions it was is known; what the others said is gone with the process.
-            return [
-                Scored([None] * count, f"reward function {spec} {lost}" if i == lost.function else "", 0.0)
-                for i, spec in enumerate(self._specs)
-            ]
+            while len(found) < len(self._specs):
+                try:
+                    worker.score(call, self._timeout, found, len(self._specs))
+                except _LostWorkerError as lost:
+                    worker.kill()
+                    error = f"reward function {self._specs[lost.function]} {lost}"
+                    found[lost.function] = Scored([None] * len(call.completions), error, 0.0)
+                    with self._lock:
+                        self._all.discard(worker)
+                    # The functions that it has not called are called by this one.
+                    worker = self._new()
+            return [found[i] for i in range(len(self._specs))]
         finally:
             # Also after an error: the number of workers in the queue stays the same.
             self._free.put(worker)
@@ -102,21 +100,21 @@ class _Worker:
     def wait_until_ready(self) -> None:
         self._child.wait_until_ready("reward functions")
 
-    def score(self, call: Call, timeout: float) -> list[Scored]:
-        # The time limit is for each function: "begin" messages start it anew.
-        function = 0
-        if not self._child.send(call):
+    def score(self, call: Call, timeout: float, found: dict[int, Scored], functions: int) -> None:
+        """Call those of the functions that are not in ``found``, where their rewards go."""
+        # The time limit is for each function: what is said of one starts it anew.
+        function = next(i for i in range(functions) if i not in found)
+        if not self._child.send([list(found), call]):
             raise _LostWorkerError("ended its process", function)
-        while True:
+        while len(found) < functions:
             said = self._child.line(timeout)
             if said is None:
                 gone = self._child.ended
                 why = "ended its process" if gone else f"did not return within {timeout:g} s (--reward-timeout)"
                 raise _LostWorkerError(why, function)
-            if "begin" in said:
-                function = said["begin"]
-            else:
-                return [Scored(*scored) for scored in said["scored"]]
+            function = said["function"]
+            if said["scored"] is not None:
+                found[function] = Scored(*said["scored"])
 
     def kill(self) -> None:
         self._child.kill()

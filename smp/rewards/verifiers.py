@@ -1,7 +1,7 @@
 """Built-in reward functions with the signature of all others: lists in, 1.0 or 0.0 for each completion out.
 
 What is right stands in a column of the data: ``answer``, ``solution``, ``ground_truth`` or ``target``, the first that
-there is; a ``pattern`` for regex, a ``schema`` for json_schema. None where a row has no such column.
+a row has; a ``pattern`` for regex, a ``schema`` for json_schema. None where a row has no such column.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: itself, or the content of its last message."""
-    return completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
+    """The text of a completion: itself, or the content of the last message of the assistant, and not of a tool."""
+    if isinstance(completion, str):
+        return completion
+    said = (message.get("content") for message in reversed(completion) if message.get("role") == "assistant")
+    return str(next(said, None) or "")
 
 
 def _each(
     completions: list[Any], columns: dict[str, list[Any]], names: tuple[str, ...], right: Callable[[str, Any], bool]
 ) -> list[float | None]:
-    # The first of the columns that the data have.
-    wanted: list[Any] = next((columns[name] for name in names if name in columns), [None] * len(completions))
+    given = [columns[name] for name in names if name in columns]
+    rows: list[tuple[Any, ...]] = list(zip(*given, strict=True)) if given else [()] * len(completions)
+    wanted = [next((x for x in row if x is not None), None) for row in rows]
     return [
         None if want is None else float(right(text_of(said), want))
         for said, want in zip(completions, wanted, strict=True)

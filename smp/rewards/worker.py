@@ -1,7 +1,8 @@
 """A process that calls reward functions: ``python -m smp.rewards.worker SPEC ...``. A line of JSON in, lines out.
 
-In: ``[prompts, completions, completion_ids, columns]``. Out: ``{"begin": i}`` before function i runs, and at the end
-``{"scored": [[rewards, error, seconds], ...]}``. What functions print goes to the error output.
+In: ``[known, [prompts, completions, completion_ids, columns]]``, known: numbers of functions that are not to be called.
+Out, for each other function: ``{"function": i}`` before it runs, and ``{"function": i, "scored": [rewards, error,
+seconds]}`` after it. What functions print goes to the error output.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def main(specs: list[str]) -> int:
         functions = [RewardFunction(spec) for spec in specs]
 
         def answer(message: Any, say: Say) -> None:
-            say(scored=score(functions, Call(*message), lambda i: say(begin=i)))
+            known, call = message
+            score(functions, Call(*call), lambda i, scored: say(function=i, scored=scored), known)
 
         return answer
 

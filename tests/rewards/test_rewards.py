@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from smp.rewards.functions import BUILT_IN, Call, RewardError, RewardFunction, score
+from smp.rewards.functions import BUILT_IN, Call, RewardError, RewardFunction, Scored, score
 from smp.rewards.pool import RewardPool
 
 FUNCTIONS = """
@@ -46,6 +46,12 @@ def nan(completions, **kwargs):
 def text(completions, **kwargs):
     return ["good"] * len(completions)
 
+def numbers(completions, **kwargs):
+    return ["1.0"] * len(completions)
+
+def odd(completions, **kwargs):
+    raise ValueError("\\ud800 \\x1b[31m" + "x" * 10_000)
+
 def raw(completions, **kwargs):
     return "11"
 
@@ -65,8 +71,31 @@ def hangs(completions, **kwargs):
 def ends(completions, **kwargs):
     os._exit(3)
 
+async def waits(completions, **kwargs):
+    await asyncio.sleep(1000)
+
 def exits(completions, **kwargs):
     raise SystemExit(4)
+
+def endless(completions, **kwargs):
+    while True:
+        yield 1.0
+
+def unordered(completions, **kwargs):
+    return {1.0, 0.0}
+
+def takes(completions, completion_ids, answer, **kwargs):
+    answer.clear()
+    completion_ids[0].clear()
+    return [float(bool(completions.pop())) for _ in range(len(completions))]
+
+def forgets(completions, **kwargs):
+    completions.pop()
+    return [1.0] * len(completions)
+
+def twice(completions, **kwargs):
+    os.fork()
+    return [float(len(c)) for c in completions]
 
 value = 3
 """
@@ -83,7 +112,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def found(file: Path, *names: str, call: Call = CALL) -> list[Any]:
     functions = [RewardFunction(f"{file}:{name}") for name in names]
-    return [(list(s.rewards), s.error.replace(str(file), "F")) for s in score(functions, call, lambda i: None)]
+    return [(list(s.rewards), s.error.replace(str(file), "F")) for s in scored(functions, call)]
+
+
+def scored(functions: list[RewardFunction], call: Call) -> list[Scored]:
+    """By the number of the function, whatever the order in which they end."""
+    heard = dict[int, Scored]()
+    score(functions, call, lambda i, found: None if found is None else heard.update({i: found}))
+    return [heard[i] for i in range(len(functions))]
 
 
 def test_functions_get_what_they_name(file: Path) -> None:
@@ -100,6 +136,10 @@ BROKEN = {
     "number": "reward function F:number returned int, not a list",
     "raw": "reward function F:raw returned str, not a list",
     "lazy": "reward function F:lazy raised ValueError: later",
+    "numbers": "reward function F:numbers returned '1.0', which is no number",
+    "endless": "reward function F:endless returned more than 2 rewards for 2 completions",
+    "unordered": "reward function F:unordered returned set, not a list",
+    "forgets": "reward function F:forgets returned 1 rewards for 2 completions",
     "without_score": "reward function F:without_score returned a dictionary without score: {'acc': 1.0}",
 }
 
@@ -107,6 +147,27 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_functions_are_named_in_a_line(file: Path, name: str) -> None:
     assert found(file, name, "length") == [([None, None], BROKEN[name]), ([1.0, 4.0], "")]
+
+
+def test_what_a_function_says_is_a_short_line_for_any_terminal(file: Path) -> None:
+    ((_, error),) = found(file, "odd")
+    assert error.startswith("reward function F:odd raised ValueError: \\ud800 \\x1b[31mxxx") and len(error) < 520
+
+
+def test_a_function_may_change_what_it_is_given(file: Path) -> None:
+    """The next one sees what the first saw."""
+    assert found(file, "takes", "named", "length")[1:] == [([1.0, 0.0], ""), ([1.0, 4.0], "")]
+
+
+def test_copies_of_the_process_say_nothing(file: Path) -> None:
+    """Of a function that forks: a second answer would be taken for that of the next call."""
+    pool = RewardPool([f"{file}:twice"])
+    try:
+        for longer in range(1, 4):
+            call = Call(["a"], ["x" * longer], [[1]], {})
+            assert pool.submit(call).result(60)[0].rewards == [float(longer)]
+    finally:
+        pool.close()
 
 
 def test_what_a_function_started_ends_with_its_process(file: Path, tmp_path: Path) -> None:
@@ -142,12 +203,24 @@ def test_a_function_that_hangs_or_ends_its_process_costs_one_call(file: Path) ->
         assert pool.submit(CALL).result(60)[1].error == f"reward function {file}:ends ended its process"
     finally:
         pool.close()
-    pool = RewardPool([f"{file}:exits", f"{file}:length"])
+
+
+def test_the_other_functions_keep_their_rewards(file: Path) -> None:
+    """Those before the one that hangs or ends its process, those behind it, and async ones that have ended."""
+    names = ["length", "hangs", "later", "named", "ends", "waits", "exits"]
+    pool = RewardPool([f"{file}:{name}" for name in names], timeout=1.0)
     try:
-        first = pool.submit(CALL).result(60)[0]
-        assert first.error == f"reward function {file}:exits ended its process" or "SystemExit" in first.error
+        scores = dict(zip(names, pool.submit(CALL).result(60), strict=True))
     finally:
         pool.close()
+    assert {name: s.rewards for name, s in scores.items() if not s.error} == {
+        "length": [1.0, 4.0],
+        "later": [0.5, None],
+        "named": [1.0, 0.0],
+    }
+    assert scores["ends"].error.endswith("ends ended its process")
+    assert scores["exits"].error.endswith("exits raised SystemExit: 4")
+    assert all("did not return within 1 s" in scores[name].error for name in ("hangs", "waits"))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +243,7 @@ def test_what_cannot_be_found_is_said_at_the_start(file: Path, spec: str, said: 
     [
         ("exact_match", [" 12\n", "13", "12"], {"answer": ["12", "12", None]}, [1.0, 0.0, None]),
         ("exact_match", ["x"], {"other": ["x"]}, [None]),
+        ("exact_match", ["x", "y"], {"answer": [None, "z"], "target": ["x", "y"]}, [1.0, 0.0]),
         ("number", ["it is 1,234.50", "so 7", "none"], {"answer": ["1234.5", "#### 8", "3"]}, [1.0, 0.0, 0.0]),
         ("number", [[{"role": "assistant", "content": "= -3"}]], {"ground_truth": [-3]}, [1.0]),
         ("math", [r"so $\boxed{\frac{1}{2}}$", "$3$"], {"answer": ["0.5", "4"]}, [1.0, 0.0]),
@@ -182,6 +256,6 @@ def test_built_in_ones(name: str, completions: list[Any], columns: dict[str, Any
     if name == "math":
         pytest.importorskip("math_verify")
     call = Call(["p"] * len(completions), completions, [[1]] * len(completions), columns)
-    (scored,) = score([RewardFunction(name)], call, lambda i: None)
-    assert (scored.rewards, scored.error) == (wanted, "")
+    (found,) = scored([RewardFunction(name)], call)
+    assert (found.rewards, found.error) == (wanted, "")
     assert set(BUILT_IN) == {"exact_match", "number", "math", "json_schema", "regex"}

@@ -7,7 +7,7 @@ import contextlib
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -134,6 +134,8 @@ def _read_prompts(config: Config, tokenizer: TuningTokenizer) -> PromptData:
         prompts, told = prompts + more, told + _of_prompts(report, "validation prompts")
     train, valid = _parts(config, own, len(prompts), "prompts")
     columns = sorted({name for prompt in prompts for name in prompt.columns})
+    # What a row does not have is None there, as in a table: a function that names a column gets it for every prompt.
+    prompts = [replace(prompt, columns=dict.fromkeys(columns) | prompt.columns) for prompt in prompts]
     lines = [
         *told,
         # A template that names a token the tokenizer lacks renders it as an empty text, without an

@@ -20,6 +20,8 @@ from smp.data.tuning.shapes import Reading, refuse_beside_text
 
 _PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "problem", "instruction")
 """Keys of a prompt; the first one in a record is used."""
+_TAKEN = ("prompts", "completions", "completion_ids")
+"""What reward functions get beside the columns, by these names."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ def read_prompts(
 
 def _encoded(row: Row, encoder: Encoder) -> Prompt:
     sample, columns = recognise_prompt(row, encoder.reading)
+    if taken := [name for name in _TAKEN if name in columns]:
+        raise BadSampleError(f"key {taken[0]}: reward functions get something else by this name; rename it")
     encoder.note(sample, row)
     ids = encoder.prompt(sample)
     if not ids:
