@@ -18,7 +18,6 @@ from tests.training.any_model_table import (
     CHUNK,
     SHARE,
     TYPES,
-    UNKNOWN,
     chunks,
     measure,
     part_of_a_rank,
@@ -34,7 +33,7 @@ def test_the_table_has_every_type_and_no_number_above_the_tolerance() -> None:
     assert tuple(found) == TYPES
     every = [cell for cells in found.values() for cell in cells.values()]
     numbers = [float(cell) for cell in every if re.fullmatch(r"\d+e[-+]\d+", cell)]
-    assert len(numbers) > 4 * len(TYPES) and max(numbers) <= TOLERANCE
+    assert len(numbers) > 7 * len(TYPES) and max(numbers) <= TOLERANCE
 
 
 def share_of(kind: str) -> Share:
@@ -72,8 +71,6 @@ def test_types_are_as_the_table_says(some: tuple[str, ...], tmp_path: Path) -> N
     for kind, cells in measure(some, tmp_path).items():
         for column, cell in cells.items():
             said = rows[kind][column]
-            if said == UNKNOWN:
-                continue
             if column == SHARE:
                 assert said == shown(cell), (kind, cell, said)
                 continue
