@@ -141,7 +141,8 @@ def _products_of_experts(config: Config, device: torch.device, dtype: torch.dtyp
     assert model.moe_ffn_hidden_size is not None, "resolved before"
     # Experts may have a tensor-parallel size of their own (--expert-tensor-parallel-size).
     ranks = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    return describe_products(device, dtype, (model.hidden_size, model.moe_ffn_hidden_size // ranks))
+    experts = model.num_experts // parallel.expert_model_parallel_size
+    return describe_products(device, dtype, (model.hidden_size, model.moe_ffn_hidden_size // ranks), experts)
 
 
 def _uncompiled_experts(config: Config, device: torch.device) -> list[str]:

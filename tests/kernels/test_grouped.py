@@ -40,10 +40,11 @@ def test_where_the_host_waits_the_run_says_so(
     taken: bool,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert has_kernel(GPU, dtype, widths) == taken
-    (line,) = describe_products(GPU, dtype, widths)
+    assert has_kernel(GPU, dtype, widths, 8) == taken
+    assert not has_kernel(GPU, dtype, widths, 1024), "torch raises an error for so many"
+    (line,) = describe_products(GPU, dtype, widths, 8)
     assert ("the host waits" in line) != taken
-    assert describe_products(torch.device("cpu"), dtype, widths) == []
+    assert describe_products(torch.device("cpu"), dtype, widths, 8) == []
 
 
 COUNTS = [[3, 0, 33, 64, 100], [70, 1, 2, 0, 137], [0, 31, 0, 0, 0], [0, 0, 0, 0, 0]]

@@ -126,33 +126,39 @@ class _AddRows(torch.autograd.Function):
 def counts_where_read(counts: torch.Tensor, x: torch.Tensor, widths: Sequence[int], backend: str) -> torch.Tensor:
     """``counts`` where the products of ``x`` with matrices of these ``widths`` read them: on the device, or for a GPU
     without such a kernel on the host, which waits for them here once and not in every product."""
-    loops = x.is_cuda and backend == "torch" and not has_kernel(x.device, x.dtype, widths)
+    loops = x.is_cuda and backend == "torch" and not has_kernel(x.device, x.dtype, widths, len(counts))
     return counts.cpu() if loops else counts
 
 
-def has_kernel(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> bool:
-    """Whether torch's kernel takes matrices of these ``widths`` there: 16 bytes at a time, and on Hopper and Blackwell.
-    (On other GPUs it is a loop as here, for which the host waits.)"""
-    fits = dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+_MOST_EXPERTS = 1023
+"""``torch._grouped_mm`` takes fewer than 1,024 groups on a GPU and raises an error for more."""
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype, widths: Sequence[int], experts: int) -> bool:
+    """Whether torch's kernel takes so many ``experts`` with matrices of these ``widths`` there: 16 bytes at a time, and
+    on Hopper and Blackwell. (On other GPUs it is a loop as here, for which the host waits.)"""
+    fits = dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths) and experts <= _MOST_EXPERTS
     return device.type == "cuda" and fits and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def describe_products(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> list[str]:
-    """A line for the start of a run on a GPU with torch's products; on a CPU there is nothing to choose."""
+def describe_products(device: torch.device, dtype: torch.dtype, widths: Sequence[int], experts: int) -> list[str]:
+    """A line for the start of a run on a GPU with torch's products of a rank's ``experts``; on a CPU there is nothing
+    to choose."""
     if device.type != "cuda":
         return []
-    if has_kernel(device, dtype, widths):
+    if has_kernel(device, dtype, widths, experts):
         return ["experts: torch's grouped product"]
     sizes = " and ".join(map(str, widths))
     return [
         "experts: a product for each, for whose numbers of rows the host waits once per layer and pass (the grouped "
-        f"one takes bf16 on Hopper and Blackwell, and multiples of 8: widths are {sizes})"
+        f"one takes bf16 on Hopper and Blackwell, multiples of 8, and at most {_MOST_EXPERTS} experts: widths are "
+        f"{sizes}, experts of a rank {experts})"
     ]
 
 
 def _ends(x: torch.Tensor, widths: tuple[int, ...], counts: torch.Tensor) -> torch.Tensor | None:
     """int32 (experts,), where the rows of each end, for torch's kernel; None: it is not for these tensors."""
-    taken = counts.is_cuda and x.shape[0] > 0 and has_kernel(x.device, x.dtype, widths)
+    taken = counts.is_cuda and x.shape[0] > 0 and has_kernel(x.device, x.dtype, widths, len(counts))
     return counts.cumsum(0, dtype=torch.int32) if taken else None
 
 
