@@ -13,7 +13,7 @@ the rounding of the gradient. NS enlarges what is below |U| by at most 3.4445 a 
 error of U by at most 485; what tests see is far less.
 
 Bytes: a rank that has n elements of matrices sends (and receives) about 2 x 4 n of them per step, and works with one
-whole matrix at a time, of which NS holds about four copies. Every replica (dp_replicate) does the same work.
+whole matrix at a time, of which NS holds at most five copies. Every replica (dp_replicate) does the same work.
 
 Muon is for the matrices of blocks: query, key, value, each expert's projections, each by itself. Embeddings, the output
 matrix or a reward model's head, norms and biases get AdamW, with the same learning rate and --adam-beta1 and so on.

@@ -65,19 +65,33 @@ def on_owners(
         whole_dims: how many last dimensions are made whole; earlier ones stay cut.
     """
     for numbers, order, mesh in _rounds(tensors, whole_dims):
-        held: Parts = {k: parts(i) for k, i in enumerate(numbers)}
-        stages = _stages([_shared(tensors[i]) for i in numbers], order, mesh, held[0].new_empty(0))
-        # What each stage began with, for the way back.
-        before = []
-        for stage in stages:
-            before.append(list(held))
-            held = stage.collect(held)
-        # One whole tensor on each rank; in the last round some have none.
-        held = {k: compute(numbers[k], whole) for k, whole in held.items()}
-        for stage in reversed(stages):
-            held = stage.hand_out(held, before.pop())
-        for k, part in held.items():
-            put(numbers[k], part)
+        # A round is a function, so that none of its tensors, which are views of what was received, outlives it.
+        _round(tensors, numbers, order, mesh, parts, compute, put)
+
+
+def _round(
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[int],
+    order: tuple[int, ...],
+    mesh: DeviceMesh | None,
+    parts: Callable[[int], torch.Tensor],
+    compute: Callable[[int, torch.Tensor], torch.Tensor],
+    put: Callable[[int, torch.Tensor], None],
+) -> None:
+    """:func:`on_owners` of the tensors with these ``numbers``, one for each rank."""
+    held: Parts = {k: parts(i) for k, i in enumerate(numbers)}
+    stages = _stages([_shared(tensors[i]) for i in numbers], order, mesh, held[0].new_empty(0))
+    # What each stage began with, for the way back.
+    before = []
+    for stage in stages:
+        before.append(list(held))
+        held = stage.collect(held)
+    # One whole tensor on each rank; in the last round some have none.
+    held = {k: compute(numbers[k], whole) for k, whole in held.items()}
+    for stage in reversed(stages):
+        held = stage.hand_out(held, before.pop())
+    for k, part in held.items():
+        put(numbers[k], part)
 
 
 def _rounds(

@@ -137,13 +137,15 @@ def trained_by_muon(optim: OptimizerConfig, parameter: Parameter) -> bool:
 
 
 def update_bytes(optim: OptimizerConfig, layout: Layout, share: Share) -> int:
-    """Bytes that the optimizer's step allocates. Muon gathers a whole matrix (of experts a process's) in fp32, of which
-    Newton-Schulz iterations hold six copies, and its Gram matrix."""
+    """Bytes that the optimizer's step allocates. Muon gathers a whole matrix (of experts a process's) in fp32. At the
+    end of a Newton-Schulz iteration there are five copies of it and its Gram matrix, in the middle three copies and
+    four Gram matrices."""
     most = 0
     for p in share.parameters:
         if trained_by_muon(optim, p):
             out, into = p.shape[-2:]
-            most = max(most, _on_owner(p, layout) * (6 * out * into + min(out, into) ** 2))
+            matrix, gram = out * into, min(out, into) ** 2
+            most = max(most, _on_owner(p, layout) * max(5 * matrix + gram, 3 * matrix + 4 * gram))
     return 4 * most
 
 
