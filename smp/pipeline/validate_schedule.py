@@ -54,50 +54,30 @@ def _size(sizes: Sequence[float] | None, stage: int) -> float:
     return 1 if sizes is None else sizes[stage]
 
 
-def split_activations(
-    schedule: Schedule, sizes: Sequence[float] | None = None
-) -> tuple[frozenset[tuple[float, float, int]], ...]:
-    """For each rank, how many micro-batches of a stage have activations behind a forward pass or the input part of a
-    backward pass: (those whose backward pass is to come, those whose weight part is, those of the first that have a
-    loss), counted by ``sizes`` as in :func:`peak_activations`. Empty where backward passes are whole."""
-    found = []
-    for actions in schedule.actions:
-        waiting, pending, apart, losses, states = 0.0, 0.0, 0, 0, set[tuple[float, float, int]]()
-        for action in actions:
-            size = _size(sizes, action.stage)
-            # Booleans as numbers: +1 when a micro-batch enters the state, -1 when it leaves it.
-            comes = (action.op is Op.FORWARD) - (action.op in (Op.BACKWARD, Op.BACKWARD_INPUT))
-            waiting, losses = waiting + comes * size, losses + comes * (action.stage == schedule.stages - 1)
-            between = (action.op is Op.BACKWARD_INPUT) - (action.op is Op.BACKWARD_WEIGHT)
-            apart, pending = apart + between, pending + between * size
-            if apart:
-                states.add((waiting, pending, losses))
-        found.append(frozenset(states))
-    return tuple(found)
-
-
 @dataclass(frozen=True)
 class PassState:
     """Memory state of a rank during a pass of a micro-batch through one of its stages.
 
     Attributes:
         part: which of the rank's stages it goes through, counted from 0.
-        backward: it is a backward pass.
-        has_loss: that stage is the model's last one.
-        activations: micro-batches of a stage whose backward pass has not ended, counted by ``sizes`` as in
-            :func:`peak_activations`; ``others``: without this one.
-        losses: number of micro-batches between their loss and its backward pass, this one included.
-        with_gradients: parts through which a micro-batch has gone backward before.
+        op: a forward pass, a backward pass, or the input part or weight part of one.
+        has_loss: the pass computes the model's loss, or begins with its gradient.
+        activations: micro-batches of a stage whose backward pass (or its input part) is to come, this one included in
+            forward and backward passes, counted by ``sizes`` as in :func:`peak_activations`; ``others``: without it.
+        pending: micro-batches whose weight part is to come after this pass, counted by ``sizes``.
+        losses: micro-batches between their loss and its backward pass, this one included.
+        with_gradients: parts that have gradients of earlier micro-batches.
         reduced: those of them whose gradients are reduced already.
         unsharded: parts whose weights are gathered.
-        reduces: the part's gradients are reduced right after this pass.
+        reduces: the part's gradients are reduced after the pass.
     """
 
     part: int
-    backward: bool
+    op: Op
     has_loss: bool
     activations: float
     others: float
+    pending: float
     losses: int
     with_gradients: frozenset[int]
     reduced: frozenset[int]
@@ -106,7 +86,7 @@ class PassState:
 
 
 def pass_states(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[frozenset[PassState], ...]:
-    """For each rank, the states of its passes; where backward passes have two parts, of its forward passes only."""
+    """For each rank, the states that its passes are in."""
     return tuple(
         frozenset(_states_of_rank(schedule, rank, actions, sizes)) for rank, actions in enumerate(schedule.actions)
     )
@@ -116,36 +96,34 @@ def _states_of_rank(
     schedule: Schedule, rank: int, actions: Sequence[Action], sizes: Sequence[float] | None
 ) -> Iterator[PassState]:
     parts = {stage: part for part, stage in enumerate(schedule.stages_of(rank))}
-    last = {action.stage: action for action in actions if action.op is Op.BACKWARD}
-    held, losses = 0.0, 0
+    last = {action.stage: action for action in actions if action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)}
+    waiting, pending, losses = 0.0, 0.0, 0
     done = reduced = unsharded = frozenset[int]()
     for action in actions:
-        if action.op not in COMPUTE | PARAMETERS:
-            continue
-        part, size = parts[action.stage], _size(sizes, action.stage)
-        loss, own = action.stage == schedule.stages - 1, frozenset({part})
-        match action.op:
+        op, own = action.op, frozenset({parts[action.stage]} if action.stage in parts else ())
+        match op:
             case Op.UNSHARD:
                 unsharded |= own
             case Op.RESHARD:
                 unsharded -= own
             case Op.REDUCE:
                 reduced |= own
-            case Op.FORWARD:
-                losses += loss
-                # The state during the pass: a forward pass already holds its own activations, and a
-                # backward pass still does.
-                yield PassState(part, False, loss, held + size, held, losses, done, reduced, unsharded, False)
-                held += size
-            case Op.BACKWARD:
-                # ``add_communication`` reduces right after a stage's last backward pass.
-                reduces, others = last[action.stage] == action, held - size
-                yield PassState(part, True, loss, held, others, losses, done, reduced, unsharded, reduces)
-                held, losses, done = others, losses - loss, done | own
-            case Op.BACKWARD_INPUT:
-                losses -= loss
-            case Op.BACKWARD_WEIGHT:
-                held, done = held - size, done | own
+        if op not in COMPUTE:
+            continue
+        size, loss = _size(sizes, action.stage), action.stage == schedule.stages - 1 and op is not Op.BACKWARD_WEIGHT
+        # Activations are there during the whole of a forward or backward pass; those of an input part become pending
+        # block by block, and most is there at its end.
+        others = waiting if op in (Op.FORWARD, Op.BACKWARD_WEIGHT) else waiting - size
+        held = others + size * (op in (Op.FORWARD, Op.BACKWARD))
+        pending += size * ((op is Op.BACKWARD_INPUT) - (op is Op.BACKWARD_WEIGHT))
+        losses += loss * (op is Op.FORWARD)
+        # ``add_communication`` reduces right after a stage's last backward pass.
+        reduces = last.get(action.stage) == action
+        part = parts[action.stage]
+        yield PassState(part, op, loss, held, others, pending, losses, done, reduced, unsharded, reduces)
+        waiting = held if op is Op.FORWARD else others
+        losses -= loss * (op is not Op.FORWARD)
+        done |= own if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) else frozenset()
 
 
 def peak_losses(schedule: Schedule) -> int:

@@ -16,7 +16,6 @@ from smp.pipeline.validate_schedule import (
     pass_states,
     peak_activations,
     peak_losses,
-    split_activations,
     validate,
 )
 from tests.pipeline.strategies import Sizes, sizes
@@ -227,12 +226,18 @@ def test_there_are_as_many_lists_as_ranks(ranks: int) -> None:
 
 
 def test_what_waits_between_both_parts_of_a_backward_pass() -> None:
-    """By hand: the last rank of two puts a weight part off until the next backward pass has run, the first none."""
-    first, last = split_activations(build_schedule("zb-h1", 2, 4))
-    assert first == {(1, 1, 0), (0, 1, 0)}
-    assert max(pending for _, pending, _ in last) == 2 and max(waiting + pending for waiting, pending, _ in last) == 2
-    assert all(losses == waiting for waiting, _, losses in last)
-    assert split_activations(build_schedule("1f1b", 2, 4)) == (frozenset(), frozenset())
+    """By hand: the last rank of two puts a weight part off until the next backward pass has run, the first none.
+    Gradients of weights are there from the first weight part on, and its last one is followed by their reduction."""
+    first, last = (list(states) for states in pass_states(build_schedule("zb-h1", 2, 4)))
+    inputs = {(s.activations, s.pending) for s in first if s.op is Op.BACKWARD_INPUT}
+    assert inputs == {(1, 1), (0, 1)}  # its own is pending by then
+    assert {(s.activations, s.pending) for s in first if s.op is Op.BACKWARD_WEIGHT} == {(1, 0), (0, 0)}
+    assert max(s.pending for s in last) == 2 and max(s.activations + s.pending for s in last) == 2
+    assert all(s.has_loss == (s.op is not Op.BACKWARD_WEIGHT) for s in last)
+    assert all(s.losses - s.has_loss == s.others for s in last if s.op is not Op.BACKWARD_WEIGHT)
+    assert {bool(s.with_gradients) for s in first if s.op is Op.BACKWARD_INPUT} == {False, True}
+    assert {s.op for s in first if s.reduces} == {Op.BACKWARD_WEIGHT}
+    assert not any(s.pending for states in pass_states(build_schedule("1f1b", 2, 4)) for s in states)
 
 
 def test_what_a_rank_holds_in_each_pass() -> None:
@@ -241,31 +246,28 @@ def test_what_a_rank_holds_in_each_pass() -> None:
     first, last = pass_states(build_schedule("1f1b", 2, 3))
     none, own = frozenset[int](), frozenset({0})
 
-    def state(backward: bool, loss: bool, held: int, done: frozenset[int], reduces: bool = False) -> PassState:
-        return PassState(0, backward, loss, held, held - 1, int(loss), done, none, own, reduces)
+    def state(op: Op, loss: bool, held: int, done: frozenset[int], reduces: bool = False) -> PassState:
+        return PassState(0, op, loss, held, held - 1, 0, int(loss), done, none, own, reduces)
 
     assert first == {
-        state(False, False, 1, none),
-        state(False, False, 2, none),
-        state(True, False, 2, none),
-        state(False, False, 2, own),
-        state(True, False, 2, own),
-        state(True, False, 1, own, reduces=True),
+        state(F, False, 1, none),
+        state(F, False, 2, none),
+        state(B, False, 2, none),
+        state(F, False, 2, own),
+        state(B, False, 2, own),
+        state(B, False, 1, own, reduces=True),
     }
-    passes = {state(back, True, 1, done) for back in (False, True) for done in (none, own)}
-    assert last == passes | {state(True, True, 1, own, reduces=True)}
-    split = pass_states(build_schedule("zb-h1", 2, 2))[1]
-    # Its backward passes are in two parts and no states; the first weight part comes behind both forward passes or not.
-    assert {(s.backward, s.has_loss, s.losses) for s in split} == {(False, True, 1)}
+    passes = {state(op, True, 1, done) for op in (F, B) for done in (none, own)}
+    assert last == passes | {state(B, True, 1, own, reduces=True)}
 
 
 def test_gradients_of_a_ranks_stages_come_one_after_the_other() -> None:
     states = pass_states(build_schedule("interleaved", 2, 2, 2))[0]
     first, last, both = frozenset[int](), frozenset({1}), frozenset({0, 1})
-    coming = {(state.part, state.with_gradients) for state in states if state.backward}
+    coming = {(state.part, state.with_gradients) for state in states if state.op is B}
     assert coming == {(1, first), (1, last), (0, last), (0, both)}
     # The second stage's are reduced, and its weights freed, before the first stage's come.
-    assert {(state.reduced, state.unsharded) for state in states if state.backward and state.part == 0} == {
+    assert {(state.reduced, state.unsharded) for state in states if state.op is B and state.part == 0} == {
         (last, first | {0})
     }
 
@@ -277,8 +279,8 @@ def test_activations_are_counted_by_the_size_of_their_stage() -> None:
     alone = peak_activations(schedule, (1.0, 1.0, 0.0, 0.0))  # of the first stage of each rank
     assert all(0 < one <= peak for one, peak in zip(alone, both, strict=True))
     assert max(state.activations for state in pass_states(schedule, (1.0, 1.0, 0.0, 0.0))[0]) == alone[0]
-    zero_bubble = split_activations(build_schedule("zb-v", 2, 4, 2), (3.0, 0.0, 0.0, 0.0))[0]
-    assert {pending for _, pending, _ in zero_bubble} == {0.0, 3.0}
+    zero_bubble = pass_states(build_schedule("zb-v", 2, 4, 2), (3.0, 0.0, 0.0, 0.0))[0]
+    assert {state.pending for state in zero_bubble} == {0.0, 3.0}
 
 
 def test_a_schedule_made_by_hand_is_completed_and_valid() -> None:

@@ -27,6 +27,7 @@ from smp.optim.optimizer import build_optimizer
 from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
 from smp.parallel.dtensor_box import local_part
+from smp.pipeline.actions import Op
 from smp.pipeline.validate_schedule import PassState
 from smp.sharding.parallelize import _wrapped
 from smp.training.cost.exchanged_keys import others_keys
@@ -108,7 +109,6 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
         kept_by_block=1 << 2,
         kept_behind=0,
         to_the_end=0,
-        split=0,
         at_last=0,
         at_copy=0,
         at_loss=1 << 6,
@@ -117,6 +117,8 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
         in_first=1 << 8,
         logits=1 << 9,
         backward=1 << 10,
+        input_part=1 << 14,
+        weight_part=1 << 15,
         head=1 << 11,
         block=1 << 3,
         experts=0,
@@ -142,8 +144,12 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
     loss = replace(parts, logits=1 << 13)
     assert loss.most == (1 << 5) + (1 << 6) + (1 << 13), "at the loss"
     assert replace(loss, before=1 << 2).most == loss.most + (1 << 2)
-    split = replace(parts, split=1 << 14, waiting=1 << 4)
-    assert split.most == (1 << 14) + (1 << 4) + (1 << 7), "between two parts of backward passes"
+    split = replace(parts, waiting=1 << 4, gradients=1 << 6)
+    assert split.in_pass(Op.BACKWARD) == split.in_backward and split.in_pass(Op.FORWARD) == split.in_forward
+    there = (1 << 5) + (1 << 7)
+    assert split.in_pass(Op.BACKWARD_INPUT) == there + (1 << 14) + (1 << 4), "no gradient of a weight comes"
+    assert split.in_pass(Op.BACKWARD_WEIGHT) == there + (1 << 15) + (1 << 6)
+    assert replace(split, ends=1 << 16).in_pass(Op.BACKWARD_WEIGHT) == (1 << 16) + (1 << 6), "their reduction"
 
 
 def test_memory_of_fine_tuning_by_hand() -> None:
@@ -475,18 +481,18 @@ def test_a_pair_is_two_sequences_where_temporaries_depend_on_their_number() -> N
 
 def test_what_waits_beside_a_pass_of_a_pipeline_is_counted_once() -> None:
     """Losses between their loss and their backward pass: all of them where the pass has none of its own."""
-    asked: list[tuple[str, int, int]] = []
+    asked: list[tuple[str, int, int, int]] = []
 
-    def note(what: str, micro_batches: int, waiting: int) -> int:
-        asked.append((what, micro_batches, waiting))
+    def note(what: str, micro_batches: int, pending: int, waiting: int) -> int:
+        asked.append((what, micro_batches, pending, waiting))
         return 100 * waiting
 
     moments = Moments(*[0] * len(fields(Moments)))
     own, none = frozenset({0}), frozenset[int]()
-    passes = [PassState(0, True, has_loss, 3, 2, 2, own, none, own, False) for has_loss in (True, False)]
+    passes = [PassState(0, Op.BACKWARD, has_loss, 3, 2, 1, 2, own, none, own, False) for has_loss in (True, False)]
     most = [
         _most_in_passes(moments, [one], [PartBytes(0, 0, 0, 0, 0)], partial(note, "kept"), partial(note, "at its end"))
         for one in passes
     ]
-    assert asked == [("at its end", 2, 1), ("kept", 3, 1), ("at its end", 2, 2), ("kept", 3, 2)]
+    assert asked == [("at its end", 2, 1, 1), ("kept", 3, 1, 1), ("at its end", 2, 1, 2), ("kept", 3, 1, 2)]
     assert most == [100, 200]

@@ -56,8 +56,9 @@ from smp.config.layer_specs import LayerSpec, Recurrence
 from smp.config.layers import layer_specs
 from smp.models.inventory import of_each_block
 from smp.models.part import ModelPart, whole
+from smp.pipeline.actions import Op
 from smp.pipeline.stage_plan import Plan
-from smp.pipeline.validate_schedule import PassState, pass_states, peak_activations, peak_losses, split_activations
+from smp.pipeline.validate_schedule import PassState, pass_states, peak_activations, peak_losses
 from smp.training.cost.kept_memory import (
     in_flight_per_token,
     is_fused,
@@ -111,7 +112,6 @@ def estimate_memory(
     held: float = 1,
     losses: int = 1,
     tuned: Tuned = PRETRAINED,
-    split: Collection[tuple[float, float, int]] = (),
     states: Collection[PassState] = (),
 ) -> MemoryEstimate:
     """Memory of one process of a training run by this file's formula: an estimate to choose a layout by, not a bound,
@@ -125,7 +125,6 @@ def estimate_memory(
         held: most activations that it holds at once, in micro-batches of a part of average size.
         losses: most micro-batches at once between their loss and its backward pass.
         tuned: of fine-tuning.
-        split: of a pipeline whose backward passes have two parts, what :func:`split_activations` says.
         states: of a pipeline, what :func:`pass_states` says.
     """
     b, parallel = 2 if config.parallel.bf16 else 4, config.parallel
@@ -136,36 +135,32 @@ def estimate_memory(
     rope = _rope_per_token(config)
     received = b * config.model.hidden_size // slices * (layout.pp > 1)  # the gradient of the next stage
 
-    def activations(micro_batches: float, waiting: int, beside: float = around) -> int:
-        """Bytes of micro-batches, ``waiting`` of which, and the computed one, are between loss and backward."""
-        at_once = len(share.layers) * micro_batches / len(share.parts)
-        if parallel.offload_activations:
-            at_once = min(at_once, parallel.activation_loading_horizon)
-        kept = at_once * per_token + beside + micro_batches * rope
-        return int(tokens * kept) + waiting * of_a_loss
-
     backward = _backward_per_token(config, layout, b, share)
+    later = _pending_per_token(config, layout, b, share)
     # Of losses that wait for their backward pass: the last norm's input, its gradient and the output matrix's.
     of_a_loss = share.head * b * 2 * config.model.hidden_size * tokens // slices
     if share.head and not share.scores and not weights.adapters:
         of_a_loss += share.vocabulary * (1 + share.mtp) * b
 
-    def behind(waiting: float, pending: float, losses: int) -> int:
-        layers, later = len(share.layers) / len(share.parts), _pending_per_token(config, layout, b, share)
-        kept = tokens * (layers * (waiting * per_token + pending * later) + around)
-        # Of an input part, whose block is not pending yet; or a stage's in compute precision, made by a weight part
-        # before it adds them to their sums.
-        made = 0 if weights.adapters else (b % 4) * sum(share.blocks) // len(share.parts)
-        return int(kept) + losses * of_a_loss + max(tokens * max(0, backward - later), made)
+    def activations(micro_batches: float, pending: float, waiting: int, beside: float = around) -> int:
+        """Bytes of micro-batches before their backward pass, ``waiting`` of which, and the computed one, are between
+        loss and backward, and of those that are ``pending`` between both parts of it."""
+        layers = len(share.layers) / len(share.parts)
+        at_once = layers * micro_batches
+        if parallel.offload_activations:
+            at_once = min(at_once, parallel.activation_loading_horizon)
+        kept = at_once * per_token + layers * pending * later + beside + (micro_batches + pending) * rope
+        return int(tokens * kept) + waiting * of_a_loss
 
     moments = Moments(
-        activations=activations(held, max(0, losses - 1)),
+        activations=activations(held, 0, max(0, losses - 1)),
         kept_by_block=int(tokens * per_token),
         kept_behind=share.head * tokens * b * (2 * config.model.hidden_size // slices + 2 * config.model.hidden_size),
         to_the_end=int(tokens * (rope + received)),
-        split=max((behind(*state) for state in split), default=0),
         logits=_logits(config, tokens, chunk_bytes, b, share, trained=not weights.adapters),
         backward=tokens * backward,
+        input_part=tokens * max(0, backward - later),
+        weight_part=0 if weights.adapters else (b % 4) * sum(share.blocks) // len(share.parts),
         **gathered_at_moments(config, layout, share, tuned, weights),
         **gradients_at_moments(config, layout, share, tuned, weights),
     )
@@ -173,8 +168,6 @@ def estimate_memory(
     if states:
         of_parts = bytes_of_parts(config, layout, share, weights)
         most = _most_in_passes(moments, states, of_parts, activations, partial(activations, beside=received))
-    if split:  # their backward passes are no states
-        most = max(most, moments.in_backward)
     if not weights.adapters:
         reduced = min(weights.gradients, weights.parameters)  # cut as the weights are by then
         most = max(most, reduced + update_bytes(config.optim, layout, share))
@@ -196,14 +189,15 @@ def _most_in_passes(
     moments: Moments,
     states: Collection[PassState],
     of_parts: list[PartBytes],
-    activations: Callable[[float, int], int],
-    to_the_end: Callable[[float, int], int],
+    activations: Callable[[float, float, int], int],
+    to_the_end: Callable[[float, float, int], int],
 ) -> int:
     """Most bytes in any pass of a pipeline's process.
 
     Args:
         of_parts: what :func:`bytes_of_parts` says.
-        activations: bytes of (micro-batches, those of them that wait between loss and backward pass).
+        activations: bytes of (micro-batches, those between both parts of their backward pass, those of the first that
+            wait between loss and backward pass).
         to_the_end: the same of those that are there besides its own when a pass reaches its first block.
     """
     most = 0
@@ -213,16 +207,16 @@ def _most_in_passes(
             of_parts[part].reduced if part in state.reduced else of_parts[part].gradients
             for part in state.with_gradients
         )
-        comes = 0 if state.part in state.with_gradients else own.gradients
+        comes = 0 if state.part in state.with_gradients or state.op is Op.BACKWARD_INPUT else own.gradients
         waiting = state.losses - state.has_loss
-        left = to_the_end(state.others, waiting)
+        left = to_the_end(state.others, state.pending, waiting)
         sharded = sum(part.gathered for i, part in enumerate(of_parts) if i not in state.unsharded)
         there = replace(
             moments,
             waiting=before,
             gradients=before + comes,
             late=own.first if comes else 0,
-            activations=activations(state.activations, waiting),
+            activations=activations(state.activations, state.pending, waiting),
             to_the_end=left,
             at_loss=moments.at_loss - sharded,
             in_blocks=moments.in_blocks - sharded,
@@ -231,7 +225,7 @@ def _most_in_passes(
             ends=(moments.in_blocks - sharded + own.sent + left) * state.reduces,
             logits=moments.logits * state.has_loss,
         )
-        most = max(most, there.in_backward if state.backward else there.in_forward)
+        most = max(most, there.in_pass(state.op))
     return most
 
 
@@ -243,7 +237,6 @@ def largest_memory(
         return estimate_memory(config, layout, chunk_bytes, tuned=tuned)
     sizes = _stage_sizes(plan)
     held, losses = peak_activations(plan.training, sizes), peak_losses(plan.training)
-    split = split_activations(plan.training, sizes)
     states = pass_states(plan.training, sizes)
     ranks = (
         estimate_memory(
@@ -254,7 +247,6 @@ def largest_memory(
             held[rank],
             losses,
             tuned,
-            split[rank],
             states[rank],
         )
         for rank in range(layout.pp)

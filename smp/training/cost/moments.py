@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smp.pipeline.actions import Op
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -24,9 +26,10 @@ class Moments:
             pass, with the buffer that it was gathered into, and while it is copied out of that; else 0.
         at_loss, in_blocks, in_next, in_first: weights in compute precision that are gathered, or kept as they were
             cast: at the loss and in the backward passes of the last, the next and the first block.
-        split: activations and activations' gradients at most, where backward passes have two parts; 0: they are whole.
         logits: of the loss, and the gradients that it leaves.
         backward: activations' gradients, and what is replayed.
+        input_part, weight_part: what a backward pass in two parts has in flight: activations' gradients that are not
+            pending yet, and a stage's gradients in compute precision, which are added to their sums at its end.
         head: the gradient of the output matrix on its way to its reduction.
         block: that of the largest block; with expert parallelism without its experts, which are a unit of their own.
         experts: what is there when the experts' gradients begin their reduction, before those of the rest come; or 0.
@@ -45,7 +48,6 @@ class Moments:
     kept_by_block: int
     kept_behind: int
     to_the_end: int
-    split: int
     at_last: int
     at_copy: int
     at_loss: int
@@ -54,6 +56,8 @@ class Moments:
     in_first: int
     logits: int
     backward: int
+    input_part: int
+    weight_part: int
     head: int
     block: int
     experts: int
@@ -65,8 +69,20 @@ class Moments:
     @property
     def most(self) -> int:
         """At one of: the loss, the last block's backward pass, the next one's during the reduction of the last, the
-        first block's, the end of it, and where its parts are split."""
+        first block's, and the end of it."""
         return max(self.in_forward, self.in_backward)
+
+    def in_pass(self, op: Op) -> int:
+        """In a pass of a pipeline."""
+        match op:
+            case Op.FORWARD:
+                return self.in_forward
+            case Op.BACKWARD_INPUT:
+                return self.waiting + self.activations + self.in_blocks + self.input_part
+            case Op.BACKWARD_WEIGHT:
+                made = self.activations + self.in_blocks + self.weight_part
+                return self.gradients + max(made, self.ends)
+        return self.in_backward
 
     @property
     def in_forward(self) -> int:
@@ -91,7 +107,6 @@ class Moments:
             + self.tied,
             self.in_first_block,
             self.gradients + self.ends,
-            self.waiting + self.split + self.in_blocks,
         )
 
     @property

@@ -29,7 +29,17 @@ def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tun
     if tuned.in_4_bits is not None or layout.pp > 1:
         return alike
     if not layout.has_fsdp:
-        return alike | {"in_first": min(gathered, b * share.block)}
+        # Under recompute only a block in its backward pass has its cast weights; at the loss none has. The output
+        # matrix's cast goes with the loss, which makes its gradient.
+        replayed = b * share.block if config.parallel.recompute_granularity != "none" else 0
+        in_blocks = max(0, gathered - b * share.ends)
+        first = min(in_blocks, b * share.block)
+        return alike | {
+            "at_loss": max(0, gathered - replayed),
+            "in_blocks": in_blocks,
+            "in_next": in_blocks,
+            "in_first": first,
+        }
     ends, times = b * share.ends, 2 if weights.sharing > 1 else 1
     accumulates = has_several_micro_batches(config, layout)
     if config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
@@ -119,8 +129,12 @@ def gradients_at_moments(
         # A block's whole gradients are freed when its reduction has copied them.
         found |= {"late": 4 * block, "before_last": -4 * block}
     if not layout.has_fsdp:
-        head = 0 if found["behind"] else 4 * vocabulary  # it is added to what is there
-        return found | {"head": head, "block": 0, "ends": (b % 4) * vocabulary}
+        # A gradient is cast, and added to what is there. Autograd adds both gradients of a tied matrix into a third
+        # before. The head's is added before a block's backward pass, which the loss outweighs.
+        added = 4 * vocabulary if has_several_micro_batches(config, layout) else 0
+        tied = 0 if config.model.untie_embeddings_and_output_weights else b * vocabulary
+        ends = (b % 4) * vocabulary + max(added, tied)
+        return found | {"head": 0, "block": 0, "tied": tied, "ends": ends}
     own = 0 if adapters or layout.ep == 1 else share.experts
     found["experts"] = (b + 4) * own
     reduced = {"head": 0 if both else 4 * ends, "block": 4 * (block - own), "ends": (b + 4) * max(vocabulary, ends)}
