@@ -11,6 +11,9 @@ import pytest
 
 from smp.config import Layout
 from smp.config.layers import layer_specs
+from smp.config.objectives import ObjectiveConfig
+from smp.config.rules.finetune import ALL_LINEAR
+from smp.config.schema import LoraConfig
 from smp.kernels import Kernels
 from smp.kernels.experts import grouped
 from smp.layers.context_parallel.cost import bytes_sent
@@ -21,6 +24,7 @@ from smp.pipeline.validate_schedule import peak_activations, peak_losses
 from smp.training.cost.fake_step import fake_gpu_step, fake_step
 from smp.training.cost.memory import estimate_memory, largest_memory
 from smp.training.exchange import exchange_of, exchanged, recurrence_bytes
+from smp.training.cost.predict import tuned_parts
 from smp.training.settings import read_settings
 from tests.training.measured_memory import compare, fake, settings
 
@@ -414,6 +418,26 @@ def error_of_the_formula(world: int, flags: str) -> float:
     plan = plan_pipeline(config, mesh) if mesh.pp > 1 else None
     found = max(fake_gpu_step(config, mesh, plan, rank).peak for rank in range(mesh.pp))
     return largest_memory(config, mesh, CHUNK_BYTES["cuda"], plan).total / found - 1
+
+
+ADAPTERS = [
+    (4, "--data-parallel-sharding-strategy optim_grads --global-batch-size 24"),  # gathers once, and copies out of it
+    (2, ""),
+    (4, "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|tt|t|L --global-batch-size 16"),
+]
+
+
+@pytest.mark.parametrize(("world", "flags"), ADAPTERS)
+def test_the_formula_knows_adapters(world: int, flags: str) -> None:
+    """Weights have no gradients, the product in the MLP is kept, and a stage without layers trains nothing."""
+    config = settings(f"{BESIDE} {flags}", world)
+    lora = LoraConfig(lora_rank=64, lora_alpha=128.0, lora_target_modules=ALL_LINEAR, lora_dropout=0.0)
+    config = replace(config, lora=lora, objective=ObjectiveConfig(objective="sft"))
+    mesh = Layout.from_config(config.parallel, world)
+    plan = plan_pipeline(config, mesh) if mesh.pp > 1 else None
+    found = max(fake_gpu_step(config, mesh, plan, rank).peak for rank in range(mesh.pp))
+    said = largest_memory(config, mesh, CHUNK_BYTES["cuda"], plan, tuned_parts(config, mesh)).total
+    assert -0.05 < said / found - 1 < 0.05
 
 
 @pytest.mark.slow

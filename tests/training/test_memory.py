@@ -165,6 +165,17 @@ def test_memory_of_fine_tuning_by_hand() -> None:
     assert pairs.activations == 2 * whole.activations
 
 
+def test_stages_without_layers_train_nothing_of_adapters() -> None:
+    """A layout may give embedding and output matrix stages of their own."""
+    config, tuned = _config(SMALL, bf16=True), Tuned(adapters=300)
+    for part in (ModelPart(0, 0, embedding=True, head=False), ModelPart(0, 0, embedding=False, head=True)):
+        estimate = estimate_memory(config, Layout(pp=2), 1 << 20, [part], tuned=tuned)
+        whole = estimate_memory(config, Layout(pp=2), 1 << 20, [part])
+        assert (estimate.gradients, estimate.optimizer, estimate.reduced) == (0, 0, 0)
+        assert estimate.parameters == whole.parameters // 2 > 0, "in bf16"
+        assert estimate.total < whole.total
+
+
 def test_memory_shrinks_with_the_layout_that_shares_it() -> None:
     config = _config(SMALL, bf16=True)
     whole, two, shared = (estimate_memory(config, Layout(dp_shard=d), chunk_bytes=1 << 20) for d in (1, 2, 4))

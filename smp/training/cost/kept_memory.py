@@ -3,6 +3,7 @@ context parallelism; symbols as in :mod:`smp.training.cost.memory`."""
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from smp.config import Config, Layout, ModelConfig
@@ -37,11 +38,12 @@ def kept_per_token(
     With h_l = h / tp under sequence parallelism, else h, and all other widths local:
 
     - none: input and output of both norms 4 h_l; query, key, value and output of attention 2 q + 2 k; MLP 2 f, with
-      SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product); with qk-norm its inputs q + k, with norms before and
-      behind 2 h_l more; with hidden dropout two masks of one byte, 2 h_l bytes; log-sum-exp, 4 bytes per head, or
-      with attention dropout per head and position the probabilities in fp32, the mask in one byte and the dropped
-      probabilities in compute precision, and where it is operators the probabilities, in both cases with a cap also the
-      capped scores. Context parallelism that exchanges keys keeps no probabilities.
+      SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product), fused with an adapter that reads the product 3 f; with
+      qk-norm its inputs q + k, with norms before and behind 2 h_l more; with hidden dropout two masks of one byte,
+      2 h_l bytes; log-sum-exp, 4 bytes per head, or with attention dropout per head and position the probabilities in
+      fp32, the mask in one byte and the dropped probabilities in compute precision, and where it is operators the
+      probabilities, in both cases with a cap also the capped scores. Context parallelism that exchanges keys keeps no
+      probabilities.
     - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
       and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
     - full: input h_l.
@@ -83,8 +85,8 @@ def kept_per_token(
         own = 1 + attends + recurs + (feeds and not (experts and not ffn))  # their results are counted with their rows
         elements = own * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
     else:
-        # SwiGLU: gate, up, SiLU, product unless fused; GELU: input and output.
-        mlp = (2 if fused and model.swiglu else 4) if model.gated else 2
+        # SwiGLU: gate, up, SiLU, product; fused gate and up, and the product for an adapter; GELU: input and output.
+        mlp = (2 + _adapts_product(config) if fused and model.swiglu else 4) if model.gated else 2
         placed = model.linear_norm_placement if recurrence is not None else None
         # Sandwich norms have one more result for each half of a block.
         norms = 3 if (placed or model.norm_placement) == "sandwich" else 2
@@ -113,6 +115,16 @@ def kept_per_token(
         elements += of_exchange(config, q, k, max(1, groups // tp), recompute)
     # The log-sum-exp of a fused kernel: one fp32 number for each head and token.
     return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
+
+
+def _adapts_product(config: Config) -> bool:
+    """Whether an adapter is on the last layer of MLPs, of some or of all; of --load-adapter it is taken to be."""
+    lora = config.lora
+    if lora is None or not config.has_adapters:
+        return False
+    names = ["down", *(f"layers.{layer}.mlp.down" for layer in range(config.model.num_layers))]
+    targets = (lora.lora_target_modules or "down").split(",")
+    return any(fnmatchcase(name, target) for target in targets for name in names)
 
 
 def _widened_operands(config: Config, b: int, q: int, k: int) -> int:

@@ -139,7 +139,7 @@ def estimate_memory(
     later = _pending_per_token(config, layout, b, share)
     # Of losses that wait for their backward pass: the last norm's input, its gradient and the output matrix's.
     of_a_loss = share.head * b * 2 * config.model.hidden_size * tokens // slices
-    if share.head and not share.scores and not weights.adapters:
+    if share.head and not share.scores and not weights.partly:
         of_a_loss += share.vocabulary * (1 + share.mtp) * b
 
     def activations(micro_batches: float, pending: float, waiting: int, beside: float = around) -> int:
@@ -157,10 +157,10 @@ def estimate_memory(
         kept_by_block=int(tokens * per_token),
         kept_behind=share.head * tokens * b * (2 * config.model.hidden_size // slices + 2 * config.model.hidden_size),
         to_the_end=int(tokens * (rope + received)),
-        logits=_logits(config, tokens, chunk_bytes, b, share, trained=not weights.adapters),
+        logits=_logits(config, tokens, chunk_bytes, b, share, trained=not weights.partly),
         backward=tokens * backward,
         input_part=tokens * max(0, backward - later),
-        weight_part=0 if weights.adapters else (b % 4) * sum(share.blocks) // len(share.parts),
+        weight_part=0 if weights.partly else (b % 4) * sum(share.blocks) // len(share.parts),
         **gathered_at_moments(config, layout, share, tuned, weights),
         **gradients_at_moments(config, layout, share, tuned, weights),
     )
@@ -168,7 +168,7 @@ def estimate_memory(
     if states:
         of_parts = bytes_of_parts(config, layout, share, weights)
         most = _most_in_passes(moments, states, of_parts, activations, partial(activations, beside=received))
-    if not weights.adapters:
+    if not weights.partly:
         reduced = min(weights.gradients, weights.parameters)  # cut as the weights are by then
         most = max(most, reduced + update_bytes(config.optim, layout, share))
     return MemoryEstimate(

@@ -44,9 +44,12 @@ def gathered_at_moments(config: Config, layout: Layout, share: Share, tuned: Tun
     accumulates = has_several_micro_batches(config, layout)
     if config.parallel.data_parallel_sharding_strategy != "optim_grads_params":
         # nothing is gathered from the second micro-batch on, which has gradients of the first
+        only = _until_backward(config, layout, share, gathered, (times - 1) * b, b)
         if not accumulates:
-            return alike | _until_backward(config, layout, share, gathered, (times - 1) * b, b)
-        return alike | _from_the_second_on(config, layout, share, weights, b)
+            return alike | only
+        # Of adapters they are small: then the first one's forward pass, which gathers, needs more.
+        gathering = {name: only[name] for name in ("at_last", "at_copy", "at_loss") if weights.partly}
+        return alike | _from_the_second_on(config, layout, share, weights, b) | gathering
     experts, sharing = b * share.experts * (layout.ep > 1), layout.expert_shard > 1
     dense = b * share.block - experts
     blocks = times * dense + (1 + sharing) * experts
@@ -99,13 +102,13 @@ def gradients_at_moments(
 ) -> dict[str, int]:
     """Bytes of gradients that are whole, and of all. A pipeline adds them up in fp32 until its step ends; FSDP has one
     unit's on its way to its reduction, in fp32, while the next one's comes in compute precision."""
-    b, adapters = 2 if config.parallel.bf16 else 4, weights.adapters
+    b, partly = 2 if config.parallel.bf16 else 4, weights.partly
     gradients, sharing = weights.gradients, weights.sharing
-    block = adapters // len(share.layers) if adapters else share.block
-    vocabulary, ends = (0, 0) if adapters else (share.vocabulary, share.ends if share.mtp else share.vocabulary)
+    block = weights.adapters // max(1, len(share.layers)) if partly else share.block
+    vocabulary, ends = (0, 0) if partly else (share.vocabulary, share.ends if share.mtp else share.vocabulary)
     found = {"gradients": gradients, "waiting": gradients, "behind": 0, "before_last": 0, "before": 0, "late": 0}
     last = of_each_block(config.model, share.layers, lambda block: _last_product(block, layout))
-    found |= {"own": b * block, "own_first": 0 if adapters else b * max(last, default=0), "tied": 0, "experts": 0}
+    found |= {"own": b * block, "own_first": 0 if partly else b * max(last, default=0), "tied": 0, "experts": 0}
     if layout.pp > 1:
         # A stage's gradients are reduced before its weights are freed: what is sent, and what comes.
         sent = _with_share(4 * max(block, ends), sharing)
@@ -122,7 +125,7 @@ def gradients_at_moments(
         first = elements(come, uncut)
         matrix = vocabulary * config.model.untie_embeddings_and_output_weights if layout.has_fsdp else vocabulary
         found |= {"behind": 4 * matrix // sharing, "before_last": 4 * block // sharing}
-        found |= {"waiting": 0, "late": 0 if adapters else 4 * (first + at_the_end) // sharing}
+        found |= {"waiting": 0, "late": 0 if partly else 4 * (first + at_the_end) // sharing}
     elif layout.has_fsdp and config.parallel.data_parallel_sharding_strategy != "optim":
         found["before"] = 4 * ends
     elif layout.has_fsdp:
@@ -135,7 +138,7 @@ def gradients_at_moments(
         tied = 0 if config.model.untie_embeddings_and_output_weights else b * vocabulary
         ends = (b % 4) * vocabulary + max(added, tied)
         return found | {"head": 0, "block": 0, "tied": tied, "ends": ends}
-    own = 0 if adapters or layout.ep == 1 else share.experts
+    own = 0 if partly or layout.ep == 1 else share.experts
     found["experts"] = (b + 4) * own
     reduced = {"head": 0 if both else 4 * ends, "block": 4 * (block - own), "ends": (b + 4) * max(vocabulary, ends)}
     return found | reduced
@@ -182,9 +185,10 @@ def bytes_of_parts(config: Config, layout: Layout, share: Share, weights: Weight
         if part.embedding and not tied:
             first += 4 * own.vocabulary
         sent = _sent(layout, own, weights.sharing)
-        if weights.adapters:
-            gradients, first = weights.gradients * len(own.layers) // len(share.layers), 0
-            sent = _with_share(4 * weights.adapters // len(share.layers), weights.sharing)
+        if weights.partly:
+            layers = max(1, len(share.layers))
+            gradients, first = weights.gradients * len(own.layers) // layers, 0
+            sent = _with_share(4 * weights.adapters // layers, weights.sharing)
         found.append(PartBytes(gradients, gradients // weights.sharing, first, gathered, sent))
     return found
 

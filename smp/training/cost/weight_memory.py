@@ -23,7 +23,8 @@ class Weights:
     """Bytes of what belongs to weights; see :func:`smp.training.cost.memory.estimate_memory`.
 
     Attributes:
-        adapters: elements of adapters on the process, before FSDP.
+        adapters: elements of adapters on the process, before FSDP; 0 also on one that has no layers.
+        partly: whether nothing else is trained.
         sharing: processes that share a weight.
     """
 
@@ -34,6 +35,7 @@ class Weights:
     reduced: int
     secondary: int
     adapters: int
+    partly: bool
     sharing: int
 
     @staticmethod
@@ -46,9 +48,10 @@ class Weights:
         adapters = tuned.adapters * len(share.layers) // config.model.num_layers
         if config.model.dsa_indexer_warmup:  # which train alone, as adapters do, beside weights in fp32
             adapters = elements([p for p in share.parameters if learns(config.model, p.name)], before_ep)
-        trained, frozen = adapters or n, float(b * n * tuned.copies)
+        partly = tuned.adapters > 0 or config.model.dsa_indexer_warmup
+        trained, frozen = adapters if partly else n, float(b * n * tuned.copies)
         state = sum(state_bytes(config.optim, p) * math.prod(p.local_shape(before_ep)) for p in share.parameters)
-        if adapters:
+        if partly:
             # LoRA factors are matrices of blocks, for Muon and for 8-bit moments.
             state = state_bytes(config.optim, Parameter("layers.0.lora.a", (1, 1))) * adapters
             frozen = (tuned.copies + 1) * sum(_frozen_bytes(p, before_ep, tuned, b) for p in share.parameters)
@@ -57,11 +60,11 @@ class Weights:
         # ZeRO-1 and pipelines keep whole gradients until the last micro-batch of a step.
         late = config.parallel.data_parallel_sharding_strategy == "optim" and has_several_micro_batches(config, layout)
         whole = layout.pp > 1 or late
-        largest = adapters // len(share.layers) if adapters else share.largest(layout)
+        largest = adapters // max(1, len(share.layers)) if partly else share.largest(layout)
         return Weights(
             parameters=int(4 * trained + frozen) // sharing,
             # fp32 gradients: whole, or the rank's shard.
-            gradients=4 * (adapters or share.elements) if whole else 4 * trained // sharing,
+            gradients=4 * (adapters if partly else share.elements) if whole else 4 * trained // sharing,
             optimizer=int(state / sharing),
             gathered=(
                 b * _gathered(config, layout, share, tuned)
@@ -72,6 +75,7 @@ class Weights:
             reduced=(4 if b == 4 and not layout.has_fsdp else b + 4) * largest,
             secondary=_secondary(config, layout, tuned),
             adapters=adapters,
+            partly=partly,
             sharing=sharing,
         )
 
