@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp.config import ConfigError
+from smp.hf.products import take_product
+from smp.hf.run.lora import TokenNumbers, offer
 from smp.kernels.dropout import keyed_dropout
 from smp.kernels.precision import nf4
+from smp.layers.adapters.lora import adaptable
+from smp.layers.adapters.quantized import quantize_layers
+from smp.models.foreign import new_module
 from smp.models.micro_batch import MicroBatch
 from smp.parallel.rng import dropout_key
 from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
+from tests.hf.architectures import tiny
 from tests.parity.result import TOLERANCE
 from tests.training.any_model_lab import LR, largest_error, load, train_plainly, tune_types, write_type
 from tests.training.tiny_hf import write_adapter
@@ -238,3 +245,29 @@ def test_adapters_of_other_models_are_refused(folder: Path, tmp_path: Path) -> N
         flags = flags_of(folder, "loaded").replace(f"{folder}/start", str(tmp_path / edit))
         [result] = run_distributed(tune_types, 1, [flags])[0]
         assert said in result["refused"]
+
+
+OFFERED = {
+    "bamba": {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "gate_proj", "up_proj", "down_proj"},
+    "falcon_h1": {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "gate_proj", "up_proj", "down_proj"},
+    "falcon_mamba": {"in_proj"},
+    "bloom": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+}
+
+
+@pytest.mark.parametrize("kind", OFFERED)
+def test_layers_whose_weights_are_read_past_them_take_no_adapter(kind: str) -> None:
+    """As in peft's issue 2556: fused kernels, and some products, read them, and an adapter would do nothing."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    module = new_module(tiny(CONFIG_MAPPING[kind]).to_json_string(use_diff=False))
+    mesh: Any = None  # of no use before one is attached
+    offer(module, mesh, TokenNumbers())
+    assert {name.rpartition(".")[2] for name in adaptable(module)} == OFFERED[kind]
+
+
+def test_a_model_of_which_nothing_can_rest_in_4_bits_is_refused() -> None:
+    layer: Any = nn.Linear(nf4.BLOCK + 2, 4)
+    layer.take_product, layer.product = partial(take_product, layer), "dense"
+    with pytest.raises(ConfigError, match="--load-in-4bit: no linear layer has rows of whole blocks of 64 elements"):
+        quantize_layers(nn.Sequential(layer), double=True)

@@ -17,9 +17,11 @@ A reads what the layer reads, behind the point where gradients of that are summe
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
@@ -82,16 +84,33 @@ class TokenNumbers:
 
 
 def offer(module: Any, tp: DeviceMesh, numbers: TokenNumbers) -> None:
-    """Let every linear layer of the decoder's blocks take an adapter and 4-bit weights, except for those whose weight a
-    fused kernel reads directly (Mamba's output projection)."""
+    """Let every linear layer of the decoder's blocks take an adapter and 4-bit weights, except for those whose weight is
+    read outside of their forward pass: an adapter there would do nothing."""
     for _, block in blocks_of(module):
         for name, layer in block.named_modules():
-            parent = block.get_submodule(name.rpartition(".")[0])
-            fused = name.rpartition(".")[2] == "out_proj" and "mamba" in type(parent).__name__.lower()
-            if type(layer) is nn.Linear and not fused:
+            owner, _, own = name.rpartition(".")
+            kind: Any = type(block.get_submodule(owner))
+            if type(layer) is nn.Linear and own not in _read_by_owner(kind):
                 layer.takes_adapter = partial(_attach, layer, tp, numbers)  # type: ignore[assignment]
                 layer.product = "dense"  # type: ignore[assignment]
                 layer.take_product = partial(take_product, layer)  # type: ignore[assignment]
+
+
+@cache
+def _read_by_owner(owner: type) -> frozenset[str]:
+    """Names of a class's layers whose weights or biases its own code reads: for a fused kernel (``out_proj`` and
+    ``x_proj`` of Mamba) or for a product of its own (``dt_proj`` of Mamba, Gemma 3n's coefficients)."""
+    found: set[str] = set()
+    for kind in (kind for kind in owner.__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module):
+        try:
+            found |= set(_READ.findall(inspect.getsource(kind)))
+        except (OSError, TypeError):  # a class without a file
+            continue
+    return frozenset(found)
+
+
+_READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape)\b|\[)")
+"""But for slices: Bloom reads those of some layers only where it is told to round as its training did."""
 
 
 def _attach(

@@ -48,7 +48,7 @@ def quantize_layers(model: nn.Module, *, double: bool) -> None:
     ``fully_shard``. Layers of other packages whose rows are not made of whole blocks stay as they are.
 
     Raises:
-        ConfigError: a rank's part of a row is not made of whole blocks.
+        ConfigError: a rank's part of a row is not made of whole blocks, or no layer's rows are.
     """
     for name, layer in _layers(model).items():
         weight = layer.weight
@@ -74,6 +74,10 @@ def quantize_layers(model: nn.Module, *, double: bool) -> None:
             layer.take_product(PRODUCTS[double])
         else:
             layer.product = PRODUCTS[double]
+    if _layers(model) and not quantized_layers(model):
+        raise ConfigError(
+            f"--load-in-4bit: no linear layer has rows of whole blocks of {nf4.BLOCK} elements; leave it out"
+        )
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp.config import Config, Layout
+from smp.config import Config, ConfigError, Layout
 from smp.config.batch import count_micro_batches
 from smp.config.rules.finetune import targets_of
 from smp.config.rules.mtp import mtp_layers
@@ -65,7 +65,9 @@ def tried_steps(config: Config, layout: Layout, plan: Plan | None) -> list[StepM
         return None
     try:
         return [fake_gpu_step(config, layout, plan, rank) for rank in range(layout.pp)]
-    # Any error: it is transformers' code that ran.
+    except ConfigError:
+        raise  # as the run will
+    # Any other error: it is transformers' code that ran.
     except Exception:
         if not config.model.is_foreign:
             raise
