@@ -89,7 +89,7 @@ ALONE = Group("", 1, 0)
 def test_divergence_from_states(beta: float, temperature: float, alpha: float, chunk: int) -> None:
     x, cap = _inputs(), 3.0 if beta == 0.5 else None
     shard = VocabShard.of(ALONE, VOCAB, VOCAB, cap)
-    teacher = TeacherStates(TeacherHead(x["matrix"], VocabShard.of(ALONE, VOCAB, VOCAB), False), x["states"])
+    teacher = TeacherStates(TeacherHead(x["matrix"], VocabShard.of(ALONE, VOCAB, VOCAB), None), x["states"])
     got = _computed(x, Distilled(teacher, beta, temperature, alpha), shard, chunk)
     _close(got, _expected(x, beta, temperature, alpha, cap))
 
@@ -100,7 +100,7 @@ def test_divergence_from_likeliest_tokens(beta: float, temperature: float, k: in
     """With all tokens it is the full divergence."""
     x = _inputs()
     shard = VocabShard.of(ALONE, VOCAB, VOCAB)
-    head = TeacherHead(x["matrix"], shard, False)
+    head = TeacherHead(x["matrix"], shard, None)
     top = top_log_probs(x["states"], head, k, temperature, chunk_tokens=4)
     got = _computed(x, Distilled(top, beta, temperature), shard, 3)
     _close(got, _expected(x, beta, temperature, 1.0, None, k))
@@ -111,7 +111,7 @@ def test_divergence_from_likeliest_tokens(beta: float, temperature: float, k: in
 def test_a_teacher_like_the_model_teaches_nothing(beta: float, k: int | None) -> None:
     x = _inputs()
     shard = VocabShard.of(ALONE, VOCAB, VOCAB)
-    head, teacher = TeacherHead(x["weight"], shard, False), None
+    head, teacher = TeacherHead(x["weight"], shard, None), None
     if k is not None:
         teacher = top_log_probs(x["hidden"], head, k, 1.0, chunk_tokens=4)
     got = _computed(x, Distilled(teacher or TeacherStates(head, x["hidden"]), beta, 1.0), shard, 3)
@@ -124,7 +124,7 @@ def test_vocabularies_padded_to_other_sizes() -> None:
     x = _inputs()
     fewer = VOCAB - 4
     shard = VocabShard.of(ALONE, VOCAB, VOCAB)
-    head = TeacherHead(x["matrix"][:fewer], VocabShard.of(ALONE, fewer, fewer), False).aligned(shard)
+    head = TeacherHead(x["matrix"][:fewer], VocabShard.of(ALONE, fewer, fewer), None).aligned(shard)
     x["labels"] %= fewer
     got = _computed(x, Distilled(TeacherStates(head, x["states"]), 0.5, 1.0), shard, 3)
     less = x | {"weight": x["weight"][:fewer], "matrix": x["matrix"][:fewer]}
@@ -138,7 +138,7 @@ def test_likeliest_tokens_of_a_larger_vocabulary() -> None:
     x, more = _inputs(), torch.randn(5, TEACHER, generator=torch.Generator().manual_seed(2))
     shard = VocabShard.of(ALONE, VOCAB, VOCAB)
     larger = torch.cat([x["matrix"], more])
-    head = TeacherHead(larger, VocabShard.of(ALONE, VOCAB + 5, VOCAB + 5), False)
+    head = TeacherHead(larger, VocabShard.of(ALONE, VOCAB + 5, VOCAB + 5), None)
     for k in (3, VOCAB + 5):
         top = top_log_probs(x["states"], head, k, 1.0, chunk_tokens=4)
         value, by_hidden, _ = _computed(x, Distilled(top, 0.0, 1.0), shard, 3)
@@ -165,7 +165,7 @@ def _cut(rank: int, world_size: int) -> None:
         x[name] = torch.nn.functional.pad(x[name], (0, 0, 0, rows * world_size - VOCAB))
     shard = VocabShard.of(group, rows, VOCAB)
     own = slice(rank * rows, (rank + 1) * rows)
-    head = TeacherHead(x["matrix"][own], shard, False).aligned(shard)
+    head = TeacherHead(x["matrix"][own], shard, None).aligned(shard)
     sources: list[tuple[TeacherStates | TopLogits, int]] = [(TeacherStates(head, x["states"]), VOCAB)]
     sources += [(top_log_probs(x["states"], head, k, 0.7, chunk_tokens=4), k) for k in (5, 50, VOCAB)]
     for beta in (0.0, 0.5, 1.0):

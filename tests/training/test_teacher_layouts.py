@@ -12,6 +12,7 @@ from smp.config import ConfigError
 from smp.training.tuning.settings import read_finetune_settings, teacher_config
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
+from tests.training.any_model_lab import write_type
 from tests.training.flag_runs import proves
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 from tests.training.tuning_lab import together, tune_all
@@ -25,6 +26,7 @@ STEPS = (
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
 ITS_TP, ITS_PP, ITS_CP = (flag.replace("--", "--teacher-") for flag in (TP, PP, CP))
 METHODS = {
+    "odd": "--load {0}/odd --packing off",
     "plain": "",
     "off": "--packing off",
     "uneven": "--packing off --global-batch-size 6",
@@ -38,6 +40,9 @@ LAYOUTS = {
     "cp 2, shard 2": (2, f"{CP} 2 {ITS_CP} 1", "off"),
     "tp 2, shard 2": (2, f"{TP} 2 {ITS_TP} 1", "on policy"),
     "shard 2, pp 2": (2, f"{ITS_PP} 2", "on policy"),
+    # a vocabulary that two ranks cannot share: the student's output matrix is whole on both
+    "tp 2, tp 2, odd": (2, f"{TP} 2", "odd"),
+    "tp 2 sp, shard 2, odd": (2, f"{TP} 2 --sequence-parallel {ITS_TP} 1", "odd"),
     "shard 4, tp 2 x pp 2": (4, f"{ITS_TP} 2 {ITS_PP} 2", "uneven"),
     "tp 2 x pp 2, cp 2 x shard 2": (
         4,
@@ -55,17 +60,26 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a deeper teacher of another family that caps its logits, and one with experts."""
+    """A model, a deeper teacher of another family that caps its logits, one with experts, and a student that
+    transformers computes."""
     folder = tmp_path_factory.mktemp("layouts")
     write_samples(folder)
     for name, family, layers in ((".", "llama", 2), ("big", "gemma2", 3), ("experts", "qwen2-moe", 2)):
         (folder / name).mkdir(exist_ok=True)
         write_tokenizer(folder / name)
         write_model(folder / name, family, layers=layers)
+    write_type(folder / "odd", "helium", vocab_size=301, num_key_value_heads=2)
     return folder
 
 
-FAST = ("shard 2, tp 2", "tp 2 sp, pp 2", "pp 2, cp 2", "shard 4, tp 2 x pp 2")
+FAST = (
+    "tp 2, tp 2, odd",
+    "tp 2 sp, shard 2, odd",
+    "shard 2, tp 2",
+    "tp 2 sp, pp 2",
+    "pp 2, cp 2",
+    "shard 4, tp 2 x pp 2",
+)
 SLOW = tuple(name for name in LAYOUTS if name not in FAST)
 
 

@@ -43,25 +43,27 @@ class TeacherHead:
     Attributes:
         matrix: this rank's rows of the output matrix, (rows, hidden), for the same token ids as the model's.
         shard: which rows these are, and the teacher's cap of logits.
-        sequence_parallel: whether states are cut along the tokens over the tensor-parallel ranks.
+        shared_by: ranks that have the states of some of the tokens each; None: every rank has all. They need not be the
+            group of ``shard``: a matrix that tensor parallelism leaves whole has none.
     """
 
     matrix: torch.Tensor
     shard: VocabShard
-    sequence_parallel: bool
+    shared_by: Group | None
 
     def aligned(self, shard: VocabShard) -> TeacherHead:
         """This head with the rows of ``shard``: vocabularies may be padded to different sizes. Token ids that one of
         both does not have get no row."""
+        own = self.shard
         # Once for a teacher, not for a step: gathered whole, then this rank's rows in the model's cut.
-        own, whole = self.shard, wait(start_all_gather(self.matrix, shard.group), shard.group)
+        whole = wait(start_all_gather(self.matrix, own.group), own.group)
         # Ids from ``common`` on have no partner: the divergence is over the ids that both know.
         common = min(own.vocab_size, shard.vocab_size)
         valid = min(max(common - shard.start, 0), shard.valid)
         return TeacherHead(
             whole[shard.start : shard.start + valid].clone(),
             replace(shard, valid=valid, vocab_size=common, softcap=own.softcap),
-            self.sequence_parallel,
+            self.shared_by,
         )
 
 
@@ -217,9 +219,9 @@ class _ByTeacher:
             valid = min(max(common - shard.start, 0), shard.valid)
             teacher = teacher.padded(tokens).within(common)
             return _ByTeacher(replace(loss, teacher=teacher), replace(shard, valid=valid, vocab_size=common), backend)
-        if teacher.head.sequence_parallel:
+        if (group := teacher.head.shared_by) is not None:
             # The head needs all tokens on every rank, as the model's own does.
-            teacher = replace(teacher, states=gather_tokens(teacher.states, shard.group))
+            teacher = replace(teacher, states=gather_tokens(teacher.states, group))
             loss = replace(loss, teacher=teacher)
         if (missing := tokens - len(teacher.states)) > 0:  # the model fills its tokens up, the teacher does not
             loss = replace(loss, teacher=replace(teacher, states=F.pad(teacher.states, (0, 0, 0, missing))))
@@ -322,8 +324,8 @@ def top_log_probs(
         chunk_tokens: tokens whose logits exist at one time.
     """
     shard = replace(head.shard, temperature=temperature)
-    if head.sequence_parallel:
-        states = gather_tokens(states, shard.group)
+    if head.shared_by is not None:
+        states = gather_tokens(states, head.shared_by)
     parts = [_top(states[i : i + chunk_tokens], head, shard, k, backend) for i in range(0, len(states), chunk_tokens)]
     ids, log_probs, rest = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "log_probs", "rest"))
     return TopLogits(ids, log_probs, rest, shard.vocab_size)

@@ -38,6 +38,7 @@ class Places:
 
     Attributes:
         data_size, cp_size, tp_size: of its layout.
+        tp_group: of its layout, which this rank is in; None: it is alone.
         data_rank, part: of this rank. A part is a share of the tokens of a micro-batch: one for each of the
             context-parallel ranks times the tensor-parallel ones, which take equal pieces.
         has_head: whether this rank has its output matrix.
@@ -48,6 +49,7 @@ class Places:
     data_size: int
     cp_size: int
     tp_size: int
+    tp_group: Group | None
     data_rank: int
     part: int
     has_head: bool
@@ -63,8 +65,8 @@ class Places:
         # All ranks hear who has the output matrix: in a pipeline only some.
         every = gather((context.data_rank, part, has_head))
         heads = {(data, part): rank for rank, (data, part, there) in enumerate(every) if there}
-        sizes = context.data_size, context.cp_size, tp_size
-        return Places(*sizes, context.data_rank, part, has_head, [data for data, _, _ in every], heads)
+        layout = context.data_size, context.cp_size, tp_size, context.tp_group if tp_size > 1 else None
+        return Places(*layout, context.data_rank, part, has_head, [data for data, _, _ in every], heads)
 
     def asks(self, number: int) -> int:
         """The rank that sends the samples of a micro-batch: the first of those that have them."""
@@ -158,6 +160,7 @@ class TeacherElsewhere:
         # Collective, and the head does not change: only at the first batch.
         if not self._heads:
             self._heads.append(self._fetch_head(states))
+            self.teacher.forget_matrix()
         head = self._heads[0]
         answers = self._answers(question, states, head)
 
@@ -247,7 +250,7 @@ class TeacherElsewhere:
         found, splits = _in_order(here.ranks(question.asked, i, number, own), own, size)
         share = states[i]
         # Without sequence parallelism all tensor-parallel ranks have all states: each sends its piece.
-        if not self.teacher.head.sequence_parallel:
+        if self.teacher.head.shared_by is None:
             tokens = len(held_tokens(self._trimmed(question.asked), i, there.cp_size)[0])
             begin = (there.part % there.tp_size) * there.share(tokens)
             share = share[begin : begin + len(own)]
@@ -305,7 +308,7 @@ class TeacherElsewhere:
         if student is None:
             return Head(None, facts)
         shard = replace(student.shard, valid=valid, vocab_size=common, softcap=facts.softcap)
-        return Head(TeacherHead(rows, shard, self.here.tp_size > 1), facts)
+        return Head(TeacherHead(rows, shard, self.here.tp_group), facts)
 
 
 def _facts(head: TeacherHead, of_states: torch.dtype) -> Facts:

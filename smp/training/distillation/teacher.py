@@ -71,6 +71,10 @@ class ModelTeacher:
         """What makes logits of the states, known from the first batch on."""
         return self._heads[0]
 
+    def forget_matrix(self) -> None:
+        """Keep no rows of the output matrix, which are where the student has those of its own."""
+        self._heads[:] = [replace(head, matrix=head.matrix.new_empty(0)) for head in self._heads]
+
     def _take(self, matrix: torch.Tensor) -> None:
         """Keep this rank's rows of the teacher's output matrix. It is frozen, and used after FSDP has freed the
         teacher's gathered weights: under FSDP it is copied."""
@@ -79,7 +83,7 @@ class ModelTeacher:
         own = self.model.output_shard()
         assert own is not None, "it has just been used"
         kept = matrix.detach().clone() if isinstance(self.model, FSDPModule) else matrix.detach()
-        head = TeacherHead(kept, own.shard, own.sequence_parallel)
+        head = TeacherHead(kept, own.shard, own.shard.group if own.sequence_parallel else None)
         self._heads.append(head if self.student is None else _fitting(head, self.student))
 
 
