@@ -447,3 +447,24 @@ def test_variants_that_are_not_there_are_refused(architecture_name: str, more: d
     with pytest.raises(ConfigError) as error:
         from_hf(_published(architecture_name, 2, 1024, 16, 100, **sizes, **more))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"projectors_bias": True}, "projectors_bias True is not supported, only False"),
+        ({"attention_bias": True}, "attention_bias True is not supported, only False"),
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "mamba_norm_before_gate true is not supported"),
+        ({"mamba_use_mlp": False}, "mamba_use_mlp False is not supported, only True"),
+        ({"attn_layer_indices": [0, 2]}, r"attn_layer_indices \[0, 2\] is not supported, only None"),
+        ({"key_multiplier": None}, "key_multiplier None is not a number"),
+        ({"ssm_multipliers": [1.0, 2.0]}, r"ssm_multipliers \[1.0, 2.0\] is not a list of 5 numbers"),
+        ({"mamba_d_ssm": None}, "mamba_n_heads x mamba_d_head is not the width of all heads, 2048"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_falcon_h1_has_not_is_refused(changes: dict[str, Any], message: str) -> None:
+    content = to_hf(resolved(**PRESETS["falcon-h1-0.5b"]), "bfloat16")
+    from_hf(content | {"mamba_use_mlp": True, "attn_layer_indices": None, "mlp_expansion_factor": 8})
+    with pytest.raises(ConfigError, match=message):
+        from_hf(content | changes)

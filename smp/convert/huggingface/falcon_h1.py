@@ -127,6 +127,8 @@ FALCON_H1 = Family(
     required={
         **{"attention_bias": False, "mlp_bias": False, "projectors_bias": False, "mamba_proj_bias": False},
         **{"mamba_conv_bias": True, "hidden_act": "silu"},
+        # which transformers does not read: every layer has attention, Mamba-2 and an MLP
+        **{"mamba_use_mlp": True, "attn_layer_indices": None},
     },
     said={"attention_bias": False, "mlp_bias": False, "projectors_bias": False, "hidden_act": "silu"},
     activation_key=None,
