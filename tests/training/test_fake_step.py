@@ -23,8 +23,8 @@ from smp.pipeline.stage_plan import plan_pipeline
 from smp.pipeline.validate_schedule import peak_activations, peak_losses
 from smp.training.cost.fake_step import fake_gpu_step, fake_step
 from smp.training.cost.memory import estimate_memory, largest_memory
-from smp.training.exchange import exchange_of, exchanged, recurrence_bytes
 from smp.training.cost.predict import tuned_parts
+from smp.training.exchange import exchange_of, exchanged, recurrence_bytes
 from smp.training.settings import read_settings
 from tests.training.measured_memory import compare, fake, settings
 

@@ -84,8 +84,8 @@ class TokenNumbers:
 
 
 def offer(module: Any, tp: DeviceMesh, numbers: TokenNumbers) -> None:
-    """Let every linear layer of the decoder's blocks take an adapter and 4-bit weights, except for those whose weight is
-    read outside of their forward pass: an adapter there would do nothing."""
+    """Let every linear layer of the decoder's blocks take an adapter and 4-bit weights, except for those whose weight
+    is read outside of their forward pass: an adapter there would do nothing."""
     for _, block in blocks_of(module):
         for name, layer in block.named_modules():
             owner, _, own = name.rpartition(".")
