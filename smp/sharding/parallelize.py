@@ -74,6 +74,7 @@ def parallelize(
     offload: Offload | None = None,
     *,
     compile_experts: bool = True,
+    eager_rounding: bool = False,
 ) -> AnyModule:
     """Apply recompute, offload, compile and hybrid FSDP to ``model`` (built on the meta device or not), in place.
 
@@ -90,6 +91,8 @@ def parallelize(
         config: recompute, compile and precision.
         offload: what :func:`smp.sharding.offload.offload_of` made, where ``config`` asks for it.
         compile_experts: with ``config.compile``, also blocks with experts.
+        eager_rounding: compiled code rounds to bf16 wherever uncompiled code does: of a model that also runs
+            uncompiled, to write texts, whose log-probabilities are to be those of training.
 
     Raises:
         ValueError: ``config`` asks for offload, and it is not given.
@@ -101,7 +104,8 @@ def parallelize(
     for block in blocks:
         # Offload lies around recompute: what it sends to the host is then the block's input alone.
         left_out = isinstance(block, MoEBlock) and not compile_experts
-        block.run = _wrapped(block.run, replace(config, compile=False) if left_out else config)
+        settings = replace(config, compile=False) if left_out else config
+        block.run = _wrapped(block.run, settings, eager_rounding and config.bf16)
         if offload is not None:
             block.run = offload.around(block, block.run)
     # Also where there is no FSDP: a norm would count copies there too.
@@ -171,7 +175,7 @@ def with_experts(unit: nn.Module) -> list[Any]:
     return [unit, *(module for module in unit.modules() if module is not unit and isinstance(module, FSDPModule))]
 
 
-def _wrapped(run: Run, config: ParallelConfig) -> Run:
+def _wrapped(run: Run, config: ParallelConfig, eager_rounding: bool) -> Run:
     """``run`` with its activations recomputed in the backward pass, and compiled. There is no RNG state to restore:
     dropout is keyed.
 
@@ -187,7 +191,10 @@ def _wrapped(run: Run, config: ParallelConfig) -> Run:
         run = functools.partial(checkpoint, run, **options)
     if config.compile:
         # Numbers of rows that the host reads, of experts on several ranks, become sizes of the graph.
-        run = torch._dynamo.config.patch(capture_scalar_outputs=True)(torch.compile(run, fullgraph=True))
+        # The compiler leaves out roundings between operations that it fuses; with this it keeps them.
+        rounding: Any = {"emulate_precision_casts": True} if eager_rounding else None
+        run = torch.compile(run, fullgraph=True, options=rounding)
+        run = torch._dynamo.config.patch(capture_scalar_outputs=True)(run)
     return functools.partial(checkpoint, run, **options) if config.recompute_granularity == "full" else run
 
 

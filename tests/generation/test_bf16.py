@@ -81,6 +81,7 @@ def measured(rank: int, world: int, cases: list[tuple[str, str, Texts | None]]) 
     out = []
     for name, spread, given in cases:
         torch.manual_seed(0)
+        torch._dynamo.reset()  # a run has one layout, whose sizes are constants
         config, layout = settings(name, replace(SPREADS[spread], bf16=True))
         model, setup = build(config, layout, name)
         run = build_forward_backward(config, setup, model)

@@ -91,7 +91,7 @@ def build(config: Config, layout: Layout, name: str) -> tuple[GPT, RunSetup]:
             adapter.initializers["b"] = Normal(0.3)
     if "qlora" in name:
         quantize_layers(model, double=False)
-    parallelize(model, context, config.parallel)
+    parallelize(model, context, config.parallel, eager_rounding=True)  # as of runs that write texts
     model.to_empty(device=device)
     init_weights(model, 1)
     for key, layer in quantized_layers(model).items():

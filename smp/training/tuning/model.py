@@ -125,7 +125,9 @@ def build_finetune_model(
     in_4_bits = config.lora is not None and config.lora.load_in_4bit
     tune(model, config, _adapter_plan(model, config, start) if config.has_adapters else None, trainable=trainable)
     experts = compiles_experts(setup.device)
-    parallelize(model, setup.context, config.parallel, setup.offload, compile_experts=experts)
+    parallelize(
+        model, setup.context, config.parallel, setup.offload, compile_experts=experts, eager_rounding=config.writes
+    )
     model.allocate(setup.device)
     if config.model.is_foreign:
         assert config.checkpoint.load is not None, "checked with the settings"
