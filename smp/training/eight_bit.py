@@ -75,6 +75,14 @@ def describe_fp8(config: Config) -> list[str]:
     return [f"FP8: linear layers in {formats}, {_recipe(config)} scales, {how}; in {otherwise}: {'; '.join(kept)}"]
 
 
+def without_history(config: Config, what: str) -> list[str]:
+    """What the user should hear of a second model of the run, that is never trained: delayed scales come of steps."""
+    parallel = config.parallel
+    if parallel.fp8_format is None or parallel.fp8_recipe != "delayed":
+        return []
+    return [f"note: the {what} is computed without FP8: delayed scales come of training steps, which it has none of"]
+
+
 def _recipe(config: Config) -> str:
     parallel = config.parallel
     if parallel.fp8_recipe != "delayed":

@@ -32,6 +32,10 @@ METHODS = {
     "uneven": "--packing off --global-batch-size 6",
     "on policy": "--lmbda 1 --max-completion-length 7",
     "experts": "--teacher {0}/experts",
+    "fp8": "--fp8-format hybrid --fp8-emulate --fp8-recipe tensorwise",
+    "delayed fp8": "--fp8-format hybrid --fp8-emulate",
+    "transformers": "--teacher {0}/helium",  # which computes it
+    "compiled": "--compile",
 }
 LAYOUTS = {
     "shard 2, tp 2": (2, f"{ITS_TP} 2", "plain"),
@@ -55,6 +59,11 @@ LAYOUTS = {
         "experts",
     ),
     "tp 2 x shard 2, cp 4": (4, f"{TP} 2 {ITS_TP} 1 {ITS_CP} 4", "plain"),
+    "shard 2, tp 2 in fp8": (2, f"{ITS_TP} 2", "fp8"),
+    "tp 2 sp, pp 2 in fp8": (2, f"{TP} 2 --sequence-parallel {ITS_TP} 1 {ITS_PP} 2", "delayed fp8"),
+    "pp 2, transformers' tp 2": (2, f"{PP} 2 {ITS_PP} 1 {ITS_TP} 2", "transformers"),
+    "shard 2, tp 2 of compiled": (2, f"{ITS_TP} 2", "compiled"),
+    "cp 2, transformers' shard 2": (2, f"{CP} 2 {ITS_CP} 1", "transformers"),
 }
 
 
@@ -69,6 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tokenizer(folder / name)
         write_model(folder / name, family, layers=layers)
     write_type(folder / "odd", "helium", vocab_size=301, num_key_value_heads=2)
+    write_type(folder / "helium", "helium")
     return folder
 
 
@@ -108,6 +118,9 @@ REFUSED = {
     f"{ITS_TP} 3": "2 processes are not divisible by --teacher-tensor-model-parallel-size 3",
     f"{ITS_PP} 0": "--teacher-pipeline-model-parallel-size 0 must be above 0",
     f"--seq-length 50 {ITS_CP} 2": "--seq-length 50",
+    f"--teacher {{0}}/helium {ITS_PP} 2": f"{ITS_PP} 2: only this project's decoder has it",
+    f"--teacher {{0}}/helium {CP} 2": f"transformers computes this model (--model-implementation; docs/any-model.md); "
+    f"leave it out, or give {ITS_CP} 1",
 }
 
 
@@ -115,7 +128,7 @@ REFUSED = {
 def test_what_cannot_be_is_one_line(folder: Path, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_finetune_settings(shlex.split(f"{STEPS} {words}".format(folder)), 2)
-    assert REFUSED[words] in str(error.value) and "\n" not in str(error.value)
+    assert REFUSED[words].format(folder) in str(error.value) and "\n" not in str(error.value)
     assert "--teacher" in str(error.value)
 
 

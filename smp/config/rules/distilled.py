@@ -77,6 +77,8 @@ def layout_of_teacher(parallel: ParallelConfig, distillation: DistillationConfig
     # Groups of hybrid FSDP and ZeRO++ belong to the run's model. The teacher is sharded over all
     # data-parallel ranks.
     reset = ["hybrid_shard_degree", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"]
+    # torch 2.13's compiler takes sizes of groups that differ between two models for numbers that change, and fails.
+    reset += ["compile"]
     if (pp := changed.get("pipeline_model_parallel_size")) is not None:
         reset += ["pipeline_model_parallel_layout", "pipeline_reshard"]
         reset += ["data_parallel_sharding_strategy"] if pp > 1 else []
@@ -97,5 +99,7 @@ def of_teacher(distillation: DistillationConfig, text: str) -> str:
     for name in _OF_TEACHER:
         if getattr(distillation, f"teacher_{name}") is not None:
             text = text.replace(flag_of(name), flag_of(f"teacher_{name}"))
+        elif text.endswith("leave it out") and text.startswith(f"{flag_of(name)} "):
+            text += f", or give {flag_of(f'teacher_{name}')} 1"  # the run's may be right for the student
     named = f"--teacher {distillation.teacher}"
     return text if named in text else f"{named}: {text}"

@@ -19,6 +19,7 @@ from smp.parallel.collectives import Group
 from smp.sharding.parallelize import free_gathered
 from smp.training.build import RunSetup, build_forward_backward
 from smp.training.distillation.stored import StoredLogits
+from smp.training.eight_bit import without_history
 from smp.training.forward_backward import ForwardBackward
 from smp.training.micro_batches import MicroBatches
 from smp.training.objectives.contract import Said, answer_micro_batches
@@ -99,7 +100,7 @@ def build_teacher(config: Config, setup: RunSetup, student: OutputShard | None) 
     model, notes = build_finetune_model(config, setup, None, trainable=False)
     forward_backward = build_forward_backward(config, setup, model)
     made = ModelTeacher(model, forward_backward, student, setup.device, setup.context.cp_group)
-    return made, [f"teacher: {config.checkpoint.load}", *notes]
+    return made, [f"teacher: {config.checkpoint.load}", *without_history(config, "teacher"), *notes]
 
 
 @dataclass(frozen=True)

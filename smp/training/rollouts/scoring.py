@@ -17,6 +17,7 @@ from smp.data.tuning.samples import Samples
 from smp.data.tuning.sequences import lay_out
 from smp.parallel.context import ParallelContext
 from smp.training.build import RunSetup, build_forward_backward, setup_beside
+from smp.training.eight_bit import without_history
 from smp.training.objectives.reference import ModelReference
 from smp.training.tuning.model import build_finetune_model
 
@@ -97,4 +98,4 @@ def build_reward_model(config: Config, encoder: Encoder, setup: RunSetup, trim: 
     micro_batches = count_micro_batches(data, context.data_size)
     # Rows and micro-batches as in its own training: a pipeline sends messages of fixed shape.
     made = RewardModel(reference, encoder, context, config.rows_per_micro_batch, micro_batches, data.seq_length, trim)
-    return made, [f"reward model: {config.checkpoint.load}", *notes]
+    return made, [f"reward model: {config.checkpoint.load}", *without_history(config, "reward model"), *notes]

@@ -263,6 +263,8 @@ class Models:
         elsewhere = _mesh(of, setup.context) != _mesh(config, setup.context)
         beside = setup_beside(of, setup, documents=documents, trim=trims(of))
         made, lines = build_teacher(of, beside, None if elsewhere else student)
+        if config.parallel.compile and not of.parallel.compile:
+            lines.append("note: the teacher is not compiled, since it has a layout of its own")
         for line in lines:
             self.run.say(line)
         if not elsewhere:
