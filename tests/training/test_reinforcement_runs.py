@@ -16,11 +16,12 @@ import torch
 
 import finetune
 from smp.training.reporting.goodput import FILE
+from smp.training.trainer import Progress, StepResult
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
 from tests.training.flag_runs import clean_process, proves
 from tests.training.rl_lab import STEPS, flags, write_inputs, write_reward_model
-from tests.training.tuning_lab import QUIET, together, tune_all
+from tests.training.tuning_lab import QUIET, Recording, together, tune, tune_all
 
 pytest.importorskip("transformers")
 GRPO = "--objective grpo"
@@ -104,11 +105,10 @@ from smp.generation.generator import Generator
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 phase = sys.argv.pop(1)
+calls = []
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
-
-calls = []
 
 def one_pass(self, *given, own=Generator._pass):
     calls.append(1)
@@ -133,14 +133,44 @@ def first(completion_ids, **columns):
 """
 
 
+class Logged(Recording):
+    """As users have it, with files of metrics and completions."""
+
+    def record(self) -> Logged:
+        written = self.console.step
+        super().record()
+        noted = self.console.step
+
+        def step(progress: Progress, result: StepResult) -> None:
+            noted(progress, result)
+            written(progress, result)
+
+        self.console.step = step  # type: ignore[method-assign]
+        return self
+
+
+def logged(rank: int, world: int, lines: list[str]) -> list[dict[str, Any]]:
+    return [tune(rank, world, line, Logged) for line in lines]
+
+
+TRAINED = {"update": 1, "sampling": 2, "scoring": 2}
+"""Steps that are saved when a run was killed once in each phase, one after the other."""
+ELSEWHERE = {
+    "update": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "sampling": "--pipeline-model-parallel-size 2",
+    "scoring": "",
+}
+
+
 def test_a_run_killed_in_each_phase_ends_as_an_undisturbed_one(folder: Path, tmp_path: Path) -> None:
-    """SIGKILL in an update, while it samples, while it scores; the same command line goes on, and another layout."""
+    """SIGKILL of a process in an update, while it samples, while it scores; after each the same command line goes on,
+    to the last bit, and so does another layout, with the same texts and rewards."""
     (tmp_path / "deadly.py").write_text(DEADLY_REWARD)
     (tmp_path / "killed.py").write_text(KILLED)
     method = f"{GRPO} --reward-funcs {tmp_path}/deadly.py:first --train-iters 5 --num-iterations 2 --log-interval 1"
 
     def words(name: str) -> str:
-        saved = f"--log-dir {tmp_path}/{name} --save {tmp_path}/{name}/saved --save-interval 1"
+        saved = f"--log-dir {tmp_path}/{name} --save {tmp_path}/{name}/saved --save-interval 1 --log-completions 8"
         return flags(folder, method, f"{saved} --resume {QUIET}")
 
     def start(name: str, phase: str) -> int:
@@ -155,21 +185,24 @@ def test_a_run_killed_in_each_phase_ends_as_an_undisturbed_one(folder: Path, tmp
         wanted = ("iteration", "lm loss", "grad norm", "reward", "entropy", "completion length")
         return [{key: record[key] for key in wanted} for record in found]
 
+    def texts(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / name / "completions.jsonl").read_text().splitlines()]
+
     assert start("whole", "") == 0
-    for phase, trained in {"update": 1, "sampling": 2, "scoring": 2}.items():
+    for phase, trained in TRAINED.items():
         assert start("killed", phase) == -signal.SIGKILL, phase
         assert len(steps("killed")) == trained, phase
-    shutil.copytree(tmp_path / "killed", tmp_path / "cut")
+        shutil.copytree(tmp_path / "killed", tmp_path / phase)
     assert start("killed", "") == 0
     assert steps("killed") == steps("whole") and len(steps("whole")) == 5
-    texts = [
-        [json.loads(line) for line in (tmp_path / name / "completions.jsonl").read_text().splitlines()]
-        for name in ("whole", "killed")
-    ]
-    assert texts[0] == texts[1] and len(texts[0]) == 3 * 4
-    (cut,) = runs(2, [f"{words('cut')} --tensor-model-parallel-size 2 --sequence-parallel"])
-    assert cut["losses"] == pytest.approx([step["lm loss"] for step in steps("whole")[2:]], rel=1e-4, abs=1e-5)
-    assert [step["reward"] for step in cut["more"]] == pytest.approx([step["reward"] for step in steps("whole")[2:]])
+    assert texts("killed") == texts("whole") and len(texts("whole")) == 3 * 8
+    ranks = run_distributed(logged, 2, [f"{words(phase)} {ELSEWHERE[phase]}" for phase in TRAINED])
+    for i, phase in enumerate(TRAINED):
+        other = together([rank[i] for rank in ranks])
+        left = steps("whole")[TRAINED[phase] :]
+        assert other["losses"] == pytest.approx([step["lm loss"] for step in left], rel=1e-4, abs=1e-5), phase
+        assert [step["reward"] for step in other["more"]] == [step["reward"] for step in left], phase
+        assert texts(phase) == texts("whole"), phase
 
 
 CHANGES = {
@@ -425,6 +458,7 @@ REFUSED = {
     "--reward-funcs number --data-path {0}/pairs.jsonl": "give --objective dpo, orpo or reward",
     "--reward-funcs number --data-path {0}/long.jsonl": "there is room for",
     "--reward-funcs number --data-path {0}/said.jsonl": "its prompt ends with the assistant",
+    "--reward-funcs number --data-path {0}/taken.jsonl": "key completions: reward functions get something else by",
 }
 
 
@@ -434,6 +468,7 @@ def test_what_cannot_be_is_refused_in_a_line(folder: Path, given: str, capfd: py
     (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     (folder / "long.jsonl").write_text(json.dumps({"prompt": "what " * 200}) + "\n")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (folder / "taken.jsonl").write_text('{"prompt": "a", "completions": ["b"]}\n')
     (folder / "said.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
     data = "" if "--data-path" in given else "--data-path {0}/prompts.jsonl"
     line = f"--load {{0}} --objective grpo {STEPS} --log-dir {{0}}/logs {data} {given}".format(folder)
