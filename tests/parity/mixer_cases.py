@@ -39,6 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
     "compile": {"compile": True, "packed": True},
 }
+"""Of adapters see tests/training/test_finetune_hybrids.py."""
 
 
 def case_of(mixer: str, layout: str) -> Case | None:
