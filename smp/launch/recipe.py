@@ -121,6 +121,7 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
     for name, key in (form.sizes if form is not None else {}).items():
         if name not in where["trainer"] and leaves.get(key) is not None:
             where["trainer"][name] = beside[f"trainer.{name}"] = leaves[key]
+    num_nodes, devices = _count(where["trainer"], "num_nodes"), _count(where["trainer"], "devices")
     translated = Translated(finetune=False) if form is None else translate(leaves, form, beside)
     # A setting that pretrain_gpt.py lacks tells a recipe for finetune.py.
     tuned = translated.finetune if form is not None else not own.keys() <= settings(PRETRAIN).keys()
@@ -133,8 +134,8 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
     recipe = Recipe(
         name=_name(where["run"].get("name") or stem),
         task=cast(Task, task),
-        num_nodes=_count(where["trainer"], "num_nodes"),
-        devices=_count(where["trainer"], "devices"),
+        num_nodes=num_nodes,
+        devices=devices,
         time_limit=_time(where["run"].get("time_limit")),
     )
     recipe = _with_settings(recipe, own, leaves, form, translated, base)
@@ -211,9 +212,12 @@ def _split(
     if form is not None:
         known -= form.keys.keys()
     own = {str(key): value for key, value in tree.items() if key in known and not isinstance(value, Mapping)}
-    rest = {key: value for key, value in tree.items() if key not in own and key not in where}
-    for name, section in where.items():
-        rest[name] = {key: value for key, value in section.items() if key not in _WHERE[name]}
+    # first those that others refer to: of two errors of one typed value the first is said
+    rest: dict[str, Any] = {
+        name: {key: value for key, value in section.items() if key not in _WHERE[name]}
+        for name, section in where.items()
+    }
+    rest |= {key: value for key, value in tree.items() if key not in own and key not in where}
     if OWN_MODEL in rest:
         own["model"] = rest.pop(OWN_MODEL)
     leaves = flatten({key: value for key, value in rest.items() if value != {}})

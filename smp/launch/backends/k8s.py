@@ -26,7 +26,7 @@ from smp.launch.backends.k8s_names import (
     volume_name,
 )
 from smp.launch.elastic import refuse
-from smp.launch.job import Artifacts, Job, common_artifacts, to_yaml
+from smp.launch.job import Artifacts, Job, common_artifacts, flag, to_yaml
 from smp.launch.library import collection, load_yaml
 from smp.launch.secrets import is_private
 from smp.launch.stages import only_training
@@ -274,6 +274,7 @@ def _pod(job: Job, kind: str, private: bool) -> Object:
             volumes.append({"name": claims[wanted], "persistentVolumeClaim": {"claimName": wanted}})
         mounts.append({"name": claims[wanted], "mountPath": _mount_path(claim)})
     check_mounts(mount["mountPath"] for mount in mounts)
+    host = flag(cluster, "hostNetwork", "cluster.")
     # Pods of a Job are never restarted in place: a new pod meets the others anew.
     restart = cluster.get("restartPolicy") or "Never"
     if restart not in _RESTARTS:
@@ -288,9 +289,9 @@ def _pod(job: Job, kind: str, private: bool) -> Object:
     return _set(
         restartPolicy="Never" if kind == "Job" else None,
         terminationGracePeriodSeconds=check_seconds("termination_seconds", cluster["termination_seconds"]),
-        hostNetwork=cluster.get("hostNetwork") or None,
+        hostNetwork=host or None,
         # With the host's network, names of Services resolve only under this policy.
-        dnsPolicy="ClusterFirstWithHostNet" if cluster.get("hostNetwork") else None,
+        dnsPolicy="ClusterFirstWithHostNet" if host else None,
         serviceAccountName=_named(job, "service_account_name"),
         priorityClassName=_named(job, "priority_class_name"),
         nodeSelector=check_labels("nodeSelector", _selector(job)) or None,
@@ -336,7 +337,8 @@ def _container(job: Job, mounts: list[Object]) -> Object:
     else:  # exec: the pod's first process gets SIGTERM
         script = script.replace(f"bash {CONFIG}", f"exec bash {CONFIG}")
     # IPC_LOCK: RDMA pins memory.
-    security: Object = {"privileged": True} if cluster.get("privileged") else {"capabilities": {"add": ["IPC_LOCK"]}}
+    privileged = flag(cluster, "privileged", "cluster.")
+    security: Object = {"privileged": True} if privileged else {"capabilities": {"add": ["IPC_LOCK"]}}
     resources = _resources(job)
     secrets = [
         {"name": key, "valueFrom": {"secretKeyRef": {"name": f"{job.recipe.name}-secrets", "key": key}}}

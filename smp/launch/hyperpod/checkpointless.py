@@ -11,7 +11,7 @@ from typing import Any
 from smp.config import ConfigError
 from smp.launch.hyperpod import tuning, values
 from smp.launch.hyperpod.form import Form
-from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to
+from smp.launch.hyperpod.key import FLAG, INTEGER, LIST, NAMED, TEXT, Get, Key, nothing, only, read_with, switch, to
 
 _MODELS = {"llama3_70b": "llama3-70b", "gpt_oss_120b": "gpt-oss-120b"}
 _LORA = {"lora_rank": 32, "lora_alpha": 32, "lora_dropout": 0.0}
@@ -27,9 +27,11 @@ def _finetune(get: Get) -> bool:
 def _name(value: Any, get: Get) -> Mapping[str, Any]:
     """The model in names such as ``llama3_70b_checkpointless_pretraining`` and
     ``gpt_oss_120b_full_finetune_checkpointless``."""
-    model = next((own for name, own in _MODELS.items() if str(value).startswith(name)), None)
+    model = next((own for name, own in _MODELS.items() if value.startswith(name)), None)
     if model is None:
         raise ConfigError(f"{value} begins with none of {', '.join(_MODELS)}, which are the models it stands for")
+    if ("finetune" in value) == ("pretrain" in value):
+        raise ConfigError(f"{value} must say which it is, pretraining or finetune")
     if not _finetune(get):
         return {"model": model}
     whole = "full" in str(value)
@@ -90,9 +92,9 @@ _TRAINER = {
     "accelerator": only(("gpu", "cuda", "auto"), "for CPUs give env_vars.CUDA_VISIBLE_DEVICES=''"),
     "max_steps": to("train_iters"),
     "log_every_n_steps": to("log_interval"),
-    "limit_val_batches": Key("`eval_iters`, `eval_interval`; 0: no validation", values.validation),
-    "val_check_interval": read_with("limit_val_batches", "trainer.limit_val_batches"),
-    "accumulate_grad_batches": Key("refused unless 1: give `global_batch_size`", values.accumulation),
+    "limit_val_batches": Key("`eval_iters`, `eval_interval`; 0: no validation", values.validation, kind=INTEGER),
+    "val_check_interval": read_with("limit_val_batches", "trainer.limit_val_batches", kind=INTEGER),
+    "accumulate_grad_batches": Key("refused unless 1: give `global_batch_size`", values.accumulation, kind=INTEGER),
     "limit_test_batches": nothing("there is no test at the end; tools/evaluate.py tests a model"),
     "num_sanity_val_steps": nothing("a run of finetune.py is evaluated before its first step"),
     "reload_dataloaders_every_n_epochs": nothing("samples are a function of the seed and their number"),
@@ -118,16 +120,21 @@ _STRATEGY = {
     "sequence_parallel": Key(
         "`sequence_parallel`, with tensor parallelism",
         lambda value, get: (
-            {"sequence_parallel": bool(value)} if (get("strategy.tensor_model_parallel_size") or 1) > 1 else {}
+            {"sequence_parallel": value} if (get("strategy.tensor_model_parallel_size") or 1) > 1 else {}
         ),
+        kind=FLAG,
     ),
     "pipeline_model_parallel_size": to("pipeline_model_parallel_size"),
     "virtual_pipeline_model_parallel_size": to("num_virtual_stages_per_pipeline_rank"),
     "context_parallel_size": to("context_parallel_size"),
     "expert_model_parallel_size": Key(
-        "`expert_model_parallel_size`", lambda value, get: {} if value == 1 else {"expert_model_parallel_size": value}
+        "`expert_model_parallel_size`",
+        lambda value, get: {} if value == 1 else {"expert_model_parallel_size": value},
+        kind=INTEGER,
     ),
-    "num_distributed_optimizer_instances": Key("`hybrid_shard_degree`: data-parallel processes / this", _replicas),
+    "num_distributed_optimizer_instances": Key(
+        "`hybrid_shard_degree`: data-parallel processes / this", _replicas, kind=INTEGER
+    ),
     "ckpt_async_save": to("async_save"),
     "gradient_as_bucket_view": nothing("FSDP2 has no buckets"),
     "pipeline_dtype": nothing("stages send what layers compute in"),
@@ -137,7 +144,7 @@ KEYS: dict[str, Key] = {
     **tuning.COMMON,
     "*._target_": nothing("a class of NeMo's"),
     "run.model_type": only(("hyperpod_checkpointless_nemo",), "it is the form of the recipe"),
-    "callbacks": Key("refused but for those that change no result", _callbacks),
+    "callbacks": Key("refused but for those that change no result", _callbacks, kind=LIST),
     "data.global_batch_size": to("global_batch_size"),
     "data.micro_batch_size": to("micro_batch_size"),
     "data.seq_length": to("seq_length"),
@@ -157,9 +164,9 @@ KEYS: dict[str, Key] = {
     ),
     "exp_manager.exp_dir": nothing("log.ckpt.dirpath says where checkpoints are"),
     "exp_manager.name": nothing("run.name is the job's"),
-    "log_dir": read_with("log.ckpt.dirpath"),
+    "log_dir": read_with("log.ckpt.dirpath", kind=TEXT),
     "log.log_dir": nothing("logs are in the job's folder"),
-    "log.name": Key("`model` of that name, or LoRA of NeMo's defaults: rank 32, alpha 32", _name),
+    "log.name": Key("`model` of that name, or LoRA of NeMo's defaults: rank 32, alpha 32", _name, kind=TEXT),
     "log.tensorboard.*": nothing("TensorBoard events are in the job's folder"),
     "log.wandb": only((), "take recipes.wandb_project"),
     "log.ckpt.dirpath": Key("`save`", lambda value, get: {"save": value}, is_text=True),
@@ -174,17 +181,15 @@ KEYS: dict[str, Key] = {
         "data are read from their files",
     ),
     "model.config.seq_length": nothing("data.seq_length says it"),
-    "model.config.deterministic_mode": Key(
-        "`deterministic_mode`", lambda value, get: {"deterministic_mode": True} if value else {}
-    ),
+    "model.config.deterministic_mode": switch("deterministic_mode"),
     "model.config.cross_entropy_loss_fusion": nothing("the device says which kernels run"),
     "model.config.recompute_granularity": to("recompute_granularity"),
     "model.config.recompute_modules": nothing("selective recomputes attention"),
     **_notes("model.config", ("num_layers", "num_moe_experts", "vocab_size", "add_bias_linear"), _OF_FOLDER),
     "model.config.window_size": only((), _OF_FOLDER),
-    "model.peft.peft_scheme": Key("LoRA of NeMo's defaults: rank 32, alpha 32, dropout 0", _peft),
+    "model.peft.peft_scheme": Key("LoRA of NeMo's defaults: rank 32, alpha 32, dropout 0", _peft, kind=TEXT),
     **_all("optim", _OPTIM),
-    "plugins.precision": Key("`bf16`", values.precision),
+    "plugins.precision": Key("`bf16`", values.precision, kind=NAMED),
     "pre_script": nothing("it prepares AWS's image; setup=[...] runs commands before a training"),
     "resources.*": nothing("+cluster.resources says what a pod asks for"),
     "resume.restore_config.path": Key("`load`", lambda value, get: {"load": value}, is_text=True),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from smp.config import ConfigError
-from smp.config.command_line.fields import as_text
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
+from smp.config.command_line.fields import as_text, settings
 
 Get = Callable[[str], Any]
 Convert = Callable[[Any, Get], Mapping[str, Any] | str]
@@ -16,6 +18,48 @@ Convert = Callable[[Any, Get], Mapping[str, Any] | str]
 
 class FeatureError(ConfigError):
     """A recipe asks for something that smp does not do; none of its keys is wrong."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the values of a key are. Python takes any text for true, so a key that is only asked whether it is set would
+    take ``no`` for yes: each value is checked before keys are converted.
+
+    Attributes:
+        name: for messages.
+        fits: whether a value is one.
+    """
+
+    name: str
+    fits: Callable[[Any], bool]
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+INTEGER = Kind("an integer", _is_integer)
+NUMBER = Kind("a finite number", _is_number)
+STEPS = Kind("an integer or after_each_epoch", lambda value: _is_integer(value) or value == "after_each_epoch")
+PAIR = Kind("a list of two numbers", lambda value: _is_list_of(_is_number)(value) and len(value) == 2)
+TEXT = Kind("a text", _is_text)
+TEXTS = Kind("a text or a list of them", lambda value: _is_text(value) or _is_list_of(_is_text)(value))
+LIST = Kind("a list", lambda value: isinstance(value, list))
+NAMED = Kind("one of those that its line in docs/hyperpod.md names", lambda value: True)
+"""Of a key that refuses all other values itself."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +73,8 @@ class Key:
         default: what other keys say of the same settings goes before it.
         is_text: its value is a text, also where it looks like a number.
         is_list: or a list of them.
+        kind: what its values are; None: any, or what ``setting`` takes.
+        setting: name of the setting that it is.
     """
 
     text: str
@@ -37,11 +83,23 @@ class Key:
     default: bool = False
     is_text: bool = False
     is_list: bool = False
+    kind: Kind | None = None
+    setting: str | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ConfigError, which begins with ``name``, where a value is none of this key."""
+        if self.kind is not None and not self.kind.fits(value):
+            raise ConfigError(f"{name}: expected {self.kind.name}, got {as_text(value)!r}")
+        if self.setting is None:
+            return
+        setting = settings(FINETUNE).get(self.setting) or settings(PRETRAIN)[self.setting]
+        if setting.parse(as_text(value), name) is None:  # a text such as None, which is no number
+            raise ConfigError(f"{name}: {value!r} is a text; null unsets a key")
 
 
-def to(name: str, shape: bool = False, scale: Callable[[Any], Any] = lambda value: value) -> Key:
+def to(name: str, shape: bool = False) -> Key:
     """A key that becomes the setting ``name``."""
-    return Key(f"`{name}`", lambda value, get: {name: scale(value)}, shape=shape)
+    return Key(f"`{name}`", lambda value, get: {name: value}, shape=shape, setting=name)
 
 
 def only(values: tuple[Any, ...], why: str) -> Key:
@@ -57,12 +115,17 @@ def only(values: tuple[Any, ...], why: str) -> Key:
     return Key(f"refused{unless}: {why}", convert)
 
 
-def nothing(why: str) -> Key:
-    """A key without effect here."""
-    return Key(f"changes nothing: {why}", lambda value, get: why)
+def switch(name: str, text: str = "") -> Key:
+    """A key that is true or false, and the setting ``name`` where it is true."""
+    return Key(text or f"`{name}`", lambda value, get: {name: True} if value else {}, kind=FLAG)
 
 
-def read_with(name: str, *readers: str) -> Key:
+def nothing(why: str, kind: Kind | None = None) -> Key:
+    """A key without effect here; others may read it."""
+    return Key(f"changes nothing: {why}", lambda value, get: why, kind=kind)
+
+
+def read_with(name: str, *readers: str, kind: Kind | None = None) -> Key:
     """A key that is read together with another one: one of ``readers`` (full names); without readers one that every
     recipe has."""
 
@@ -71,7 +134,7 @@ def read_with(name: str, *readers: str) -> Key:
             return {}
         return f"it goes with {name}, which is unset or 0"
 
-    return Key(f"with {name}", convert)
+    return Key(f"with {name}", convert, kind=kind)
 
 
 def _shown(value: Any) -> str:

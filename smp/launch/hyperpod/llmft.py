@@ -10,7 +10,24 @@ from smp.config import ConfigError
 from smp.config.command_line.fields import as_text
 from smp.launch.hyperpod import tuning, values
 from smp.launch.hyperpod.form import Form
-from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to
+from smp.launch.hyperpod.key import (
+    FLAG,
+    INTEGER,
+    LIST,
+    NAMED,
+    NUMBER,
+    PAIR,
+    TEXT,
+    TEXTS,
+    Get,
+    Key,
+    Kind,
+    nothing,
+    only,
+    read_with,
+    switch,
+    to,
+)
 
 _ARGS = "training_config.training_args."
 _DATA = "training_config.datasets."
@@ -30,11 +47,11 @@ def _is_dpo(get: Get) -> bool:
     return bool(get(_ARGS + "trainer_type") == "dpo")
 
 
-def _dpo(name: str) -> Key:
-    return Key(f"`{name}`, of dpo", lambda value, get: {name: value} if _is_dpo(get) else _NOT_DPO)
+def _dpo(name: str, kind: Kind = NUMBER) -> Key:
+    return Key(f"`{name}`, of dpo", lambda value, get: {name: value} if _is_dpo(get) else _NOT_DPO, kind=kind)
 
 
-def _dpo_only(default: Any, why: str) -> Key:
+def _dpo_only(default: Any, kind: Kind, why: str) -> Key:
     """A key of DPO that is accepted with one value only."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any] | str:
@@ -44,7 +61,7 @@ def _dpo_only(default: Any, why: str) -> Key:
             raise ConfigError(f"{as_text(value)} cannot be had: {why}")
         return {}
 
-    return Key(f"refused unless `{as_text(default)}`, of dpo: {why}", convert)
+    return Key(f"refused unless `{as_text(default)}`, of dpo: {why}", convert, kind=kind)
 
 
 def _trainer(value: Any, get: Get) -> Mapping[str, Any]:
@@ -78,12 +95,6 @@ def _clip(value: Any, get: Get) -> Mapping[str, Any]:
     return {"clip_grad": value}
 
 
-def _clips(value: Any, get: Get) -> Mapping[str, Any]:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{value} cannot be had: take true or false; max_norm says the norm")
-    return {} if value else {"clip_grad": 0.0}
-
-
 def _decay(value: Any, get: Get) -> Mapping[str, Any]:
     """--weight-decay from l2 or weight_decay, two names of the same; 0 is the default of both."""
     given = {get(_ARGS + name) for name in ("l2", "weight_decay")} - {None, 0}
@@ -109,17 +120,14 @@ def _peft(value: Any, get: Get) -> Mapping[str, Any] | str:
     return found | ({"use_dora": True} if get(section + "use_dora") else {})
 
 
-def _of_peft() -> Key:
+def _of_peft(kind: Kind) -> Key:
     """A key that :func:`_peft` reads."""
     of = read_with("peft_type", _MODEL + "peft_config.peft_type")
     return replace(
         of,
+        kind=kind,
         convert=lambda value, get: _OF_ADAPTER if get(_MODEL + "lora_checkpoint_file_path") else of.convert(value, get),
     )
-
-
-def _cpu_offload(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"optimizer_cpu_offload": True} if value else {}
 
 
 def _sharding(value: Any, get: Get) -> Mapping[str, Any]:
@@ -137,6 +145,24 @@ def _sharding(value: Any, get: Get) -> Mapping[str, Any]:
     # HyperPod's degree counts context-parallel processes.
     around = (get(_ARGS + "ring_attn_size") or 1) * (get(_ARGS + "ulysses_sequence_parallel_size") or 1)
     return {"hybrid_shard_degree": max(1, degree // around) if degree else 0}
+
+
+_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def _attention(value: Any, get: Get) -> Mapping[str, Any] | str:
+    if value == "eager":
+        return {"attention_backend": "math"}
+    if value not in _ATTENTION and "/" not in value:  # a kernel of the hub
+        raise ConfigError(f"{value} cannot be had: take one of eager, {', '.join(_ATTENTION)}")
+    return "the device says which kernel runs"
+
+
+def _tensorboard(value: Any, get: Get) -> Mapping[str, Any]:
+    """The library's own flag is a folder; true and false are taken too."""
+    if value.lower() in ("no", "off", "yes", "on"):
+        raise ConfigError(f"{value} cannot be had: take true, false or a folder")
+    return {"tensorboard": value.lower() != "false"}
 
 
 def _preprocessors(value: Any, get: Get) -> Mapping[str, Any] | str:
@@ -206,11 +232,13 @@ _DATASETS = {
     "val_data.file_path": Key("`valid_data_path`, `eval_epochs: 1` without eval_steps", _validation, is_text=True),
     "val_data.name": nothing("a name in AWS's logs"),
     "val_data.limit": only((), "all samples of a file are read; give a shorter one"),
-    "train_val_split_ratio": Key("`split`, without val_data.file_path", tuning.split_beside(_FILES)),
+    "train_val_split_ratio": Key("`split`, without val_data.file_path", tuning.split_beside(_FILES), kind=NUMBER),
     "train_val_split_seed": nothing("seed draws the split as well"),
     "data_dir": only((), "data are files: train_data.file_path"),
     "save_intermediate_processing_steps": nothing("samples are encoded in memory"),
-    "preprocessor_cfgs": Key("`mask_prompt`; steps that do another thing than finetune.py are refused", _preprocessors),
+    "preprocessor_cfgs": Key(
+        "`mask_prompt`; steps that do another thing than finetune.py are refused", _preprocessors, kind=LIST
+    ),
 }
 _MODEL_KEYS = {
     "model_name_or_path": Key("`load`; a name of the hub is `hub:NAME`", values.model_folder, is_text=True),
@@ -219,31 +247,37 @@ _MODEL_KEYS = {
     "chat_template_key": nothing(_TEMPLATE),
     "attn_implementation": Key(
         "`attention_backend` math for eager; others change nothing: the device says which kernel",
-        lambda value, get: {"attention_backend": "math"} if value == "eager" else "the device says which kernel runs",
+        _attention,
+        kind=TEXT,
     ),
     "device_map": nothing("the layout says where weights are"),
     "generation_cfg.*": nothing("it is of AWS's evaluation after the training; tools/generate.py writes texts"),
     "lora_checkpoint_file_path": Key("`load_adapter`", lambda value, get: {"load_adapter": value}, is_text=True),
     "multimodal": only((False,), "smp trains language models only"),
-    "peft_config.peft_type": Key("`lora_rank`, `lora_alpha`, `lora_dropout`, `lora_target_modules`", _peft),
+    "peft_config.peft_type": Key("`lora_rank`, `lora_alpha`, `lora_dropout`, `lora_target_modules`", _peft, kind=TEXT),
     **{
-        f"peft_config.{name}": _of_peft()
-        for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_dora")
+        f"peft_config.{name}": _of_peft(kind)
+        for name, kind in (
+            *(("r", INTEGER), ("lora_alpha", NUMBER), ("lora_dropout", NUMBER), ("target_modules", TEXTS)),
+            *(("target_parameters", LIST), ("use_dora", FLAG)),
+        )
     },
     "peft_config.bias": only(("none",), "biases are not trained with adapters"),
     "peft_config.task_type": only(("CAUSAL_LM",), "language models are what is trained"),
-    "peft_config.exclude_modules": Key("refused unless they have no adapters here either", tuning.without_routers),
+    "peft_config.exclude_modules": Key(
+        "refused unless they have no adapters here either", tuning.without_routers, kind=TEXTS
+    ),
 }
 _ARGS_KEYS = {
-    "trainer_type": Key("`objective`", _trainer),
+    "trainer_type": Key("`objective`", _trainer, kind=TEXT),
     "beta": _dpo("dpo_beta"),
     "label_smoothing": _dpo("dpo_label_smoothing"),
-    "loss_type": _dpo("dpo_loss_type"),
-    "nll_loss_coef": _dpo_only(0.0, "take recipes.objective=orpo for a loss with it"),
-    "reference_free": _dpo_only(False, "take recipes.objective=orpo, which has no reference"),
-    "ref_offload": _dpo_only(False, "take recipes.dpo_reference=precomputed, which keeps no reference"),
-    "M": _dpo_only(1, "an answer is compared once"),
-    "sampling_method": _dpo_only("mc", "answers are those of the data"),
+    "loss_type": _dpo("dpo_loss_type", TEXT),
+    "nll_loss_coef": _dpo_only(0.0, NUMBER, "take recipes.objective=orpo for a loss with it"),
+    "reference_free": _dpo_only(False, FLAG, "take recipes.objective=orpo, which has no reference"),
+    "ref_offload": _dpo_only(False, FLAG, "take recipes.dpo_reference=precomputed, which keeps no reference"),
+    "M": _dpo_only(1, INTEGER, "an answer is compared once"),
+    "sampling_method": _dpo_only("mc", TEXT, "answers are those of the data"),
     "train_batch_size": to("global_batch_size"),
     "micro_train_batch_size": to("micro_batch_size"),
     "max_len": to("seq_length"),
@@ -253,23 +287,28 @@ _ARGS_KEYS = {
         lambda value, get: (
             "all samples are read" if value >= 1e8 else tuning.refuse(f"{value:g}: all samples are read; give fewer")
         ),
+        kind=NUMBER,
     ),
     "packing_samples": Key(
-        "`packing` best-fit or off", lambda value, get: {"packing": "best-fit"} if value else {"packing": "off"}
+        "`packing` best-fit or off", lambda value, get: {"packing": "best-fit" if value else "off"}, kind=FLAG
     ),
     "pretrain_mode": only((False,), "plain text is a sample with the key text"),
     "learning_rate": to("lr"),
-    "lr_scheduler": Key("`lr_decay_style`", _schedule),
-    "lr_warmup_ratio": Key("`lr_warmup_fraction`; changes nothing with lr_scheduler constant", _warmup),
+    "lr_scheduler": Key("`lr_decay_style`", _schedule, kind=TEXT),
+    "lr_warmup_ratio": Key("`lr_warmup_fraction`; changes nothing with lr_scheduler constant", _warmup, kind=NUMBER),
     "adam_betas": Key(
-        "`adam_beta1`, `adam_beta2`", lambda value, get: dict(zip(("adam_beta1", "adam_beta2"), value, strict=True))
+        "`adam_beta1`, `adam_beta2`",
+        lambda value, get: dict(zip(("adam_beta1", "adam_beta2"), value, strict=True)),
+        kind=PAIR,
     ),
-    "weight_decay": Key("`weight_decay`", _decay),
-    "l2": Key("`weight_decay`", _decay),
-    "max_norm": Key("`clip_grad`", _clip),
-    "gradient_clipping_threshold": Key("`clip_grad`", _clip),
-    "gradient_clipping": Key("with max_norm; false is `clip_grad: 0`", _clips),
-    "aux_loss_coef": Key("`moe_aux_loss_coeff`", tuning.zero_or("moe_aux_loss_coeff")),
+    "weight_decay": Key("`weight_decay`", _decay, kind=NUMBER),
+    "l2": Key("`weight_decay`", _decay, kind=NUMBER),
+    "max_norm": Key("`clip_grad`", _clip, kind=NUMBER),
+    "gradient_clipping_threshold": Key("`clip_grad`", _clip, kind=NUMBER),
+    "gradient_clipping": Key(
+        "with max_norm; false is `clip_grad: 0`", lambda value, get: {} if value else {"clip_grad": 0.0}, kind=FLAG
+    ),
+    "aux_loss_coef": Key("`moe_aux_loss_coeff`", tuning.zero_or("moe_aux_loss_coeff"), kind=NUMBER),
     "seed": to("seed"),
     "gradient_checkpointing": tuning.RECOMPUTE,
     "gradient_checkpointing_use_reentrant": nothing("blocks are recomputed in one way"),
@@ -277,16 +316,22 @@ _ARGS_KEYS = {
     "ring_attn_size": Key(
         "`context_parallel_size`, `cp_comm_type`, with ulysses_sequence_parallel_size",
         tuning.context_parallel(_ARGS + "ring_attn_size", _ARGS + "ulysses_sequence_parallel_size"),
+        kind=INTEGER,
     ),
     "ulysses_sequence_parallel_size": Key(
         "`context_parallel_size`, `cp_comm_type`, with ring_attn_size",
         tuning.context_parallel(_ARGS + "ring_attn_size", _ARGS + "ulysses_sequence_parallel_size"),
+        kind=INTEGER,
     ),
     "ring_head_stride": nothing("how many heads go round at a time changes no result"),
     "strategy.fsdp_config.sharding_strategy": Key(
-        "`hybrid_shard_degree`: a node's processes for HYBRID_SHARD; `data_parallel_sharding_strategy`", _sharding
+        "`hybrid_shard_degree`: a node's processes for HYBRID_SHARD; `data_parallel_sharding_strategy`",
+        _sharding,
+        kind=TEXT,
     ),
-    "strategy.fsdp_config.cpu_offload": Key("`optimizer_cpu_offload`; weights stay on GPUs", _cpu_offload),
+    "strategy.fsdp_config.cpu_offload": switch(
+        "optimizer_cpu_offload", "`optimizer_cpu_offload`; weights stay on GPUs"
+    ),
     "strategy.fsdp_config.activation_checkpointing": tuning.RECOMPUTE,
     "strategy.fsdp_config.auto_wrap_policy": only(("TRANSFORMER_BASED_WRAP",), "a block is a unit"),
     **{
@@ -303,7 +348,7 @@ _ARGS_KEYS = {
     "logging_steps": to("log_interval"),
     "log_gpu_memory": nothing("memory is in metrics.jsonl"),
     "log_run_time": nothing("times are in metrics.jsonl"),
-    "use_tensorboard": Key("`tensorboard`", lambda value, get: {"tensorboard": bool(value)}, is_text=True),
+    "use_tensorboard": Key("`tensorboard`; a folder is true", _tensorboard, is_text=True),
     "use_wandb": Key(
         "`wandb_project`: run.name, with true; a token is refused",
         lambda value, get: (
@@ -313,19 +358,23 @@ _ARGS_KEYS = {
             if value is True
             else tuning.refuse("it would be a token; give +env_vars.WANDB_API_KEY and recipes.wandb_project")
         ),
+        kind=NAMED,
     ),
     "eval_steps": Key(
         "`eval_interval`, or for 0 and -1 `eval_epochs: 1`; `full_validation`; where samples are kept for it",
         _eval_steps,
+        kind=INTEGER,
     ),
     "save_steps": Key(
-        "`save_interval`; 0 and -1: the end is saved", lambda value, get: {"save_interval": value} if value > 0 else {}
+        "`save_interval`; 0 and -1: the end is saved",
+        lambda value, get: {"save_interval": value} if value > 0 else {},
+        kind=INTEGER,
     ),
     "max_ckpt_num": tuning.KEPT,
     "max_ckpt_mem": nothing("max_ckpt_num bounds checkpoints"),
     "disable_ds_ckpt": nothing("checkpoints are this project's"),
-    "save_hf_ckpt": Key("`save_hf`: the job's folder/hf_model", lambda value, get: {"save_hf": True} if value else {}),
-    "merge_weights": Key("`save_hf`, whose adapters are merged", lambda value, get: {"save_hf": True} if value else {}),
+    "save_hf_ckpt": switch("save_hf", "`save_hf`: the job's folder/hf_model"),
+    "merge_weights": switch("save_hf", "`save_hf`, whose adapters are merged"),
     "load_checkpoint": nothing("a job goes on from its newest checkpoint"),
     "resume_checkpoint_path": Key(
         "refused: a job goes on from its own folder",
@@ -337,13 +386,13 @@ _ARGS_KEYS = {
     "training_dir": Key("`save`", lambda value, get: {"save": value}, is_text=True),
     "override_training_dir": nothing("a job goes on from its newest checkpoint; give another run.name to begin again"),
     "disable_fast_tokenizer": only((False,), "tokenizers are the fast ones"),
-    "trainer_callbacks": Key("refused but for AWS's metering", tuning.callbacks),
+    "trainer_callbacks": Key("refused but for AWS's metering", tuning.callbacks, kind=LIST),
 }
 KEYS: dict[str, Key] = {
     **tuning.COMMON,
     "run.model_type": only(("llm_finetuning_aws",), "it is the form of the recipe"),
     "elastic_policy.is_elastic": Key(
-        "`max_nodes`, `min_nodes`, `replica_increment_step`, `peer_snapshot_interval: 10`", tuning.elastic
+        "`max_nodes`, `min_nodes`, `replica_increment_step`, `peer_snapshot_interval: 10`", tuning.elastic, kind=FLAG
     ),
     **{f"elastic_policy.{name}": tuning.of_elastic for name in ("min_nodes", "max_nodes", "replica_increment_step")},
     "elastic_policy.scaling_timeout": nothing("torchrun waits 30 seconds for more nodes (last_call_timeout)"),

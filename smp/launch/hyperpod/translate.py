@@ -9,7 +9,7 @@ from typing import Any
 from smp.config import ConfigError
 from smp.config.command_line.fields import as_text, did_you_mean
 from smp.launch.hyperpod.form import Form
-from smp.launch.hyperpod.key import FeatureError
+from smp.launch.hyperpod.key import FeatureError, Key
 from smp.launch.hyperpod.keys import V1
 
 
@@ -56,13 +56,8 @@ def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, A
     known = {**(beside or {}), **leaves}
     result = Translated(finetune=form.finetune(known.get), values=dict(form.always))
     refused, defaults = [], dict[str, Any]()
-    for name, value in leaves.items():
-        key = form.find(name)
-        # A section that a recipe sets to null is no unknown key.
-        if key is None and (value is not None or not form.is_section(name)):
-            raise ConfigError(f"{name}: there is no such key{did_you_mean(name, form.keys)}")
-        if key is None or value is None or value == "":  # an environment variable that was not set
-            continue
+    for name, key in _given(leaves, form).items():
+        value = leaves[name]
         try:
             became = key.convert(value, known.get)
         except ConfigError as error:
@@ -84,6 +79,27 @@ def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, A
     given = result.shape if not result.finetune else {k: v for k, v in result.shape.items() if k in _CHECKED_SHAPE}
     result.values.update(given)
     return result
+
+
+def _given(leaves: Mapping[str, Any], form: Form) -> dict[str, Key]:
+    """The keys that have a value.
+
+    Raises:
+        ConfigError: one is not known, or its value is of another kind; what other keys become could depend on it.
+    """
+    found = {}
+    for name, value in leaves.items():
+        key = form.find(name)
+        if key is None and value is not None and form.is_section(name):
+            raise ConfigError(f"{name}: it is a section, and cannot be {as_text(value)}; give keys below it")
+        if key is None and not form.is_section(name):
+            raise ConfigError(f"{name}: there is no such key{did_you_mean(name, form.keys)}")
+        # A section that a recipe sets to null is no unknown key; an empty text is an environment variable without value.
+        if key is None or value is None or value == "":
+            continue
+        key.check(name, value)
+        found[name] = key
+    return found
 
 
 def _say(result: Translated, place: dict[str, Any], name: str, became: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from smp.config import ConfigError
 from smp.config.command_line.hub import PREFIX
 from smp.config.rules.finetune import ALL
-from smp.launch.hyperpod.key import Convert, Get, Key, nothing
+from smp.launch.hyperpod.key import FLAG, INTEGER, TEXT, Convert, Get, Key, nothing
 from smp.launch.hyperpod.values import module_names
 
 _UNREAD = {
@@ -37,7 +37,9 @@ def elastic(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 of_elastic = Key(
-    "with is_elastic", lambda value, get: {} if get("elastic_policy.is_elastic") else "is_elastic says that nodes stay"
+    "with is_elastic",
+    lambda value, get: {} if get("elastic_policy.is_elastic") else "is_elastic says that nodes stay",
+    kind=INTEGER,
 )
 """A key that :func:`elastic` reads."""
 MLFLOW: dict[str, Key] = {
@@ -183,11 +185,6 @@ def scheduler(names: Mapping[str, str]) -> Convert:
     return lambda value, get: style_of(value, names)
 
 
-def flag(name: str) -> Convert:
-    """A switch that is off by default."""
-    return lambda value, get: {name: True} if value else {}
-
-
 def zero_or(name: str) -> Convert:
     """A setting whose value 0 means that it is not set."""
     return lambda value, get: {name: value} if value else {}
@@ -200,13 +197,16 @@ PRECISION = Key(
         if value in ("bf16", "bfloat16", "fp32", "float32")
         else refuse(f"{value} cannot be had: take bfloat16 or float32")
     ),
+    kind=TEXT,
 )
 RECOMPUTE = Key(
     "`recompute_granularity` full or none",
     lambda value, get: {"recompute_granularity": "full" if value else "none"},
+    kind=FLAG,
 )
 KEPT = Key(
     "`keep_last_k`, at least 2; below 1: all are kept",
     lambda value, get: {"keep_last_k": max(2, value)} if value > 0 else {},
+    kind=INTEGER,
 )
 """Number of checkpoints that are kept, at least two: one may be damaged."""

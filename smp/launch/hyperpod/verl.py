@@ -8,7 +8,25 @@ from typing import Any
 from smp.config import ConfigError
 from smp.launch.hyperpod import tuning, values
 from smp.launch.hyperpod.form import Form
-from smp.launch.hyperpod.key import Convert, Get, Key, nothing, only, read_with, to
+from smp.launch.hyperpod.key import (
+    FLAG,
+    INTEGER,
+    LIST,
+    NUMBER,
+    PAIR,
+    STEPS,
+    TEXT,
+    TEXTS,
+    Convert,
+    Get,
+    Key,
+    Kind,
+    nothing,
+    only,
+    read_with,
+    switch,
+    to,
+)
 
 _T = "training_config."
 _SCHEDULES = {"cosine": "cosine", "constant": "constant", "linear": "linear"}
@@ -71,8 +89,17 @@ def _of_lora(section: str, model: str) -> Convert:
     return convert
 
 
+_PARTS = ("model", "optimizer", "extra", "hf_model")
+
+
 def _contents(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"save_hf": True} if "hf_model" in value else {}
+    names = [value] if isinstance(value, str) else value
+    if unknown := [name for name in names if name not in _PARTS]:
+        raise ConfigError(f"{unknown[0]} is none of {', '.join(_PARTS)}")
+    return {"save_hf": True} if "hf_model" in names else {}
+
+
+SAVED = Key("`save_hf`, with hf_model; checkpoints are whole", _contents, kind=TEXTS)
 
 
 def _warmup_ratio(section: str) -> Key:
@@ -83,12 +110,12 @@ def _warmup_ratio(section: str) -> Key:
             return "lr_warmup_steps says it"
         return {"lr_warmup_fraction": value} if value else {}
 
-    return Key("`lr_warmup_fraction`, without lr_warmup_steps", convert)
+    return Key("`lr_warmup_fraction`, without lr_warmup_steps", convert, kind=NUMBER)
 
 
 def min_lr(section: str) -> Key:
     """--min-lr as a share of the learning rate of an optimizer's section."""
-    return Key("`min_lr`", lambda value, get: {"min_lr": value * get(section + "lr")} if value else {})
+    return Key("`min_lr`", lambda value, get: {"min_lr": value * get(section + "lr")} if value else {}, kind=NUMBER)
 
 
 def optimizer_keys(section: str) -> dict[str, Key]:
@@ -102,10 +129,13 @@ def optimizer_keys(section: str) -> dict[str, Key]:
                 if value in ("AdamW", "adam")
                 else tuning.refuse(f"{value} cannot be had: take AdamW, or recipes.optimizer")
             ),
+            kind=TEXT,
         ),
         "optimizer_impl": only(("torch.optim",), "the optimizer is this project's"),
         "betas": Key(
-            "`adam_beta1`, `adam_beta2`", lambda value, get: dict(zip(("adam_beta1", "adam_beta2"), value, strict=True))
+            "`adam_beta1`, `adam_beta2`",
+            lambda value, get: dict(zip(("adam_beta1", "adam_beta2"), value, strict=True)),
+            kind=PAIR,
         ),
         "weight_decay": to("weight_decay"),
         "weight_decay_incr_style": only(("constant",), "weight decay is constant"),
@@ -113,12 +143,13 @@ def optimizer_keys(section: str) -> dict[str, Key]:
         "lr_warmup_steps": Key(
             "`lr_warmup_iters`; 0 and -1: lr_warmup_steps_ratio says it",
             lambda value, get: {"lr_warmup_iters": value} if value > 0 else {},
+            kind=INTEGER,
         ),
         "lr_warmup_steps_ratio": _warmup_ratio(section),
         "lr_warmup_init": to("lr_warmup_init"),
-        "lr_scheduler_type": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES)),
-        "lr_decay_style": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES | {"WSD": "WSD"})),
-        "warmup_style": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES)),
+        "lr_scheduler_type": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES), kind=TEXT),
+        "lr_decay_style": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES | {"WSD": "WSD"}), kind=TEXT),
+        "warmup_style": Key("`lr_decay_style`", tuning.scheduler(_SCHEDULES), kind=TEXT),
         "lr_decay_steps": to("lr_decay_iters"),
         "lr_wsd_decay_steps": to("lr_wsd_decay_iters"),
         "lr_wsd_decay_style": to("lr_wsd_decay_style"),
@@ -128,9 +159,7 @@ def optimizer_keys(section: str) -> dict[str, Key]:
         "total_training_steps": nothing("verl says the run's length over it; recipes.lr_decay_iters says another"),
         "use_checkpoint_opt_param_scheduler": only((False,), "a resumed run takes the settings that are given"),
         "override_optimizer_config.use_precision_aware_optimizer": nothing("moments are fp32, see exp_avg_dtype"),
-        "override_optimizer_config.optimizer_cpu_offload": Key(
-            "`optimizer_cpu_offload`", lambda value, get: {"optimizer_cpu_offload": True} if value else {}
-        ),
+        "override_optimizer_config.optimizer_cpu_offload": switch("optimizer_cpu_offload"),
         "override_optimizer_config.optimizer_offload_fraction": only((1, 1.0), "all moments are offloaded, or none"),
         "override_optimizer_config.overlap_cpu_optimizer_d2h_h2d": nothing("copies overlap with the optimizer's work"),
         "override_optimizer_config.*": only((), "take the setting of finetune.py"),
@@ -146,20 +175,18 @@ def engine_keys(section: str) -> dict[str, Key]:
         "fsdp_size": Key(
             "`hybrid_shard_degree`; -1: over all",
             lambda value, get: {"hybrid_shard_degree": 0 if value < 0 else value},
+            kind=INTEGER,
         ),
         "reshard_after_forward": Key(
             "`data_parallel_sharding_strategy`: optim_grads with false",
             lambda value, get: {} if value else {"data_parallel_sharding_strategy": "optim_grads"},
+            kind=FLAG,
         ),
-        "offload_policy": Key(
-            "`optimizer_cpu_offload`", lambda value, get: {"optimizer_cpu_offload": True} if value else {}
-        ),
-        "optimizer_offload": Key(
-            "`optimizer_cpu_offload`", lambda value, get: {"optimizer_cpu_offload": True} if value else {}
-        ),
+        "offload_policy": switch("optimizer_cpu_offload"),
+        "optimizer_offload": switch("optimizer_cpu_offload"),
         "param_offload": only((False,), "weights stay on GPUs; optimizer_offload moves the optimizer"),
         "grad_offload": only((False,), "gradients stay on GPUs; optimizer_offload moves the optimizer"),
-        "full_determinism": Key("`deterministic_mode`", tuning.flag("deterministic_mode")),
+        "full_determinism": switch("deterministic_mode"),
         "seed": to("seed"),
         "forward_only": only((False,), "the model is trained"),
         "forward_prefetch": nothing("FSDP2 prefetches by itself"),
@@ -171,14 +198,16 @@ def engine_keys(section: str) -> dict[str, Key]:
         "ulysses_sequence_parallel_size": Key(
             "`context_parallel_size`, `cp_comm_type: a2a`",
             lambda value, get: {} if value == 1 else {"context_parallel_size": value, "cp_comm_type": "a2a"},
+            kind=INTEGER,
         ),
         # Megatron's
         "tensor_model_parallel_size": to("tensor_model_parallel_size"),
         "sequence_parallel": Key(
             "`sequence_parallel`, with tensor parallelism",
             lambda value, get: (
-                {"sequence_parallel": bool(value)} if (get(section + "tensor_model_parallel_size") or 1) > 1 else {}
+                {"sequence_parallel": value} if (get(section + "tensor_model_parallel_size") or 1) > 1 else {}
             ),
+            kind=FLAG,
         ),
         "pipeline_model_parallel_size": to("pipeline_model_parallel_size"),
         "virtual_pipeline_model_parallel_size": to("num_virtual_stages_per_pipeline_rank"),
@@ -201,7 +230,7 @@ def engine_keys(section: str) -> dict[str, Key]:
         "override_transformer_config.moe_latent_size": nothing(_OF_FOLDER),
         "override_transformer_config.mtp_num_layers": only((0,), "the model's folder has them or not"),
         "override_transformer_config.recompute_granularity": Key(
-            "`recompute_granularity`", lambda value, get: {"recompute_granularity": value}
+            "`recompute_granularity`", lambda value, get: {"recompute_granularity": value}, kind=TEXT
         ),
         "override_transformer_config.recompute_method": nothing("blocks are recomputed one by one"),
         "override_transformer_config.recompute_num_layers": nothing("blocks are recomputed one by one"),
@@ -223,7 +252,11 @@ def _recompute(engine: str) -> Convert:
 
 def model_keys(section: str, engine: str) -> dict[str, Key]:
     """Keys of the section of the trained model, with what ``engine`` says."""
-    of_peft, of_megatron = (Key(f"with {name}rank", _of_lora(section + name, section)) for name in ("lora_", "lora."))
+
+    def of(name: str, kind: Kind) -> Key:
+        return Key(f"with {name}rank", _of_lora(section + name, section), kind=kind)
+
+    either = (section + "lora_rank", section + "lora.rank")
     return {
         "path": Key("`load`; a name of the hub is `hub:NAME`", values.model_folder, is_text=True),
         "tokenizer_path": Key("`tokenizer_model`", lambda value, get: {"tokenizer_model": value}, is_text=True),
@@ -231,21 +264,21 @@ def model_keys(section: str, engine: str) -> dict[str, Key]:
         "custom_chat_template": only((), "recipes.chat_template=FILE says a template"),
         "trust_remote_code": nothing("no code of a model's folder is run"),
         "external_lib": nothing("it is code of AWS's image"),
-        "enable_gradient_checkpointing": Key("`recompute_granularity` full or none", _recompute(engine)),
-        "enable_activation_offload": Key(
-            "`offload_activations`", lambda value, get: {"offload_activations": True} if value else {}
-        ),
+        "enable_gradient_checkpointing": Key("`recompute_granularity` full or none", _recompute(engine), kind=FLAG),
+        "enable_activation_offload": switch("offload_activations"),
         "lora_adapter_path": Key("`load_adapter`", lambda value, get: {"load_adapter": value}, is_text=True),
         "lora_rank": Key(
             "`lora_rank`, `lora_alpha`, `lora_dropout`, `lora_target_modules`; 0: all weights",
             lora(section + "lora_", section),
+            kind=INTEGER,
         ),
-        **{f"lora_{name}": of_peft for name in ("alpha", "dropout")},
-        "target_modules": of_peft,
-        "target_parameters": read_with("lora_rank", section + "lora_rank", section + "lora.rank"),
-        "exclude_modules": Key("refused unless they have no adapters here either", tuning.without_routers),
-        "lora.rank": Key("`lora_rank`, in place of the key lora_rank", lora(section + "lora.", section)),
-        **{f"lora.{name}": of_megatron for name in ("alpha", "dropout", "target_modules")},
+        **{f"lora_{name}": of("lora_", NUMBER) for name in ("alpha", "dropout")},
+        "target_modules": of("lora_", TEXTS),
+        "target_parameters": read_with("lora_rank", *either, kind=LIST),
+        "exclude_modules": Key("refused unless they have no adapters here either", tuning.without_routers, kind=TEXTS),
+        "lora.rank": Key("`lora_rank`, in place of the key lora_rank", lora(section + "lora.", section), kind=INTEGER),
+        **{f"lora.{name}": of("lora.", NUMBER) for name in ("alpha", "dropout")},
+        "lora.target_modules": of("lora.", TEXTS),
         "override_config.attn_implementation": nothing(_KERNELS),
         "override_config.*": only((), _OF_FOLDER),
         "fused_kernel_options.impl_backend": nothing(_KERNELS),
@@ -257,8 +290,8 @@ def model_keys(section: str, engine: str) -> dict[str, Key]:
     }
 
 
-def _dpo(name: str) -> Key:
-    return Key(f"`{name}`, of DPO", lambda value, get: {name: value})
+def _dpo(name: str, kind: Kind = NUMBER) -> Key:
+    return Key(f"`{name}`, of DPO", lambda value, get: {name: value}, kind=kind)
 
 
 def loggers(value: Any, get: Get) -> Mapping[str, Any]:
@@ -278,6 +311,7 @@ def loggers(value: Any, get: Get) -> Mapping[str, Any]:
 TRACKED = Key(
     "with trainer.logger",
     lambda value, get: {} if "mlflow" in (get(_T + "trainer.logger") or ()) else "trainer.logger does not name mlflow",
+    is_text=True,
 )
 
 
@@ -326,7 +360,7 @@ def _said_by(key: str) -> Key:
         said = get(f"trainer.{key}") or 1
         return {} if said == value else f"recipes.trainer.{key} says {said}"
 
-    return Key(f"with recipes.trainer.{key}, which says it where it is given", convert)
+    return Key(f"with recipes.trainer.{key}, which says it where it is given", convert, kind=INTEGER)
 
 
 def _truncation(value: Any, get: Get) -> Mapping[str, Any]:
@@ -336,21 +370,22 @@ def _truncation(value: Any, get: Get) -> Mapping[str, Any]:
 
 
 TRAINER = {
-    "project_name": Key("with logger", _run_name),
-    "experiment_name": Key("with logger", _run_name),
-    "logger": Key("`tensorboard`, `wandb_project`, `wandb_exp_name`; mlflow with mlflow.tracking_uri", loggers),
-    "total_epochs": Key("`train_epochs`, without total_training_steps", _epochs),
-    "total_training_steps": Key("`train_iters`", tuning.zero_or("train_iters")),
-    "save_freq": Key("`save_interval`, or for after_each_epoch `save_epochs: 1`", _save_freq),
+    "project_name": Key("with logger", _run_name, is_text=True),
+    "experiment_name": Key("with logger", _run_name, is_text=True),
+    "logger": Key(
+        "`tensorboard`, `wandb_project`, `wandb_exp_name`; mlflow with mlflow.tracking_uri", loggers, kind=TEXTS
+    ),
+    "total_epochs": Key("`train_epochs`, without total_training_steps", _epochs, kind=NUMBER),
+    "total_training_steps": Key("`train_iters`", tuning.zero_or("train_iters"), kind=INTEGER),
+    "save_freq": Key("`save_interval`, or for after_each_epoch `save_epochs: 1`", _save_freq, kind=STEPS),
     "test_freq": Key(
         "`eval_interval`, or for after_each_epoch `eval_epochs: 1`; -1: when it ends; `full_validation`; where samples "
         "are kept for it",
         _test_freq,
+        kind=STEPS,
     ),
     "max_ckpt_to_keep": tuning.KEPT,
-    "merge_lora_on_final_save": Key(
-        "`save_hf`, whose adapters are merged", lambda value, get: {"save_hf": True} if value else {}
-    ),
+    "merge_lora_on_final_save": switch("save_hf", "`save_hf`, whose adapters are merged"),
     "default_local_dir": Key(
         "`save`, unless it is SageMaker's /opt/ml/model",
         lambda value, get: {} if str(value).rstrip("/") == "/opt/ml/model" else {"save": value},
@@ -373,14 +408,14 @@ TRAINER = {
 _DPO_TRAINER = {
     "beta": _dpo("dpo_beta"),
     "label_smoothing": _dpo("dpo_label_smoothing"),
-    "loss_type": _dpo("dpo_loss_type"),
+    "loss_type": _dpo("dpo_loss_type", TEXT),
     "reference_free": only((False,), "take recipes.objective=orpo, which has no reference"),
     "training_mode": only(("auto",), "adapters or all weights are trained, as lora_rank says"),
 }
 DATA = {
     "train_files": Key("`data_path`", lambda value, get: {"data_path": words(value)}, is_text=True, is_list=True),
     "val_files": Key("`valid_data_path`; `eval_epochs: 1` without test_freq", _val_files, is_text=True, is_list=True),
-    "train_val_split_ratio": Key("`split`, without val_files", tuning.split_beside(_FILES)),
+    "train_val_split_ratio": Key("`split`, without val_files", tuning.split_beside(_FILES), kind=NUMBER),
     "train_max_samples": only((-1,), "all samples of a file are read; give a shorter one"),
     "val_max_samples": only((-1,), "all samples of a file are read; give a shorter one"),
     "custom_cls.*": only((), "samples of your own are files of what docs/finetuning.md names"),
@@ -389,13 +424,13 @@ DATA = {
     "shuffle": nothing("the order of samples is drawn by seed"),
     "seed": nothing("the order of samples is drawn by engine.seed"),
     "dataloader_num_workers": nothing("samples are encoded before the first step"),
-    "truncation": Key("`truncation_side`; refused unless left or right", _truncation),
+    "truncation": Key("`truncation_side`; refused unless left or right", _truncation, kind=TEXT),
 }
 _OF_SAMPLES = {
     "max_length": to("seq_length"),
-    "max_token_len_per_gpu": Key("`micro_batch_size`, with use_dynamic_bsz", _micro_batch),
-    "micro_batch_size_per_gpu": Key("`micro_batch_size`, without use_dynamic_bsz", _fixed_micro_batch),
-    "use_dynamic_bsz": read_with("max_token_len_per_gpu"),
+    "max_token_len_per_gpu": Key("`micro_batch_size`, with use_dynamic_bsz", _micro_batch, kind=INTEGER),
+    "micro_batch_size_per_gpu": Key("`micro_batch_size`, without use_dynamic_bsz", _fixed_micro_batch, kind=INTEGER),
+    "use_dynamic_bsz": read_with("max_token_len_per_gpu", kind=FLAG),
     "messages_key": only(("messages",), "finetune.py reads messages"),
     "prompt_key": only(("prompt",), "finetune.py reads prompt, chosen and rejected"),
     "chosen_key": Key(
@@ -405,6 +440,7 @@ _OF_SAMPLES = {
             if value == "chosen"
             else tuning.refuse(f"{value} cannot be had: finetune.py reads prompt, chosen and rejected")
         ),
+        kind=TEXT,
     ),
     "rejected_key": only(("rejected",), "finetune.py reads prompt, chosen and rejected"),
     "pad_mode": nothing("no sample is padded that has a batch alone; loss and gradients do not see padding"),
@@ -431,7 +467,7 @@ KEYS: dict[str, Key] = {
     "*._target_": nothing("a class of verl's"),
     **{f"training_config.{name}": key for name, key in tuning.MLFLOW.items() if name != "mlflow.tracking_uri"},
     "training_config.mlflow.tracking_uri": TRACKED,
-    "training_config.checkpoint.save_contents": Key("`save_hf`, with hf_model; checkpoints are whole", _contents),
+    "training_config.checkpoint.save_contents": SAVED,
     "training_config.checkpoint.load_contents": nothing("checkpoints are whole"),
     "training_config.checkpoint.save_only_adapter_if_lora": nothing("checkpoints with adapters have adapters only"),
     **{f"training_config.data.{name}": key for name, key in (DATA | _OF_SAMPLES).items()},
@@ -444,8 +480,8 @@ KEYS: dict[str, Key] = {
     **dict.fromkeys(("training_config.critic.*", "training_config.reward_model.*"), nothing(_OF_RL)),
     **{f"training_config.optim.{name}": key for name, key in optimizer_keys(_T + "optim.").items()},
     **{f"training_config.trainer.{name}": key for name, key in (TRAINER | _DPO_TRAINER).items()},
-    "training_config.trainer_callbacks": Key("refused but for AWS's metering", tuning.callbacks),
-    "training_config.profiler.enable": Key("`profile`", lambda value, get: {"profile": True} if value else {}),
+    "training_config.trainer_callbacks": Key("refused but for AWS's metering", tuning.callbacks, kind=LIST),
+    "training_config.profiler.enable": switch("profile"),
     "training_config.profiler.*": nothing("recipes.profile=true profiles steps"),
 }
 SIZES = {"devices": _T + "trainer.n_gpus_per_node", "num_nodes": _T + "trainer.nnodes"}

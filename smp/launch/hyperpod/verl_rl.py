@@ -12,7 +12,21 @@ from typing import Any
 from smp.config import ConfigError
 from smp.launch.hyperpod import tuning, verl
 from smp.launch.hyperpod.form import Form
-from smp.launch.hyperpod.key import Get, Key, nothing, only, read_with, to
+from smp.launch.hyperpod.key import (
+    FLAG,
+    INTEGER,
+    LIST,
+    NUMBER,
+    STEPS,
+    TEXT,
+    Get,
+    Key,
+    nothing,
+    only,
+    read_with,
+    switch,
+    to,
+)
 
 _T = "training_config."
 _A = _T + "actor_rollout_ref."
@@ -46,7 +60,7 @@ def _one_of(name: str, names: Mapping[str, str]) -> Key:
             raise ConfigError(f"{value} cannot be had: take one of {', '.join(names)}")
         return {name: names[value]}
 
-    return Key(f"`{name}`", convert)
+    return Key(f"`{name}`", convert, kind=TEXT)
 
 
 def _generations(get: Get) -> int:
@@ -230,34 +244,36 @@ def _offloaded(keys: dict[str, Key]) -> dict[str, Key]:
 
 _ACTOR = {
     "strategy": only(("fsdp", "fsdp2", "megatron"), "weights are sharded by FSDP2"),
-    "ppo_mini_batch_size": Key("`global_batch_size`: this x rollout.n; `steps_per_generation`", _batches),
+    "ppo_mini_batch_size": Key("`global_batch_size`: this x rollout.n; `steps_per_generation`", _batches, kind=INTEGER),
     "ppo_micro_batch_size": only((), "ppo_micro_batch_size_per_gpu says it"),
-    "ppo_micro_batch_size_per_gpu": Key("`micro_batch_size`, without use_dynamic_bsz", _fixed_micro_batch),
-    "ppo_max_token_len_per_gpu": Key("`micro_batch_size`, with use_dynamic_bsz", _micro_batch_of_tokens),
-    "use_dynamic_bsz": read_with("ppo_max_token_len_per_gpu"),
+    "ppo_micro_batch_size_per_gpu": Key(
+        "`micro_batch_size`, without use_dynamic_bsz", _fixed_micro_batch, kind=INTEGER
+    ),
+    "ppo_max_token_len_per_gpu": Key("`micro_batch_size`, with use_dynamic_bsz", _micro_batch_of_tokens, kind=INTEGER),
+    "use_dynamic_bsz": read_with("ppo_max_token_len_per_gpu", kind=FLAG),
     "ppo_epochs": to("num_iterations"),
-    "clip_ratio": Key("`epsilon`, `epsilon_high`, without clip_ratio_low or clip_ratio_high", _clip_ratio),
+    "clip_ratio": Key("`epsilon`, `epsilon_high`, without clip_ratio_low or clip_ratio_high", _clip_ratio, kind=NUMBER),
     "clip_ratio_low": to("epsilon"),
     "clip_ratio_high": to("epsilon_high"),
-    "clip_ratio_c": Key("`delta`", _delta),
-    "loss_agg_mode": Key("`loss_type`; changes nothing with gspo", _aggregation),
+    "clip_ratio_c": Key("`delta`", _delta, kind=NUMBER),
+    "loss_agg_mode": Key("`loss_type`; changes nothing with gspo", _aggregation, kind=TEXT),
     "loss_scale_factor": only((), "dr_grpo divides by max_completion_length"),
-    "use_kl_loss": Key("`beta`: kl_loss_coef, or 0; with use_kl_in_reward as that says", _kl),
-    "kl_loss_coef": read_with("use_kl_loss", _A + "actor.use_kl_loss"),
-    "kl_loss_type": Key("`kl_estimator`, of a KL in the loss", _kl_of_loss),
+    "use_kl_loss": Key("`beta`: kl_loss_coef, or 0; with use_kl_in_reward as that says", _kl, kind=FLAG),
+    "kl_loss_coef": read_with("use_kl_loss", _A + "actor.use_kl_loss", kind=NUMBER),
+    "kl_loss_type": Key("`kl_estimator`, of a KL in the loss", _kl_of_loss, kind=TEXT),
     "entropy_coeff": only((0, 0.0), "entropy is logged and not rewarded"),
     "entropy_advantage": only((False,), "advantages are those of rewards"),
     "entropy_advantage_alpha": nothing("it goes with entropy_advantage"),
     "entropy_advantage_kappa": nothing("it goes with entropy_advantage"),
     "calculate_entropy": nothing("entropy is logged"),
-    "policy_loss.loss_mode": Key("`objective`: gspo; refused unless gspo or vanilla", _loss_mode),
+    "policy_loss.loss_mode": Key("`objective`: gspo; refused unless gspo or vanilla", _loss_mode, kind=TEXT),
     "policy_loss.*": nothing("it goes with another loss_mode"),
     "tau_pos": nothing("it goes with another loss_mode"),
     "tau_neg": nothing("it goes with another loss_mode"),
     "shuffle": only((False,), "completions are trained on in the order of their prompts"),
     "data_loader_seed": nothing("seed draws the order of prompts"),
     "grad_clip": to("clip_grad"),
-    "ulysses_sequence_parallel_size": Key("`context_parallel_size`, `cp_comm_type: a2a`", _ulysses),
+    "ulysses_sequence_parallel_size": Key("`context_parallel_size`, `cp_comm_type: a2a`", _ulysses, kind=INTEGER),
     "entropy_checkpointing": nothing("the loss takes the vocabulary in chunks"),
     "entropy_from_logits_with_chunking": nothing("the loss takes the vocabulary in chunks"),
     "use_fused_kernels": nothing("the device says which kernels run"),
@@ -265,13 +281,10 @@ _ACTOR = {
     "use_torch_compile": nothing("recipes.compile=true compiles blocks"),
     "freeze_vision_tower": nothing("models are read without their towers"),
     "load_weight": only((True,), "the model is read from its folder"),
-    "rollout_n": Key("refused unless rollout.n", _same_generations),
-    "checkpoint.save_contents": Key(
-        "`save_hf`, with hf_model; checkpoints are whole",
-        lambda value, get: {"save_hf": True} if "hf_model" in value else {},
-    ),
+    "rollout_n": Key("refused unless rollout.n", _same_generations, kind=INTEGER),
+    "checkpoint.save_contents": verl.SAVED,
     "checkpoint.load_contents": nothing("checkpoints are whole"),
-    "checkpoint.async_save": Key("`async_save`", lambda value, get: {"async_save": True} if value else {}),
+    "checkpoint.async_save": switch("async_save"),
     "router_replay.mode": only(("disabled",), "completions are sampled by the layers that train: routers agree"),
     "router_replay.*": nothing("it goes with router_replay.mode"),
     "profiler.*": nothing("recipes.profile=true profiles steps"),
@@ -280,17 +293,18 @@ _ROLLOUT = {
     "n": to("num_generations"),
     "temperature": to("temperature"),
     "top_p": to("top_p"),
-    "top_k": Key("`top_k`; -1: all", lambda value, get: {"top_k": max(0, value)}),
+    "top_k": Key("`top_k`; -1: all", lambda value, get: {"top_k": max(0, value)}, kind=INTEGER),
     "do_sample": only((True,), "completions are sampled"),
     "ignore_eos": only((False,), "a completion ends where the model ends it"),
-    "response_length": Key("`max_completion_length`, `seq_length` with the prompt's", _lengths),
+    "response_length": Key("`max_completion_length`, `seq_length` with the prompt's", _lengths, kind=INTEGER),
     "prompt_length": Key(
         "with response_length, without data.max_prompt_length",
         lambda value, get: {} if get(_T + "data.max_prompt_length") is None else "data.max_prompt_length says it",
+        kind=INTEGER,
     ),
     "val_kwargs.n": to("num_generations_eval"),
-    "val_kwargs.temperature": Key("`eval_temperature`; 0 without do_sample", _evaluation),
-    "val_kwargs.do_sample": read_with("val_kwargs.temperature"),
+    "val_kwargs.temperature": Key("`eval_temperature`; 0 without do_sample", _evaluation, kind=NUMBER),
+    "val_kwargs.do_sample": read_with("val_kwargs.temperature", kind=FLAG),
     "val_kwargs.top_p": nothing("evaluations take top_p"),
     "val_kwargs.top_k": nothing("evaluations take top_k"),
     "multi_turn.enable": only((False,), "a completion is one turn"),
@@ -354,18 +368,25 @@ _MODEL = {
 _ALGORITHM = {
     "adv_estimator": _one_of("advantage_estimator", _ESTIMATORS),
     "norm_adv_by_std_in_grpo": Key(
-        "`scale_rewards` group or off", lambda value, get: {"scale_rewards": "group" if value else "off"}
+        "`scale_rewards` group or off", lambda value, get: {"scale_rewards": "group" if value else "off"}, kind=FLAG
     ),
     "gamma": only((1.0, 1), "a completion has one reward"),
     "lam": only((1.0, 1), "a completion has one reward"),
-    "use_kl_in_reward": Key("`kl_placement: reward`, `beta`: kl_ctrl.kl_coef, `kl_estimator`: kl_penalty", _kl),
-    **{name: read_with("use_kl_in_reward", _ALG + "use_kl_in_reward") for name in ("kl_penalty", "kl_ctrl.kl_coef")},
-    "kl_ctrl.type": Key("refused unless `fixed`, with use_kl_in_reward", _kl_controller),
+    "use_kl_in_reward": Key(
+        "`kl_placement: reward`, `beta`: kl_ctrl.kl_coef, `kl_estimator`: kl_penalty", _kl, kind=FLAG
+    ),
+    "kl_penalty": read_with("use_kl_in_reward", _ALG + "use_kl_in_reward", kind=TEXT),
+    "kl_ctrl.kl_coef": read_with("use_kl_in_reward", _ALG + "use_kl_in_reward", kind=NUMBER),
+    "kl_ctrl.type": Key("refused unless `fixed`, with use_kl_in_reward", _kl_controller, kind=TEXT),
     "kl_ctrl.*": nothing("it goes with kl_ctrl.type adaptive"),
     "use_pf_ppo": only((False,), "completions are not sampled again by their rewards"),
     "pf_ppo.*": nothing("it goes with use_pf_ppo"),
-    "rollout_correction.rollout_is": Key("`importance_sampling_mode`, `importance_sampling_clip_max`", _correction),
-    "rollout_correction.rollout_is_threshold": read_with("rollout_is", _ALG + "rollout_correction.rollout_is"),
+    "rollout_correction.rollout_is": Key(
+        "`importance_sampling_mode`, `importance_sampling_clip_max`", _correction, kind=TEXT
+    ),
+    "rollout_correction.rollout_is_threshold": read_with(
+        "rollout_is", _ALG + "rollout_correction.rollout_is", kind=NUMBER
+    ),
     "rollout_correction.rollout_is_batch_normalize": only((False,), "weights are not normalised"),
     "rollout_correction.rollout_rs": only((), "take recipes.importance_sampling_mode=sequence_mask"),
     "rollout_correction.rollout_rs_threshold": only((), "it goes with rollout_rs"),
@@ -377,20 +398,25 @@ _ALGORITHM = {
 _DATA = {
     **verl.DATA,
     "val_files": Key("`valid_data_path`, with trainer.test_freq", _val_files, is_text=True, is_list=True),
-    "train_batch_size": Key("`global_batch_size`, `steps_per_generation`, with actor.ppo_mini_batch_size", _batches),
+    "train_batch_size": Key(
+        "`global_batch_size`, `steps_per_generation`, with actor.ppo_mini_batch_size", _batches, kind=INTEGER
+    ),
     "val_batch_size": nothing("all validation prompts are answered, however many at once"),
-    "max_prompt_length": Key("`seq_length`, with rollout.response_length", _lengths),
+    "max_prompt_length": Key("`seq_length`, with rollout.response_length", _lengths, kind=INTEGER),
     "max_response_length": Key(
         "with max_prompt_length, without rollout.response_length",
         lambda value, get: {} if get(_A + "rollout.response_length") is None else "rollout.response_length says it",
+        kind=INTEGER,
     ),
     "filter_overlong_prompts": only((True,), "prompts that are too long are left out and counted"),
     "truncation": nothing("prompts that are too long are left out and counted, never cut"),
     "split_seed": nothing("seed draws the split as well"),
     "validation_shuffle": nothing("evaluations take prompts in order"),
     "prompt_key": only(("prompt",), "finetune.py reads prompt; other columns go to the reward function"),
-    "apply_chat_template_kwargs.enable_thinking": Key("refused unless it is the template's default", _thinking),
-    "chat_template_kwargs.enable_thinking": Key("refused unless it is the template's default", _thinking),
+    "apply_chat_template_kwargs.enable_thinking": Key(
+        "refused unless it is the template's default", _thinking, kind=FLAG
+    ),
+    "chat_template_kwargs.enable_thinking": Key("refused unless it is the template's default", _thinking, kind=FLAG),
     **{
         f"{section}.{name}": only(("medium",), "recipes.chat_template=FILE says another template")
         for section in ("apply_chat_template_kwargs", "chat_template_kwargs")
@@ -419,6 +445,7 @@ _TRAINER = {
         "`eval_interval`, or for after_each_epoch `eval_epochs: 1`; -1: never; `full_validation`; where samples are "
         "kept for it",
         _test_freq,
+        kind=STEPS,
     ),
     "val_before_train": nothing("a run is evaluated before its first step"),
     "val_only": only((False,), "tools/evaluate.py evaluates a model"),
@@ -467,7 +494,7 @@ KEYS: dict[str, Key] = {
     f"{_T}critic.enable": only((False,), "there is no critic"),
     f"{_T}critic.*": nothing("there is no critic"),
     f"{_T}custom_reward_function.path": Key("`reward_funcs`, with name", _reward, is_text=True),
-    f"{_T}custom_reward_function.name": read_with("path", _T + "custom_reward_function.path"),
+    f"{_T}custom_reward_function.name": read_with("path", _T + "custom_reward_function.path", kind=TEXT),
     f"{_T}custom_reward_function.lambda_arn": only((), "recipes.reward_funcs=FILE.py:NAME says a function"),
     f"{_T}reward_manager.*": nothing("recipes.reward_funcs says the functions"),
     f"{_T}reward_model.enable": only((False,), "recipes.reward_funcs says what rewards completions"),
@@ -476,7 +503,7 @@ KEYS: dict[str, Key] = {
     f"{_T}reward_model.*": nothing("recipes.reward_funcs says what rewards completions"),
     **_under(f"{_T}data", _DATA),
     **_under(f"{_T}trainer", _TRAINER),
-    f"{_T}trainer_callbacks": Key("refused but for AWS's metering", tuning.callbacks),
+    f"{_T}trainer_callbacks": Key("refused but for AWS's metering", tuning.callbacks, kind=LIST),
     f"{_T}transfer_queue.enable": only((False,), "rows go through no queue"),
     **{f"{_T}{name}.*": nothing("there is no Ray") for name in ("ray_init", "ray_kwargs")},
     f"{_T}global_profiler.*": nothing("recipes.profile=true profiles steps"),
