@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib
-import os
+import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from smp.config.command_line.commands import as_called_here
 from smp.config.command_line.fields import did_you_mean
 from smp.launch.backends.backend import NOT_SUBMITTED, Backend, read_facts, write_artifacts
 from smp.launch.compose import BACKENDS, compose
+from smp.launch.folder import ORIGIN, alone_in, refuse_other_backend, refuse_other_recipe
 from smp.launch.hyperpod import FeatureError
 from smp.launch.job import Artifacts, Job, make_job
 from smp.launch.library import list_recipes, read_recipe_text
@@ -101,43 +99,15 @@ def launch(words: list[str]) -> int:
         raise ConfigError(_unread(job))
     # The folder must exist to be locked.
     job.folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(job.folder):
+    with alone_in(job.folder):
         if (job.folder / "job.json").is_file():
+            refuse_other_recipe(job)
             _refuse_busy(job.folder)
-            _refuse_other(job, dry)
-        write_artifacts(job.folder, artifacts)
+            refuse_other_backend(job, dry)
+        facts = {**json.loads(artifacts["job.json"]), ORIGIN: job.origin}
+        write_artifacts(job.folder, {**artifacts, "job.json": _json(facts)})
         print(*hidden_words(words, ["\n".join(describe(job, artifacts))]), flush=True)
         return 0 if dry else _submit(job.folder)
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Lock a folder against other launchers: two at once would both find it free. Where folders cannot be locked (some
-    network file systems) this has no effect."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(f"{folder}: another launcher works in it; give another run.name, or wait") from None
-    except OSError:
-        pass
-    try:
-        yield
-    finally:
-        os.close(handle)
-
-
-def _refuse_other(job: Job, dry: bool) -> None:
-    """Raise ConfigError where files of a job that ran would be replaced by those of a dry run or another cluster."""
-    facts = read_facts(job.folder)
-    # "id": it was submitted. status.json: a run has written it, perhaps without this launcher.
-    ran = "id" in facts or (job.folder / "status.json").is_file()
-    if ran and (dry or facts.get("backend") != job.backend):
-        raise ConfigError(
-            f"{job.folder} is the folder of a job that ran with cluster={facts.get('backend')}: give another "
-            "recipes.run.name or base_results_dir"
-        )
 
 
 def prepare(words: list[str]) -> tuple[Job, Artifacts]:
@@ -262,8 +232,6 @@ def _submit(folder: Path) -> int:
 
 
 def _json(facts: dict[str, object]) -> str:
-    import json
-
     return json.dumps(facts, indent=1) + "\n"
 
 
@@ -276,7 +244,7 @@ def _act(action: str, words: list[str]) -> int:
     facts = read_facts(folder)
     backend = backend_of(facts["backend"])
     if action == "resume":
-        with _alone_in(folder):
+        with alone_in(folder):
             _refuse_busy(folder)
             return _submit(folder)
     if action == "logs":

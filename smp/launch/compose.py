@@ -5,6 +5,8 @@ The grammar of a word is in ``smp.launch.overrides``, references between keys ar
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -58,6 +60,8 @@ class Composed:
         source: the recipe's file.
         cluster: the cluster's file.
         base: config.yaml.
+        chosen: the recipe's name, without its folders.
+        digest: of what the recipe says, before overrides.
         notes: keys that change nothing here, and why.
     """
 
@@ -66,6 +70,8 @@ class Composed:
     source: Path
     cluster: Path
     base: Path
+    chosen: str
+    digest: str
     notes: tuple[str, ...] = ()
 
     def file_of(self, message: str) -> Path:
@@ -88,6 +94,7 @@ def compose(words: list[str]) -> Composed:
     if (recipe := chosen.get("recipes")) is None:
         raise ConfigError("which recipe is missing: give recipes=NAME (--list names them all)")
     recipes, source = load_recipe(recipe, is_text)
+    digest = hashlib.sha256(json.dumps(recipes, default=str).encode()).hexdigest()[:16]
     # Hydra's two names of the choice; words before the file's own.
     asked = next(
         filter(None, (some.get(key) for some in (given, chosen_there) for key in ("cluster", "cluster_type"))), None
@@ -109,7 +116,8 @@ def compose(words: list[str]) -> Composed:
     for section in ("cluster", "recipes"):
         if not isinstance(values[section], dict):
             raise ConfigError(f"{section} has become {values[section]!r}; expected keys and values")
-    return Composed(values, backend, source=source, cluster=cluster, base=base, notes=tuple(notes))
+    name = re.sub(r"\.ya?ml$", "", Path(recipe).name)
+    return Composed(values, backend, source, cluster, base, chosen=name, digest=digest, notes=tuple(notes))
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[Override]]:

@@ -38,6 +38,7 @@ class Job:
         tree: the composed configuration.
         folder: of artifacts, checkpoints and logs; absolute.
         instance: the kind of machine, where it is known.
+        origin: what tells its recipe from others: name, file, what it says, and the objective.
     """
 
     recipe: Recipe
@@ -45,6 +46,7 @@ class Job:
     tree: dict[str, Any]
     folder: Path
     instance: Instance | None
+    origin: dict[str, str]
 
     @property
     def cluster(self) -> dict[str, Any]:
@@ -124,7 +126,14 @@ def make_job(composed: Composed, recipe: Recipe) -> Job:
         )
     # Absolute: jobs run in other folders.
     folder = Path(results).expanduser().absolute() / recipe.name
-    return Job(recipe=recipe, backend=composed.backend, tree=tree, folder=folder, instance=instance)
+    own = "sft" if recipe.task == "finetune" else recipe.task
+    origin = {
+        "recipe": composed.chosen,
+        "file": str(composed.source.absolute()),
+        "digest": composed.digest,
+        "objective": recipe.settings.get("objective") or own,
+    }
+    return Job(recipe, composed.backend, tree, folder, instance, origin)
 
 
 def flag(section: dict[str, Any], key: str, where: str = "") -> bool:

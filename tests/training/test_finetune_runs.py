@@ -315,6 +315,8 @@ def histories(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs: "lora" and "full" of fine-tuning, "pretraining"."""
     root = tmp_path_factory.mktemp("histories")
     (root / "template").write_text("a template of its own")
+    pair = {"prompt": "one and", "chosen": " two", "rejected": " one"}
+    (root / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 8)
     more = f"{SHORT} --train-iters 1"
     for name, text in (
         ("lora", f"{flags(folder, more)} --lora-rank 2 --lora-dropout 0.5 --chat-template {root}/template"),
@@ -340,6 +342,10 @@ REFUSED = {
     "another rank": ("--save {0}/lora --resume --lora-rank 3", "of rank 2, scaled by 2, in this run of rank 3"),
     "another scale": ("--save {0}/lora --resume --lora-rank 2 --lora-alpha 9", "in this run of rank 2, scaled by 4.5"),
     "other layers": ("--save {0}/lora --resume --lora-rank 2 --lora-target-modules up", "key is of rank 2"),
+    "another objective": (
+        "--save {0}/full --resume --objective orpo --data-path {0}/pairs.jsonl",
+        "full is of a run with --objective sft, which --objective orpo does not go on from: give another --save",
+    ),
     "another optimizer": ("--save {0}/full --resume --optimizer sgd", "give --optimizer as it was"),
     "adapters alone": ("--load {0}/lora", "holds adapters without their model: python tools/merge_lora.py"),
     "an adapter's folder": ("--load {0}/lora/adapter", "neither a Hugging Face model nor"),

@@ -23,7 +23,7 @@ from smp.config.command_line.entry_points import PRETRAIN
 from smp.config.command_line.fields import flag_of
 from smp.config.distillation import DistillationConfig
 from smp.config.objectives import ObjectiveConfig
-from smp.config.rollouts import RolloutConfig
+from smp.config.rollouts import ONLINE, RolloutConfig
 from smp.config.schema import LoraConfig
 from smp.convert.changes import changes, misfit, other_than_trained, saved_model
 from smp.convert.load import load_weights
@@ -186,6 +186,7 @@ def load_training(
         return Progress(), [*notes, *loading, *at]
     notes += compare_settings(saved.config, config, noted["config"], has_manifest)
     _check_history(folder, manifest, saved, model, finetuning=_FINETUNE in noted)
+    _check_objective(folder, manifest.extra.get(_FINETUNE), config.objective)
     notes = [f"WARNING: {line}" for line in [misnamed(folder, manifest.extra)] if line is not None] + notes
     scales, without = _known_scales(manifest, model)
     notes = [*notes, *without]
@@ -280,6 +281,18 @@ def _check_history(folder: Folder, manifest: Manifest, saved: SavedRun, model: n
                 f"{folder} has other adapters: that of {name} is {before}, in this run {now}; give --lora-rank, "
                 "--lora-alpha, --lora-target-modules or --load-adapter as they were, or another --save"
             )
+
+
+def _check_objective(folder: Folder, saved: Any, objective: Any) -> None:
+    """Raise ConfigError when a checkpoint is of a run with another objective: its iterations, and the averages in its
+    optimizer, are of another loss. Those that train on completions of their own may take turns."""
+    before = saved.get("objective") if isinstance(saved, dict) else None
+    now = None if objective is None else objective.objective
+    if before not in (None, now) and not {before, now} <= set(ONLINE):
+        raise ConfigError(
+            f"{folder} is of a run with --objective {before}, which --objective {now} does not go on from: give "
+            "another --save, and --load to start from its weights"
+        )
 
 
 def _kind(rank: int, scale: float) -> str:

@@ -1,0 +1,67 @@
+"""A job's folder that is there already: a job of another recipe does not get it, nor the checkpoints in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from smp.launch.cli import main
+from tests.launch.test_hyperpod_forms import ARGS, LLMFT
+
+NAME = "recipes.run.name=llama-3-2-1b-instruct"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """AWS's recipes of one model have one name, whatever they do."""
+    (tmp_path / "llmft_sft.yaml").write_text(LLMFT)
+    (tmp_path / "llmft_dpo.yaml").write_text(LLMFT.replace("trainer_type: sft", "trainer_type: dpo"))
+    return tmp_path
+
+
+def dry(files: Path, recipe: str, *words: str) -> int:
+    return main([f"recipes={recipe}", "cluster=slurm", f"base_results_dir={files}/results", "dry_run=true", *words])
+
+
+def test_a_job_of_another_recipe_does_not_get_the_folder(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = files / "results" / "llama-3-2-1b-instruct"
+    assert dry(files, f"{files}/llmft_sft.yaml", NAME) == 0
+    kept = {path: path.read_bytes() for path in job.iterdir()}
+    capsys.readouterr()
+    assert dry(files, f"{files}/llmft_dpo.yaml", NAME) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"error: {job} has a job of another recipe, llmft_sft (sft) of {files}/llmft_sft.yaml, and "
+    )
+    assert f"this is llmft_dpo (dpo) of {files}/llmft_dpo.yaml: give another recipes.run.name" in error
+    assert error.count("\n") == 1 and {path: path.read_bytes() for path in job.iterdir()} == kept
+    assert dry(files, f"{files}/llmft_dpo.yaml", NAME + "-dpo") == 0
+    assert dry(files, f"{files}/llmft_sft.yaml", NAME, ARGS + "trainer_type=dpo") == 2, "another objective"
+    assert "llmft_sft (dpo)" in capsys.readouterr().err
+
+
+def test_the_same_recipe_gets_its_folder_again(files: Path) -> None:
+    """With other overrides, edited, or moved as it is."""
+    assert dry(files, f"{files}/llmft_sft.yaml", NAME) == 0
+    assert dry(files, f"{files}/llmft_sft.yaml", NAME, ARGS + "learning_rate=2e-5") == 0
+    (files / "other").mkdir()
+    (files / "other" / "llmft_sft.yaml").write_text(LLMFT)
+    assert dry(files, f"{files}/other/llmft_sft.yaml", NAME) == 0
+    (files / "other" / "llmft_sft.yaml").write_text(LLMFT.replace("max_epochs: 5", "max_epochs: 4"))
+    assert dry(files, f"{files}/other/llmft_sft.yaml", NAME) == 0, "edited where it is"
+    assert dry(files, f"{files}/llmft_sft.yaml", NAME) == 2, (
+        "of that name, in another folder, and it says another thing"
+    )
+    origin = json.loads((files / "results" / "llama-3-2-1b-instruct" / "job.json").read_text())["origin"]
+    assert (origin["recipe"], origin["objective"]) == ("llmft_sft", "sft")
+
+
+def test_two_recipes_of_the_collection_are_two(tmp_path: Path) -> None:
+    names = (
+        "training/llama/hf_llama3_8b_seq16k_gpu_p5x16_pretrain",
+        "training/llama/hf_llama3_8b_seq16k_gpu_p5x32_pretrain",
+    )
+    codes = [dry(tmp_path, name, "recipes.run.name=one") for name in (names[0], names[0], names[1], names[0])]
+    assert codes == [0, 0, 2, 0]
