@@ -7,20 +7,23 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from smp.config import Config, ConfigError, Layout
 from smp.config.command_line.command import run_tool
 from smp.config.command_line.commands import as_called_here
-from smp.config.command_line.fields import did_you_mean
+from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
+from smp.config.command_line.fields import Setting, as_text, did_you_mean, settings
 from smp.launch.backends.backend import NOT_SUBMITTED, Backend, read_facts, write_artifacts
 from smp.launch.compose import BACKENDS, compose
 from smp.launch.folder import ORIGIN, alone_in, refuse_other_backend, refuse_other_recipe
 from smp.launch.hyperpod import FeatureError
 from smp.launch.job import Artifacts, Job, make_job
 from smp.launch.library import list_recipes, read_recipe_text
-from smp.launch.recipe import read_recipe
+from smp.launch.recipe import Recipe, read_recipe
 from smp.launch.secrets import REMOVED, hidden_words, is_secret
 
 USAGE = """\
@@ -131,13 +134,37 @@ def _prepare(words: list[str]) -> tuple[Job, Artifacts]:
     except ConfigError as error:
         raise _worded(error, f"{composed.source}: {error}") from None
     try:
-        job = make_job(composed, recipe)
+        job = replace(make_job(composed, recipe), instead=_instead(words, composed.removed, recipe))
         artifacts = backend_of(job.backend).artifacts(job)
     except ConfigError as error:
         # Errors of clusters and keys name the file that has, or should have, the key.
         raise ConfigError(f"{composed.file_of(str(error))}: {error}") from None
     command = shlex.join(["python", "main.py", *_without_secrets(words)])
     return job, {**artifacts, "command.txt": command + "\n"}
+
+
+def _instead(words: list[str], removed: tuple[str, ...], recipe: Recipe) -> tuple[str, ...]:
+    """For each word that takes away what the recipe says, which settings it said and what they are without."""
+    known = settings(FINETUNE if recipe.task == "finetune" else PRETRAIN)
+    lines = []
+    for word in removed:
+        others = compose([other for other in words if other != word])
+        try:
+            said = read_recipe(others.tree["recipes"], others.source.stem).settings
+        except ConfigError:  # which the word is given against
+            continue
+        changed = [
+            f"{name} {as_text(value)} {'is unset now' if now is None else f'has become {as_text(now)}'}"
+            for name, value in said.items()
+            if name not in recipe.missing and (now := _used(name, recipe, known)) != value
+        ]
+        lines += [f"{word} takes away what the recipe says: {', '.join(changed)}"] if changed else []
+    return tuple(lines)
+
+
+def _used(name: str, recipe: Recipe, known: Mapping[str, Setting]) -> Any:
+    """What a setting is: by default the entry point's own."""
+    return recipe.settings.get(name, known[name].default if name in known else None)
 
 
 def _worded(error: ConfigError, message: str) -> ConfigError:
@@ -171,6 +198,7 @@ def describe(job: Job, artifacts: Artifacts) -> list[str]:
     lines += [f"environment: {_shown(job.environment)}"] if job.environment else []
     lines += [f"environment, not shown: {' '.join(job.secrets)}"] if job.secrets else []
     lines += [f"environment, where a node does not have it: {_shown(job.defaults)}"] if job.defaults else []
+    lines += job.instead
     if recipe.form is not None:
         lines.append(f"translated from HyperPod's keys ({recipe.form}); settings.yaml is what they became")
     if recipe.notes:

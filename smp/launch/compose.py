@@ -17,7 +17,7 @@ from typing import Any
 from smp.config import ConfigError
 from smp.config.command_line.fields import did_you_mean
 from smp.launch.hyperpod import KEYS, OWN_MODEL, flatten, form_of, has_its_sections
-from smp.launch.key_types import is_text, value_of
+from smp.launch.key_types import is_text, needs_value, value_of
 from smp.launch.library import collection, find_cluster, load_recipe, load_yaml, own_config
 from smp.launch.overrides import Override, read_text, read_word
 from smp.launch.references import UnresolvedError, resolved
@@ -63,6 +63,7 @@ class Composed:
         chosen: the recipe's name, without its folders.
         digest: of what the recipe says, before overrides.
         notes: keys that change nothing here, and why.
+        removed: words that take away what the recipe says.
     """
 
     tree: dict[str, Any]
@@ -73,6 +74,7 @@ class Composed:
     chosen: str
     digest: str
     notes: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
     def file_of(self, message: str) -> Path:
         """The file that has, or should have, the key with which an error's message begins."""
@@ -101,14 +103,17 @@ def compose(words: list[str]) -> Composed:
     )
     cluster = find_cluster(_ALIASES.get(asked, asked) if asked else _default_cluster(recipes, overrides))
     base = collection() / "config.yaml"
-    notes: list[str] = []
+    notes, removed = list[str](), list[str]()
     settings, backend = _cluster(cluster, given.get("cluster_type"))
     # Order: a user's own configuration wins over config.yaml, and words over both.
     tree: dict[str, Any] = {**_merged(load_yaml(base, is_text), own), "cluster": settings, "recipes": recipes}
     for name in [name for name in tree if name in _WITHOUT_EFFECT]:
         del tree[name]
     for override in overrides:
+        said = _at(tree, override.path)
         _apply(tree, override, cluster if override.path[0] == "cluster" else base, notes)
+        if override.path[0] == "recipes" and said not in (None, "") and _at(tree, override.path) in (None, ""):
+            removed.append(override.word)
     _read_hyperpods_cluster(tree, notes)
     files = {"recipes": source, "cluster": cluster}
     # At the end: an override may be what a reference points to.
@@ -117,7 +122,7 @@ def compose(words: list[str]) -> Composed:
         if not isinstance(values[section], dict):
             raise ConfigError(f"{section} has become {values[section]!r}; expected keys and values")
     name = re.sub(r"\.ya?ml$", "", Path(recipe).name)
-    return Composed(values, backend, source, cluster, base, chosen=name, digest=digest, notes=tuple(notes))
+    return Composed(values, backend, source, cluster, base, name, digest, tuple(notes), tuple(removed))
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[Override]]:
@@ -236,6 +241,8 @@ def _apply(tree: dict[str, Any], override: Override, file: Path, notes: list[str
             _remove(tree, override)
             return
         value = value_of(override)
+        if value == "" and needs_value(path):
+            raise ValueError("a value is missing; leave the word out, or give null to take the key away")
         # "+" adds a key; without it a misspelled key would be added in silence.
         if not override.operator and path[0] != "recipes":
             _check_known(tree, path, file)
@@ -308,10 +315,15 @@ def _index(node: list[Any], path: tuple[str, ...], last: int) -> int:
     return int(path[-1])
 
 
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
+    """What is at a path; None: nothing."""
+    for name in path:
+        tree = _item(tree, name)
+    return tree
+
+
 def _remove(tree: Any, override: Override) -> None:
-    node: Any = tree
-    for name in override.path[:-1]:
-        node = _item(node, name)
+    node: Any = _at(tree, override.path[:-1])
     held, name = _item(node, override.path[-1]), override.path[-1]
     if node is None or held is None:
         raise ValueError("there is no such key to remove")

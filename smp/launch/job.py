@@ -39,6 +39,7 @@ class Job:
         folder: of artifacts, checkpoints and logs; absolute.
         instance: the kind of machine, where it is known.
         origin: what tells its recipe from others: name, file, what it says, and the objective.
+        instead: what is used in place of keys that were taken away, a line for each word.
     """
 
     recipe: Recipe
@@ -47,6 +48,7 @@ class Job:
     folder: Path
     instance: Instance | None
     origin: dict[str, str]
+    instead: tuple[str, ...] = ()
 
     @property
     def cluster(self) -> dict[str, Any]:

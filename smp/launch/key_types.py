@@ -64,6 +64,12 @@ def setting_of(name: str) -> Setting | None:
     return settings(FINETUNE).get(name) or settings(PRETRAIN).get(name)
 
 
+def needs_value(path: Path) -> bool:
+    """Whether an empty text is no value of what is at ``path``, a key of a recipe of HyperPod's."""
+    key = key_of(".".join(path[1:])) if path[0] == "recipes" and len(path) > 1 else None
+    return key is not None and key.needs_value
+
+
 def takes_one_text(path: Path) -> bool:
     """Whether ``path`` can only hold a text, so that brackets and commas are part of it."""
     if not is_text(path) or path[-1] in _CONTAINERS or (path[-1].isdigit() and path[-2] in _LISTS_OF_OBJECTS):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from smp.config import ConfigError
-from smp.launch.cli import prepare
+from smp.launch.cli import describe, prepare
 from smp.launch.hyperpod import FORMS, translate
 from smp.launch.hyperpod.key import FLAG
 from smp.launch.recipe import Recipe
@@ -100,3 +100,47 @@ def test_every_key_that_is_read_says_what_its_values_are(form: Any) -> None:
                 if word != "":  # a variable that a script was not given
                     with pytest.raises(ConfigError, match="expected true or false"):
                         translate({leaf: word}, form)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("llmft", ARGS + "learning_rate="),
+        ("llmft", ARGS + "train_batch_size="),
+        ("llmft", ARGS + "packing_samples="),
+        ("llmft", ARGS + "adam_betas="),
+        ("verl", DATA + "train_batch_size="),
+        ("grpo", A + "rollout.n="),
+        ("v1", "recipes.model.optim.lr="),
+        ("v1", "recipes.model.train_batch_size="),
+        ("v1", "recipes.trainer.max_steps="),
+        (OURS, "recipes.model.optim.lr="),
+    ],
+)
+def test_an_empty_value_is_no_default(files: Path, name: str, word: str) -> None:
+    with pytest.raises(ConfigError, match="a value is missing; leave the word out, or give null to take the key away"):
+        recipe(files, name, word)
+
+
+def test_a_variable_that_a_script_was_not_given_is_left_out(files: Path) -> None:
+    words = [ARGS + "training_dir=", "recipes.training_config.datasets.train_data.file_path=", "recipes.run.name="]
+    assert recipe(files, "llmft", *words).settings == recipe(files, "llmft").settings
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "line"),
+    [
+        ("llmft", "~" + ARGS + "learning_rate", "lr 0.0001 has become 2e-05"),
+        ("llmft", ARGS + "learning_rate=null", "lr 0.0001 has become 2e-05"),
+        ("llmft", "~" + ARGS + "train_batch_size", "global_batch_size 16 is unset now"),
+        ("v1", "~recipes.model.optim.lr", "lr 0.0001 has become 0.0003"),
+        (OURS, "~recipes.global_batch_size", "global_batch_size 256 is unset now"),
+        ("llmft", MODEL + "peft_config=null", "lora_rank 16 is unset now, lora_alpha 32.0 is unset now, "),
+        ("llmft", "~" + ARGS + "use_tensorboard", None),
+    ],
+)
+def test_a_key_that_is_taken_away_says_what_is_used(files: Path, name: str, word: str, line: str | None) -> None:
+    source = name if name == OURS else f"{files}/{name}.yaml"
+    made = prepare([f"recipes={source}", "cluster=slurm", "base_results_dir=/fsx", word])
+    lines = [said for said in describe(*made) if "takes away" in said]
+    assert lines == [] if line is None else lines[0].startswith(f"{word} takes away what the recipe says: {line}")

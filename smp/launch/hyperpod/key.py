@@ -9,7 +9,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
-from smp.config.command_line.fields import as_text, settings
+from smp.config.command_line.fields import Setting, as_text, settings
 
 Get = Callable[[str], Any]
 Convert = Callable[[Any, Get], Mapping[str, Any] | str]
@@ -86,15 +86,25 @@ class Key:
     kind: Kind | None = None
     setting: str | None = None
 
+    @property
+    def needs_value(self) -> bool:
+        """Whether an empty text says nothing of it: a number, a list, true or false."""
+        if self.setting is not None:
+            return _setting(self.setting).type is not str
+        return not self.is_text and self.kind not in (None, TEXT, TEXTS, NAMED)
+
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError, which begins with ``name``, where a value is none of this key."""
         if self.kind is not None and not self.kind.fits(value):
             raise ConfigError(f"{name}: expected {self.kind.name}, got {as_text(value)!r}")
         if self.setting is None:
             return
-        setting = settings(FINETUNE).get(self.setting) or settings(PRETRAIN)[self.setting]
-        if setting.parse(as_text(value), name) is None:  # a text such as None, which is no number
+        if _setting(self.setting).parse(as_text(value), name) is None:  # a text such as None, which is no number
             raise ConfigError(f"{name}: {value!r} is a text; null unsets a key")
+
+
+def _setting(name: str) -> Setting:
+    return settings(FINETUNE).get(name) or settings(PRETRAIN)[name]
 
 
 def to(name: str, shape: bool = False) -> Key:
