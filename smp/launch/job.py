@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from smp.launch.compose import Composed
 from smp.launch.elastic import is_elastic, nodes_of, variables_of
 from smp.launch.environment import Instance, find_instance, variables
 from smp.launch.library import CHECKOUT, HERE, PACKAGED, SUPERVISE
+from smp.launch.paths import absolute
 from smp.launch.recipe import Recipe
 from smp.launch.secrets import is_secret, is_token, without_secrets
 
@@ -135,7 +136,11 @@ def make_job(composed: Composed, recipe: Recipe) -> Job:
         "digest": composed.digest,
         "objective": recipe.settings.get("objective") or own,
     }
-    return Job(recipe, composed.backend, tree, folder, instance, origin)
+    job = Job(recipe, composed.backend, tree, folder, instance, origin)
+    git = tree.get("git") or {}
+    if job.backend in ("k8s", "sm_jobs") or _clone(git) is not None or code_of(job, git) == os.getcwd():
+        return job  # its paths are those of a node's file system, or of the code's folder
+    return replace(job, recipe=replace(recipe, settings=absolute(recipe.settings, Path.cwd())))
 
 
 def flag(section: dict[str, Any], key: str, where: str = "") -> bool:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from smp.launch.cli import main
-from tests.launch.test_hyperpod_forms import ARGS, LLMFT
+from smp.launch.cli import main, prepare
+from tests.launch.test_hyperpod_forms import ARGS, GRPO, LLMFT
 
 NAME = "recipes.run.name=llama-3-2-1b-instruct"
 
@@ -65,3 +65,31 @@ def test_two_recipes_of_the_collection_are_two(tmp_path: Path) -> None:
     )
     codes = [dry(tmp_path, name, "recipes.run.name=one") for name in (names[0], names[0], names[1], names[0])]
     assert codes == [0, 0, 2, 0]
+
+
+def test_relative_paths_are_of_the_folder_that_they_are_typed_in(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node runs in the folder of the code, where a file of the same name would be trained on."""
+    (files / "model").mkdir()
+    (files / "rewards.py").write_text("")
+    monkeypatch.chdir(files)
+    words = [
+        "recipes=llmft_sft.yaml",
+        "base_results_dir=results",
+        "recipes.training_config.datasets.val_data.file_path=v",
+    ]
+    data = ["+recipes.data_path=[0.5,'a b.jsonl',0.5,/fsx/b]", "+recipes.save=s3://bucket/run", "recipes.load=model"]
+    found = prepare([*words, *data, "cluster=slurm"])[0].recipe.settings
+    assert found["data_path"] == f"0.5 '{files}/a b.jsonl' 0.5 /fsx/b" and found["valid_data_path"] == f"{files}/v"
+    assert (found["load"], found["save"]) == (f"{files}/model", "s3://bucket/run")
+    hub = "recipes.training_config.model_config.model_name_or_path=Qwen/Qwen3-8B"
+    assert prepare([*words, hub, "cluster=slurm"])[0].recipe.settings["load"] == "hub:Qwen/Qwen3-8B"
+    (files / "grpo.yaml").write_text(GRPO)
+    named = ["recipes=grpo.yaml", "base_results_dir=results", "+recipes.reward_funcs=[rewards.py:one,regex]"]
+    assert prepare([*named, "cluster=slurm"])[0].recipe.settings["reward_funcs"] == f"{files}/rewards.py:one regex"
+    inside = ["cluster=k8s", "container=IMAGE", "cluster.persistent_volume_claims=[{claimName: c, mountPath: /fsx}]"]
+    pods = prepare(
+        [*words, *inside, "base_results_dir=/fsx", "recipes.training_config.datasets.train_data.file_path=a"]
+    )
+    assert pods[0].recipe.settings["data_path"] == "a", "of a pod's own file system"
+    cloned = prepare([*words, "cluster=slurm", "git.repo_url_or_path=https://host/code.git"])
+    assert cloned[0].recipe.settings["valid_data_path"] == "v", "of the code that is cloned"
