@@ -203,6 +203,8 @@ def describe(job: Job, artifacts: Artifacts) -> list[str]:
         lines.append(f"translated from HyperPod's keys ({recipe.form}); settings.yaml is what they became")
     if recipe.notes:
         lines.append(f"{len(recipe.notes)} keys of the recipe change nothing here; notes.txt says why")
+    if any(note.partition(":")[0].endswith("hf_access_token") for note in recipe.notes):
+        lines.append("the token in hf_access_token is not kept: give +env_vars.HF_TOKEN=..., which nodes are told")
     if recipe.time_limit is not None and job.backend in ("local", "k8s"):
         lines.append(f"run.time_limit {recipe.time_limit} is not used: cluster={job.backend} has no time limit")
     machines = [name.removeprefix("ml.") for name in recipe.instance_types]

@@ -191,11 +191,11 @@ def _read_hyperpods_cluster(tree: dict[str, Any], notes: list[str]) -> None:
     wanted = cluster.pop("use_hyperpod_pytorch_job", None)
     if not isinstance(wanted, bool | None):
         raise ConfigError(f"cluster.use_hyperpod_pytorch_job: expected true or false, got {wanted!r}")
-    kind, hyperpods = cluster.get("kind"), "HyperPodPyTorchJob"
+    kind, hyperpods, kubeflows = cluster.get("kind"), "HyperPodPyTorchJob", "PyTorchJob"
     if (wanted is False and kind == hyperpods) or (wanted and kind not in (None, "Job", hyperpods)):
         raise ConfigError(f"cluster.use_hyperpod_pytorch_job: {str(wanted).lower()} contradicts cluster.kind={kind}")
-    if wanted:
-        cluster["kind"] = hyperpods
+    if wanted is not None:
+        cluster["kind"] = hyperpods if wanted else kubeflows
     for (*path, name), why in _CLUSTER_WITHOUT_EFFECT.items():
         section: Any = cluster
         for part in path:
@@ -243,9 +243,9 @@ def _apply(tree: dict[str, Any], override: Override, file: Path, notes: list[str
         value = value_of(override)
         if value == "" and needs_value(path):
             raise ValueError("a value is missing; leave the word out, or give null to take the key away")
-        # "+" adds a key; without it a misspelled key would be added in silence.
-        if not override.operator and path[0] != "recipes":
-            _check_known(tree, path, file)
+        if path[0] != "recipes":
+            # "+" adds a key; without it a misspelled key would be added in silence.
+            _check_new(tree, path) if override.operator else _check_known(tree, path, file)
         _set(tree, _translated_path(tree, path, value), value)
     except ValueError as error:
         raise ConfigError(f"{override.word}: {error}") from None
@@ -346,10 +346,22 @@ def _check_known(tree: Any, path: tuple[str, ...], file: Path) -> None:
             return  # an unset or free section: its reader checks it
         if part not in node:
             near = did_you_mean(part, [str(name) for name in node])
-            if not depth and part in ("trainer", "model", "exp_manager", "training_config"):
+            if not depth and part in _OF_RECIPES:
                 near = f": did you mean recipes.{key}?"
-            raise ConfigError(f"{key}: there is no such key in {file}{near}; +{key}=... adds one")
+            raise ConfigError(f"{key}: there is no such key in {file}{near or f'; +{key}=... adds one'}")
         node = node[part]
+
+
+_OF_RECIPES = ("trainer", "model", "exp_manager", "training_config")
+
+
+def _check_new(tree: Mapping[str, Any], path: tuple[str, ...]) -> None:
+    """Raise ValueError for a section of its own that nothing would read: ``+recipe.lr`` next to ``recipes``."""
+    known = [*tree, *_OF_RECIPES]
+    if path[0] in tree or path[1:] == ("command",):  # a stage's
+        return
+    if near := f": did you mean recipes.{'.'.join(path)}?" if path[0] in _OF_RECIPES else did_you_mean(path[0], known):
+        raise ValueError(f"there is no such key{near}")
 
 
 def _resolved(tree: dict[str, Any], files: Mapping[str, Path], base: Path) -> dict[str, Any]:

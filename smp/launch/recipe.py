@@ -20,7 +20,8 @@ from smp.config.command_line.entry_points import FINETUNE, PRETRAIN, EntryPoint
 from smp.config.command_line.fields import Setting, as_text, did_you_mean, settings
 from smp.config.rollouts import ONLINE
 from smp.config.rules.finetune import fill_in
-from smp.launch.hyperpod import KEYS, OWN_MODEL, Form, Translated, flatten, form_of, override, translate, unread
+from smp.config.rules.online import check_reward_names
+from smp.launch.hyperpod import COMMON, KEYS, OWN_MODEL, Form, Translated, flatten, form_of, override, translate, unread
 from smp.models.presets import PRESETS
 
 Task = Literal["pretrain", "finetune", "custom"]
@@ -224,7 +225,9 @@ def _split(
     sections = {name.partition(".")[0] for name in (KEYS if form is None else form.keys)}
     for name in leaves:
         if name.partition(".")[0] not in sections:
-            raise ConfigError(f"{name}: there is no such key{did_you_mean(name, [*known, *sections, 'training_cfg'])}")
+            raise ConfigError(
+                f"{name}: there is no such key{did_you_mean(name, [*known, *sections, *COMMON, 'training_cfg'])}"
+            )
     return own, leaves
 
 
@@ -393,6 +396,7 @@ def _checked(recipe: Recipe, values: Mapping[str, Any], shape: Mapping[str, Any]
     complete = {"load": "MODEL", "data_path": "DATA", "train_iters": 1}
     given = {name: value for name, value in values.items() if value is not None}
     if values.get("objective") in ONLINE:  # files of functions are where the job runs
+        check_reward_names(values.get("reward_funcs"))
         given = {name: value for name, value in given.items() if name != "reward_weights"}
         given["reward_funcs"] = "exact_match"
     if any(name in given for name in ("train_epochs", "train_samples")):

@@ -237,6 +237,8 @@ def test_pods_ask_for_the_network_of_their_machine_and_for_no_privilege() -> Non
             ["cluster.kind=HyperPodPyTorchJob", "cluster.use_hyperpod_pytorch_job=false"],
             "use_hyperpod_pytorch_job: false contradicts cluster.kind=HyperPodPyTorchJob",
         ),
+        (["cluster.privileged=no"], "cluster.privileged: expected true or false, got 'no'"),
+        (["cluster.hostNetwork=off"], "cluster.hostNetwork: expected true or false, got 'off'"),
         (["+cluster.queue=x"], "did you mean queue_name?"),
         (["stages=[training,export]"], "stages"),
         (["instance_type=p9.48xlarge"], "how many GPUs has p9.48xlarge"),

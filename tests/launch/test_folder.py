@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from smp.launch.cli import main, prepare
+from smp.config import ConfigError
+from smp.launch.cli import describe, main, prepare
 from tests.launch.test_hyperpod_forms import ARGS, GRPO, LLMFT
 
 NAME = "recipes.run.name=llama-3-2-1b-instruct"
@@ -93,3 +94,25 @@ def test_relative_paths_are_of_the_folder_that_they_are_typed_in(files: Path, mo
     assert pods[0].recipe.settings["data_path"] == "a", "of a pod's own file system"
     cloned = prepare([*words, "cluster=slurm", "git.repo_url_or_path=https://host/code.git"])
     assert cloned[0].recipe.settings["valid_data_path"] == "v", "of the code that is cloned"
+
+
+def test_what_sagemaker_needs_is_said_at_once(files: Path) -> None:
+    words = [f"recipes={files}/llmft_sft.yaml", "cluster=sm_jobs", "base_results_dir=/fsx"]
+    with pytest.raises(ConfigError) as caught:
+        prepare([*words, "cluster.sm_jobs_config.role=arn:aws:iam::123456789012:role/training"])
+    wanted = "container=IMAGE, instance_type=ml.NAME, cluster.sm_jobs_config.output_path=s3://BUCKET/FOLDER"
+    assert str(caught.value).endswith(f"cluster=sm_jobs needs {wanted}")
+
+
+def test_false_says_kubeflows_job(files: Path) -> None:
+    words = [f"recipes={files}/llmft_sft.yaml", "cluster=k8s", "container=IMAGE", "base_results_dir=/fsx"]
+    claim = "cluster.persistent_volume_claims=[{claimName: c, mountPath: /fsx}]"
+    for value, kind in (("false", "PyTorchJob"), ("true", "HyperPodPyTorchJob"), ("null", "Job")):
+        _, made = prepare([*words, claim, f"cluster.use_hyperpod_pytorch_job={value}"])
+        assert f"\nkind: {kind}\n" in made["manifest.yaml"]
+
+
+def test_a_token_that_is_not_kept_is_said(files: Path) -> None:
+    word = "recipes.run.hf_access_token=hf_abcdefghijklmnopqrstuvwxyz012345"
+    made = prepare([f"recipes={files}/llmft_sft.yaml", "cluster=slurm", "base_results_dir=/fsx", word])
+    assert any("give +env_vars.HF_TOKEN=..." in line for line in describe(*made))

@@ -479,6 +479,12 @@ def test_other_values_of_keys(files: Path, name: str, words: list[str], expected
         ("grpo", A + "actor.policy_loss.loss_mode=gspo", "token-mean of the KL term alone cannot be had"),
         ("grpo", "+" + A + "rollout.repetition_penalty=1.1", "repetition_penalty: 1.1 cannot be had: completions are"),
         ("grpo", "+" + A + "rollout.stop=[x]", "rollout.stop: ['x'] cannot be had: completions are sampled by"),
+        ("grpo", "+recipes.reward_funcs=nosuch", "--reward-funcs nosuch: neither FILE.py:NAME nor one of exact_match"),
+        (
+            "llmft",
+            "recipes.trainer.num_node=2",
+            "trainer.num_node: there is no such key: did you mean trainer.num_nodes",
+        ),
         ("grpo", "+" + A + "rollout.temprature=0.7", "there is no such key: did you mean"),
         ("grpo", "+" + A + "actor.rollout_n=4", "rollout_n: 4 cannot be had: rollout.n is 8"),
         ("llmft", ARGS + "gradient_clipping=0.5", "gradient_clipping: expected true or false, got '0.5'"),

@@ -72,6 +72,11 @@ def test_a_value_is_what_hydra_reads(text: str, value: Any) -> None:
         ("cluster.srun_args=[a,,b]", "a value is missing"),
         ("cluster.requeue=off", "cluster.requeue: expected true or false, got 'off'"),
         ("trainer.max_steps=20", "did you mean recipes.trainer.max_steps?"),
+        ("recipe.lr=1", "there is no such key in /"),
+        ("+recipe.lr=1", "there is no such key: did you mean recipes?"),
+        ("+clusters.partition=p", "there is no such key: did you mean cluster?"),
+        ("+training_config.x=1", "did you mean recipes.training_config.x?"),
+        ("dryrun=true", "did you mean dry_run?"),
         ("dry_run=yes", "dry_run: expected true or false, got 'yes'"),
     ],
 )

@@ -77,7 +77,7 @@ def test_the_script_runs_any_recipe(tmp_path: Path) -> None:
     """With the variables that HyperPod's own scripts have; more words are passed on."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python3").symlink_to(sys.executable)
-    given = {"EXP_DIR": f"{tmp_path}/exp", "TRAIN_DIR": "/fsx/a b", "HF_MODEL_NAME_OR_PATH": "/fsx/llama"}
+    given = {"EXP_DIR": f"{tmp_path}/exp", "TRAIN_DIR": "0.5 /fsx/a", "HF_MODEL_NAME_OR_PATH": "/fsx/llama"}
     environment = {**os.environ, **given, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     words = ["fine-tuning/llama/hf_llama3_8b_seq8k_gpu_lora", "dry_run=true", "recipes.lora_rank=7"]
     command = ["bash", f"{ROOT}/launcher_scripts/run.sh", *words]
@@ -86,6 +86,6 @@ def test_the_script_runs_any_recipe(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     written = (tmp_path / "exp/results/llama-8b-8k-lora/settings.yaml").read_text()
-    assert "lora_rank: 7\n" in written and "load: /fsx/llama\n" in written and "data_path: /fsx/a b\n" in written
+    assert "lora_rank: 7\n" in written and "load: /fsx/llama\n" in written and "data_path: 0.5 /fsx/a\n" in written
     done = subprocess.run(command[:2], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode != 0 and "give the name of a recipe" in done.stderr

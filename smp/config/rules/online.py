@@ -55,6 +55,16 @@ def fill_rollouts(config: Config) -> RolloutConfig | None:
     return filled
 
 
+def check_reward_names(said: str | None) -> None:
+    """Raise ConfigError unless each is built in or FILE.py:NAME. A launcher knows no more: files are where runs are."""
+    for spec in shlex.split(said or ""):
+        file, _, function = spec.partition(":")
+        require(
+            spec in BUILT_IN or (file.endswith(".py") and function.isidentifier()),
+            f"--reward-funcs {spec}: neither FILE.py:NAME nor one of {', '.join(BUILT_IN)}",
+        )
+
+
 def _check(config: Config, rollouts: RolloutConfig, name: str) -> None:
     rewarding = (rollouts.reward_funcs, rollouts.reward_model, rollouts.environment)
     require(
@@ -66,12 +76,9 @@ def _check(config: Config, rollouts: RolloutConfig, name: str) -> None:
     _check_engine(config, rollouts)
     names = reward_names(rollouts)
     require(len(set(names)) == len(names), f"--reward-funcs: {_twice(names)} is named twice")
+    check_reward_names(rollouts.reward_funcs)
     for spec in shlex.split(rollouts.reward_funcs or ""):
-        file, _, function = spec.partition(":")
-        require(
-            spec in BUILT_IN or (file.endswith(".py") and function.isidentifier()),
-            f"--reward-funcs {spec}: neither FILE.py:NAME nor one of {', '.join(BUILT_IN)}",
-        )
+        file = spec.partition(":")[0]
         require(spec in BUILT_IN or os.path.isfile(file), f"--reward-funcs {spec}: there is no file {file}")
     given = len(shlex.split(rollouts.reward_weights or ""))
     wanted = len(shlex.split(rollouts.reward_funcs or ""))

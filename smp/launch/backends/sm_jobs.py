@@ -33,9 +33,6 @@ def artifacts(job: Job) -> Artifacts:
     section = _section(job)
     if unknown := [key for key in job.cluster if key != "sm_jobs_config"]:
         raise ConfigError(f"cluster.{unknown[0]}: there is no such key{did_you_mean(unknown[0], ['sm_jobs_config'])}")
-    for key, value in (("container", job.tree.get("container")), ("instance_type", job.instance)):
-        if value is None:
-            raise ConfigError(f"{key} is missing: cluster=sm_jobs needs it")
     for key in ("setup", "python"):
         if job.tree.get(key):
             raise ConfigError(f"{key}: {job.tree[key]} with cluster=sm_jobs, where the image brings all of it")
@@ -71,8 +68,14 @@ def _section(job: Job) -> dict[str, Any]:
     if unknown := [key for key in given if key not in known]:
         hint = did_you_mean(unknown[0], known)
         raise ConfigError(f"cluster.sm_jobs_config.{unknown[0]}: there is no such key{hint}")
-    if not given.get("role"):
-        raise ConfigError("cluster.sm_jobs_config.role is missing: give the ARN of the execution role")
+    needs = {
+        "container=IMAGE": job.tree.get("container"),
+        "instance_type=ml.NAME": job.instance,
+        "cluster.sm_jobs_config.role=ARN": given.get("role"),
+        "cluster.sm_jobs_config.output_path=s3://BUCKET/FOLDER": given.get("output_path"),
+    }
+    if missing := [word for word, value in needs.items() if not value]:
+        raise ConfigError(f"cluster=sm_jobs needs {', '.join(missing)}")
     # The recipe's time limit, or a day, SageMaker's own default.
     given["max_run"] = given.get("max_run") or job.recipe.seconds or 86400
     for key in ("max_run", "volume_size_gb"):

@@ -11,7 +11,7 @@ with ``values.py`` for what is not copied), ``llmft.py``, ``verl.py`` and ``chec
 project's.
 """
 
-from smp.launch.hyperpod.form import Form
+from smp.launch.hyperpod.form import COMMON, Form
 from smp.launch.hyperpod.forms import FORMS, form_of, has_its_sections, key_of
 from smp.launch.hyperpod.key import FeatureError
 from smp.launch.hyperpod.keys import KEYS, V1
@@ -23,6 +23,7 @@ OWN_MODEL = "settings.model"
 """The setting ``model`` in a HyperPod recipe, where ``model`` itself is a section."""
 
 __all__ = [
+    "COMMON",
     "FORMS",
     "KEYS",
     "OWN_MODEL",

@@ -8,6 +8,9 @@ from typing import Any
 
 from smp.launch.hyperpod.key import Get, Key
 
+COMMON = ("run.name", "run.time_limit", "trainer.num_nodes", "trainer.devices")
+"""Keys that every recipe has, whatever its form."""
+
 
 @dataclass(frozen=True)
 class Form:

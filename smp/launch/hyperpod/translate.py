@@ -8,7 +8,7 @@ from typing import Any
 
 from smp.config import ConfigError
 from smp.config.command_line.fields import as_text, did_you_mean
-from smp.launch.hyperpod.form import Form
+from smp.launch.hyperpod.form import COMMON, Form
 from smp.launch.hyperpod.key import FeatureError, Key
 from smp.launch.hyperpod.keys import V1
 
@@ -93,8 +93,8 @@ def _given(leaves: Mapping[str, Any], form: Form) -> dict[str, Key]:
         if key is None and value is not None and form.is_section(name):
             raise ConfigError(f"{name}: it is a section, and cannot be {as_text(value)}; give keys below it")
         if key is None and not form.is_section(name):
-            raise ConfigError(f"{name}: there is no such key{did_you_mean(name, form.keys)}")
-        # A section that a recipe sets to null is no unknown key; an empty text is an environment variable without value.
+            raise ConfigError(f"{name}: there is no such key{did_you_mean(name, [*form.keys, *COMMON])}")
+        # A section that a recipe sets to null is no unknown key; an empty text is a variable that was not set.
         if key is None or value is None or value == "":
             continue
         key.check(name, value)
