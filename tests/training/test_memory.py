@@ -345,7 +345,7 @@ def _measure(config: Config, tp: int, formula: float, grouped: bool = False, len
         device="cpu",
     ).bfloat16()
     block = next(iter(model.layers.values()))
-    block.run = _wrapped(block.run, config.parallel)  # type: ignore[method-assign]
+    block.run = _wrapped(block.run, config.parallel, eager_rounding=False)  # type: ignore[method-assign]
     tokens = torch.zeros(2, length, dtype=torch.int64)
     micro_batch = MicroBatch(tokens, token_index=torch.arange(2 * length).view(2, length))
     made = model.tokens.of(micro_batch, training=True)
