@@ -75,10 +75,12 @@ class Wire:
         self.groups[self.here.rank] += 1
         return self.groups[self.here.rank]
 
-    def isend(self, tensor: torch.Tensor, to: int, group: int) -> Any:
+    def isend(self, tensor: torch.Tensor, to: int, group: int, tag: int) -> Any:
+        assert tag == 0, "NCCL knows no tags: messages arrive in order"
         return self._post((group, self.here.rank, to), "sent", tensor.clone())
 
-    def irecv(self, tensor: torch.Tensor, source: int, group: int) -> Any:
+    def irecv(self, tensor: torch.Tensor, source: int, group: int, tag: int) -> Any:
+        assert tag == 0, "NCCL knows no tags: messages arrive in order"
         return self._post((group, source, self.here.rank), "received", tensor)
 
     def _post(self, key: Key, side: str, tensor: torch.Tensor) -> Any:
