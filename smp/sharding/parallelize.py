@@ -190,10 +190,10 @@ def _wrapped(run: Run, config: ParallelConfig, eager_rounding: bool) -> Run:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
         run = functools.partial(checkpoint, run, **options)
     if config.compile:
-        # Numbers of rows that the host reads, of experts on several ranks, become sizes of the graph.
         # The compiler leaves out roundings between operations that it fuses; with this it keeps them.
         rounding: Any = {"emulate_precision_casts": True} if eager_rounding else None
         run = torch.compile(run, fullgraph=True, options=rounding)
+        # Numbers of rows that the host reads, of experts on several ranks, become sizes of the graph.
         run = torch._dynamo.config.patch(capture_scalar_outputs=True)(run)
     return functools.partial(checkpoint, run, **options) if config.recompute_granularity == "full" else run
 
