@@ -24,7 +24,8 @@ import torch.distributed as dist
 from timing import Report
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transform import CONFIG
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from smp.models.presets import PRESETS
@@ -34,16 +35,6 @@ from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 
-CONFIG = LlamaConfig(
-    vocab_size=8192,
-    hidden_size=256,
-    intermediate_size=688,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    bos_token_id=0,
-    eos_token_id=1,
-)
 ROWS, LENGTH = 2, 128
 Step = Callable[[], None]
 
