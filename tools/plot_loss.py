@@ -37,7 +37,7 @@ def draw(
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(f"plots need matplotlib: {pip_install('matplotlib')}") from None
+        raise ConfigError(f"plots need matplotlib, of the extra plot: {pip_install('matplotlib')}") from None
 
     figure = Figure(figsize=(8, 4.5 if load is None else 6.5), layout="constrained")
     axes = figure.subplots() if load is None else _with_loads(figure, load)

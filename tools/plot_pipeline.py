@@ -162,7 +162,7 @@ def write(panels: Sequence[Panel], output: Path) -> None:
         try:
             figure = draw(panels)
         except ImportError:
-            raise ConfigError(f"pictures need matplotlib: {pip_install('matplotlib')}") from None
+            raise ConfigError(f"pictures need matplotlib, of the extra plot: {pip_install('matplotlib')}") from None
         figure.savefig(output, dpi=150)
 
 

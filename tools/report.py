@@ -199,7 +199,7 @@ def page(folder: Path) -> str:
     try:
         pictures = charts(metrics, values.get("objective", "sft"))
     except ImportError:
-        raise ConfigError(f"pictures need matplotlib: {pip_install('matplotlib')}") from None
+        raise ConfigError(f"pictures need matplotlib, of the extra plot: {pip_install('matplotlib')}") from None
     environment = Environment(autoescape=True)
     return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
         title=f"Run {folder.resolve().name}",

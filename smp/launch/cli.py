@@ -72,7 +72,10 @@ def _run(words: list[str]) -> int:
     if first in ("--help", "-h"):
         print(_recipe_help(words[1]) if len(words) > 1 else as_called_here(USAGE), end="")
     elif first == "--list":
-        print("\n".join(name for name in list_recipes() if all(word in name for word in words[1:])))
+        names = [name for name in list_recipes() if all(word in name for word in words[1:])]
+        if not names:
+            raise ConfigError(f"no recipe has {' and '.join(words[1:])} in its name; --list alone names them all")
+        print("\n".join(names))
     elif first == "--completion":
         # Absolute: completion works in any folder.
         command = f"{sys.executable} {Path(sys.argv[0]).absolute()}"
@@ -101,7 +104,14 @@ def launch(words: list[str]) -> int:
     if not dry and job.recipe.unread:
         raise ConfigError(_unread(job))
     # The folder must exist to be locked.
-    job.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        also = ", and its pods see the same path" if job.backend == "k8s" else ""
+        raise ConfigError(
+            f"base_results_dir: {job.folder} cannot be made ({error.strerror}); a job's files are written there on "
+            f"this machine{also}"
+        ) from None
     with alone_in(job.folder):
         if (job.folder / "job.json").is_file():
             refuse_other_recipe(job)
@@ -268,6 +278,7 @@ def _json(facts: dict[str, object]) -> str:
 def _act(action: str, words: list[str]) -> int:
     paths = [Path(word).absolute() for word in words if not word.startswith("-")]
     options = [word for word in words if word.startswith("-")]
+    # The folder alone says which cluster has the job, so commands take nothing else.
     if len(paths) != 1 or set(options) - ({"--follow", "-f"} if action == "logs" else set()):
         raise ConfigError(f"{action} takes one folder of a job" + (" and --follow" if action == "logs" else ""))
     folder = paths[0]

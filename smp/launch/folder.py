@@ -21,6 +21,7 @@ ORIGIN = "origin"
 def alone_in(folder: Path) -> Iterator[None]:
     """Lock a folder against other launchers: two at once would both find it free. Where folders cannot be locked (some
     network file systems) this has no effect."""
+    # The folder itself is locked: no lock file is left behind by a launcher that was killed.
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -89,8 +89,6 @@ def find_cluster(name: str) -> Path:
 def own_config() -> tuple[dict[str, Any], dict[str, str]]:
     """The settings in config.yaml of the caller's own collection, and the files that it chooses.
 
-    It may be HyperPod's: then Hydra's defaults list says which cluster and recipe are meant.
-
     It may be HyperPod's: Hydra's part of it says which cluster and recipe are meant.
     """
     path = Path.cwd() / "recipes_collection" / "config.yaml"

@@ -114,7 +114,7 @@ class SeenKeysNeed:
         column = torch.arange(length, device=device).expand(batch, length)
         begins = torch.zeros_like(column)
         if layout.document_ids is not None:
-            places = of_documents(to_device(layout.document_ids, device)).places
+            places = of_documents(to_device(layout.document_ids, device)).positions
             assert places is not None
             # A document's first token: nothing before it may be seen.
             begins = column - places

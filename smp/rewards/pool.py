@@ -20,7 +20,7 @@ class RewardPool:
         timeout: seconds that one function may take for one call.
 
     Raises:
-        RewardError: a function cannot be found, or its file fails; the first process is waited for.
+        RewardError: a function cannot be found, or its file fails.
     """
 
     def __init__(self, specs: Sequence[str], workers: int = 1, timeout: float = 60.0) -> None:
@@ -29,8 +29,10 @@ class RewardPool:
         self._all: set[_Worker] = set()
         self._lock, self._closed = threading.Lock(), False
         try:
-            for _ in range(workers):
-                self._free.put(self._new())
+            # All are started before the first is waited for: loading their files takes seconds to minutes.
+            for worker in [self._started() for _ in range(workers)]:
+                worker.wait_until_ready()
+                self._free.put(worker)
         except RewardError:
             self.close()
             raise
@@ -50,7 +52,7 @@ class RewardPool:
         if hasattr(self, "_threads"):
             self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _new(self) -> _Worker:
+    def _started(self) -> _Worker:
         worker = _Worker(self._specs)
         with self._lock:
             self._all.add(worker)
@@ -59,7 +61,6 @@ class RewardPool:
         if closed:
             worker.kill()
             raise RewardError("the run ends")
-        worker.wait_until_ready()
         return worker
 
     def _score(self, call: Call) -> list[Scored]:
@@ -76,7 +77,8 @@ class RewardPool:
                     with self._lock:
                         self._all.discard(worker)
                     # The functions that it has not called are called by this one.
-                    worker = self._new()
+                    worker = self._started()
+                    worker.wait_until_ready()
             return [found[i] for i in range(len(self._specs))]
         finally:
             # Also after an error: the number of workers in the queue stays the same.

@@ -5,7 +5,8 @@ of 2, or of 4 in fp32. Each rank rounds its own part under the scale of the whol
 the numbers that it stands for: a layer that quantises these again finds them representable and changes none. Masters
 stay fp32, and so do parts that the optimizer sees. Norms, biases and weights of other layers travel as they are.
 
-The order of a unit's parameters in the buffer is read from FSDP2's own list of them (as in torch 2.11 and 2.13).
+The order of a unit's parameters in the buffer is read from FSDP2's own list of them, which is private (as in torch 2.11
+and 2.13). Private functions that do something are called in ``stages`` alone.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ here FSDP2's own triggers are switched off and its work is called by hand:
     reduce              FSDPParamGroup.post_backward(), once per step, when the last gradient is there
     finish              the final callback that FSDP2 otherwise queues at the end of a backward pass
 
-The last two are private functions of torch (read in 2.11 and 2.13; torch.distributed.pipelining calls the same). This
-is the only file of the project that calls private functions of FSDP2.
+The last two are private functions of torch (read in 2.11 and 2.13; torch.distributed.pipelining calls the same). No
+other file calls private functions of FSDP2; ``fp8_gather`` reads its private list of a unit's parameters.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ def test_bad_record(line: bytes) -> None:
     [
         (b'{"a": 1},', "; a comma stands behind the object"),
         (b'{"a": 1} {"a": 2}', "; a line of .jsonl has one object"),
+        (b'{"a": "x", "b": [{"c": 1, "c": 2}]}', "the key 'c' is there twice"),
         ('{"a": 1}'.encode("utf-16") + b"\n", "; it looks like UTF-16: write the file in UTF-8"),
         ('{"a": "é"}'.encode("latin-1"), "; write the file in UTF-8"),
         (b'[{"role": "user", "content": "x"}]', 'but a list of messages: write {"messages": [...]}'),

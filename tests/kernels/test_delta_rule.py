@@ -248,3 +248,16 @@ def test_the_convolution_sees_its_document_and_what_is_before() -> None:
     packed = causal_conv(x, weight, None, places)
     for start, end in ((0, 4), (4, 6), (6, 7), (7, 9)):
         assert errors([packed[:, start:end]], [causal_conv(x[:, start:end], weight)])[0] <= 1e-15
+
+
+def test_inf_in_one_document_does_not_reach_another() -> None:
+    """A mask by a product would make it NaN there, in both directions."""
+    x, weight, places = torch.arange(1.0, 19.0).view(1, 6, 3), torch.ones(3, 4), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    x[0, 2] = torch.inf  # the last token of the first document, before the second one's
+    y = causal_conv(x.requires_grad_(), weight, None, places)
+    assert torch.equal(y[:, 3:], causal_conv(x[:, 3:], weight)) and y[0, 3:].isfinite().all()
+    slopes = torch.ones_like(y)
+    slopes[0, 3] = torch.inf  # of the second document's first token, which sees none of the first
+    finite = torch.arange(1.0, 19.0).view(1, 6, 3).requires_grad_()
+    (dx,) = torch.autograd.grad(causal_conv(finite, weight, None, places), finite, slopes)
+    assert dx[0, :3].isfinite().all() and not dx[0, 3].isfinite().any()

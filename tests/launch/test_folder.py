@@ -104,6 +104,17 @@ def test_what_sagemaker_needs_is_said_at_once(files: Path) -> None:
     assert str(caught.value).endswith(f"cluster=sm_jobs needs {wanted}")
 
 
+def test_a_folder_that_cannot_be_made_here_is_said(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of pods, too: a job's files are written to the pods' path on this machine as well."""
+    (files / "file").touch()
+    words = [f"recipes={files}/llmft_sft.yaml", "cluster=k8s", "container=image", f"base_results_dir={files}/file"]
+    claims = f"+cluster.persistent_volume_claims=[{{claimName: c, mountPath: {files}}}]"
+    assert main([*words, claims, "dry_run=true"]) == 2
+    assert "cannot be made (Not a directory); a job's files are written there on this machine, and its pods" in (
+        capsys.readouterr().err
+    )
+
+
 def test_false_says_kubeflows_job(files: Path) -> None:
     words = [f"recipes={files}/llmft_sft.yaml", "cluster=k8s", "container=IMAGE", "base_results_dir=/fsx"]
     claim = "cluster.persistent_volume_claims=[{claimName: c, mountPath: /fsx}]"

@@ -37,6 +37,10 @@ def test_a_line_of_the_table_is_a_recipe(capsys: pytest.CaptureFixture[str]) -> 
     assert (tree["weight_decay"], tree["async_save"], tree["moe_aux_loss_coeff"]) == (0.1, True, 0.02)
     assert NAME in list_recipes() and len(list_recipes()) > 90
     assert main(["--list", "8x22b", "seq16k", "128"]) == 0 and capsys.readouterr().out == f"{NAME}\n"
+    assert main(["--list", "8x22b", "nosuchthing"]) == 2
+    assert capsys.readouterr().err == (
+        "error: no recipe has 8x22b and nosuchthing in its name; --list alone names them all\n"
+    )
     assert main(["--help", NAME]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].startswith("# Mixtral 8x22B on 16k tokens, 128 nodes") and "\nlr: 0.00015\n" in out

@@ -184,6 +184,19 @@ def test_what_a_function_started_ends_with_its_process(file: Path, tmp_path: Pat
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
+def test_processes_load_their_files_at_the_same_time(tmp_path: Path) -> None:
+    """Each waits for the other: started one by one, the first would never be ready."""
+    program = f"import os, pathlib, time\nfolder = pathlib.Path({str(tmp_path)!r})\n"
+    program += "(folder / f'{os.getpid()}.started').touch()\n"
+    program += "while len(list(folder.glob('*.started'))) < 2:\n    time.sleep(0.01)\n"
+    (tmp_path / "meets.py").write_text(program + "def f(completions, **kw):\n    return [1.0] * len(completions)\n")
+    pool = RewardPool([f"{tmp_path}/meets.py:f"], workers=2)
+    try:
+        assert pool.submit(CALL).result(60)[0].rewards == [1.0, 1.0]
+    finally:
+        pool.close()
+
+
 def test_none_applies_nowhere(file: Path) -> None:
     assert found(file, "nothing") == [([None, None], "")]
 

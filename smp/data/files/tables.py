@@ -137,13 +137,23 @@ def objects_over_lines(content: bytes) -> list[bytes] | None:
     return records
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError where a key is there twice: JSON does not say which value counts, and Python
+    drops all but the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return found
+
+
 def json_array(path: Path | RemoteFile, text: str) -> Iterator[list[Any]]:
     """Elements of a JSON array, decoded a thousand at a time.
 
     Raises:
         ValueError: it is no array, or damaged.
     """
-    decoder, at, found = json.JSONDecoder(), _skip(text, 0), list[Any]()
+    decoder, at, found = json.JSONDecoder(object_pairs_hook=unique_keys), _skip(text, 0), list[Any]()
     if text[at : at + 1] != "[":
         raise ValueError(f"{path}: neither a JSON array nor a JSON object on each line")
     at = _skip(text, at + 1)

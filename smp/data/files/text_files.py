@@ -20,7 +20,15 @@ from smp.config.blend import COMPRESSED_SUFFIXES, TEXT_SUFFIXES, is_remote
 from smp.config.command_line.command import DamageError
 from smp.data.files.folders import files_of
 from smp.data.files.remote import RemoteFile, expand, file_state, local_or_remote
-from smp.data.files.tables import arrow_rows, csv_rows, json_array, objects_over_lines, parquet_rows, pyarrow_for
+from smp.data.files.tables import (
+    arrow_rows,
+    csv_rows,
+    json_array,
+    objects_over_lines,
+    parquet_rows,
+    pyarrow_for,
+    unique_keys,
+)
 from smp.data.tokenizers.tokenizer import check_text
 
 CHUNK_BYTES = 1 << 20
@@ -87,7 +95,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
     if not isinstance(line, bytes):  # an element of an array
         raise ValueError("not a JSON object")
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError, thousands of brackets
         raise ValueError(f"not valid JSON ({error}){_json_hint(line, error)}") from None
     if not isinstance(record, dict):

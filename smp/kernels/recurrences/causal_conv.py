@@ -21,16 +21,16 @@ def causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,
     before: torch.Tensor | None = None,
-    places: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal convolution and SiLU, (rows, length, channels) -> the same shape.
 
     Args:
-        x: tokens of each row, one behind the other.
+        x: tokens of each row, one after the other.
         weight: (channels, K).
         before: (rows, K - 1, channels), the tokens before the first; None: zeros.
-        places: int64 (rows, length), number of earlier tokens of the same document; None: ``before`` and the row are
+        positions: int64 (rows, length), number of earlier tokens of the same document; None: ``before`` and the row are
             one document.
         bias: (channels,); None: there is none.
     """
@@ -38,44 +38,52 @@ def causal_conv(
     if before is None:
         before = x.new_zeros(rows, weight.shape[1] - 1, channels)
     # (rows, K - 1 + length, channels)
-    return _Conv.apply(torch.cat((before, x), 1), weight, bias, places)
+    return _Conv.apply(torch.cat((before, x), 1), weight, bias, positions)
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, bias, places)
-        return _forward_op(x, weight, bias, places)
+        ctx.save_for_backward(x, weight, bias, positions)
+        return _forward_op(x, weight, bias, positions)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
-        x, weight, bias, places = ctx.saved_tensors
-        dx, dweight, dbias = _backward_op(dy, x, weight, bias, places)
+        x, weight, bias, positions = ctx.saved_tensors
+        dx, dweight, dbias = _backward_op(dy, x, weight, bias, positions)
         return dx, dweight, None if bias is None else dbias, None
 
 
-def _taps(size: int, places: torch.Tensor | None) -> list[tuple[int, torch.Tensor | None]]:
+def _taps(size: int, positions: torch.Tensor | None) -> list[tuple[int, torch.Tensor | None]]:
     """The column of the weight for each number of tokens back, and where a token sees one so far back, (rows, length,
     1); None: everywhere."""
     # A token j back is of the same document where at least j of its tokens are before this one.
-    return [(size - 1 - j, None if places is None or j == 0 else (places >= j)[..., None]) for j in range(size)]
+    return [(size - 1 - j, None if positions is None or j == 0 else (positions >= j)[..., None]) for j in range(size)]
 
 
-def _sum(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor | None) -> torch.Tensor:
+def _sum(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor | None
+) -> torch.Tensor:
     """The convolution before SiLU, (rows, length, channels), of x (rows, K - 1 + length, channels), in fp32 at
     least."""
     length, wide = x.shape[1] - weight.shape[1] + 1, accumulation_dtype(x.dtype)
     x, weight = x.to(wide), weight.to(wide)
     # (channels,) or 0-dim: the first addcmul broadcasts it.
     out = torch.zeros((), dtype=wide, device=x.device) if bias is None else bias.to(wide)
-    for column, seen in _taps(weight.shape[1], places):
+    for column, seen in _taps(weight.shape[1], positions):
         shifted = x[:, column : column + length]
-        shifted = shifted if seen is None else shifted * seen
+        shifted = _masked(shifted, seen)
         # K fused multiply-adds and no ``conv1d``, which knows no borders of documents.
         out = torch.addcmul(out, shifted, weight[:, column])
     return out
+
+
+def _masked(x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    """Zeros where a token is of another document."""
+    # Not a product: another document's inf would be NaN here.
+    return x if seen is None else x.where(seen, x.new_zeros(()))
 
 
 def _blocks(x: torch.Tensor, length: int) -> list[tuple[int, int]]:
@@ -93,12 +101,12 @@ def _part(x: torch.Tensor | None, start: int, end: int) -> torch.Tensor | None:
 
 
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor | None
 ) -> torch.Tensor:
     history = weight.shape[1] - 1
     out = x.new_empty((x.shape[0], x.shape[1] - history, x.shape[2]))
     for start, end in _blocks(x, out.shape[1]):
-        out[:, start:end] = F.silu(_sum(x[:, start : end + history], weight, bias, _part(places, start, end)))
+        out[:, start:end] = F.silu(_sum(x[:, start : end + history], weight, bias, _part(positions, start, end)))
     return out
 
 
@@ -107,7 +115,7 @@ def _backward(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    places: torch.Tensor | None,
+    positions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, of the weight and of a bias, which is empty without one."""
     wide, history = accumulation_dtype(x.dtype), weight.shape[1] - 1
@@ -115,15 +123,15 @@ def _backward(
     dbias = torch.zeros(0 if bias is None else len(bias), dtype=wide, device=x.device)
     for start, end in _blocks(x, dy.shape[1]):
         # The sum is made again, block by block: only x is saved.
-        part, seen_places = x[:, start : end + history].to(wide), _part(places, start, end)
-        summed = _sum(part, weight, bias, seen_places)
+        part, block_positions = x[:, start : end + history].to(wide), _part(positions, start, end)
+        summed = _sum(part, weight, bias, block_positions)
         share = summed.sigmoid()
         # The derivative of SiLU: s (1 + x (1 - s)).
         dsum = dy[:, start:end].to(wide) * share * (1 + summed * (1 - share))
         if bias is not None:
             dbias += dsum.sum((0, 1))
-        for column, seen in _taps(weight.shape[1], seen_places):
-            d = dsum if seen is None else dsum * seen
+        for column, seen in _taps(weight.shape[1], block_positions):
+            d = _masked(dsum, seen)
             # Columns of x begin with the history, so a tap is a shift by its column.
             dx[:, start + column : end + column].addcmul_(d, weight[:, column].to(wide))
             dweight[:, column] += (d * part[:, column : column + end - start]).sum((0, 1))
@@ -131,14 +139,14 @@ def _backward(
 
 
 _forward_op = define(
-    "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor? places) -> Tensor",
-    lambda x, weight, bias, places: x.new_empty((x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])),
+    "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor? positions) -> Tensor",
+    lambda x, weight, bias, positions: x.new_empty((x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])),
     CompositeExplicitAutograd=_forward,
 )
 _backward_op = define(
-    "causal_conv_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? places) "
+    "causal_conv_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? positions) "
     "-> (Tensor, Tensor, Tensor)",
-    lambda dy, x, weight, bias, places: (
+    lambda dy, x, weight, bias, positions: (
         x.new_empty(x.shape),
         weight.new_empty(weight.shape),
         weight.new_empty(0 if bias is None else len(bias)),

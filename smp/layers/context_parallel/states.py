@@ -106,17 +106,17 @@ class StatesPlan:
 
 
 class _Moved(torch.autograd.Function):
-    """Rows of x by their numbers, zeros for the number behind the last; each is taken once at most. (The gradient of an
+    """Rows of x by their numbers, zeros for the number after the last; each is taken once at most. (The gradient of an
     index would be a sum: slow, and on a GPU not deterministic.)"""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(back, order)
+        ctx.save_for_backward(back)
         return _taken(x, order)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        back, _ = ctx.saved_tensors
+        (back,) = ctx.saved_tensors
         return _taken(grad, back), None, None
 
 
@@ -126,7 +126,7 @@ def _taken(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tokens ``start`` to ``end`` of a sequence, which a rank has one behind the other from ``at`` on."""
+    """Tokens ``start`` to ``end`` of a sequence, which a rank has one after the other from ``at`` on."""
 
     row: int
     start: int
@@ -172,7 +172,7 @@ def states_plan(
     ``rank``, for a convolution that sees ``conv`` tokens."""
     length, pieces = _all_pieces(cut)
     rows, tokens = max(map(len, pieces)), cut.batch * cut.local_length
-    places = cut.document_positions().numpy()
+    positions = cut.document_positions().numpy()
     order, here = np.full((rows, length), tokens), np.zeros((rows, length), dtype=np.int64)
     last = np.full((rows, conv - 1), rows * length)
     before = np.zeros((rows, conv - 1), dtype=np.int64)
@@ -180,7 +180,7 @@ def states_plan(
     for number, piece in enumerate(pieces[rank]):
         count = piece.end - piece.start
         order[number, :count] = np.arange(piece.at, piece.at + count)
-        here[number, :count] = places[piece.row, piece.start : piece.end]
+        here[number, :count] = positions[piece.row, piece.start : piece.end]
         for back in range(1, conv):
             if back <= count:
                 last[number, -back] = number * length + count - back

@@ -63,7 +63,7 @@ class DeltaRuleMixer(RecurrentMixer):
         states_before: StatesBefore,
     ) -> Ended:
         """Outputs of pieces. One pass gives what a piece adds to the state before it and what it multiplies that state
-        with: the first state is [0 | 1] and zeros follow the values, so the factor is in the columns behind the sum."""
+        with: the first state is [0 | 1] and zeros follow the values, so the factor is in the columns after the sum."""
         # (rows, heads, key_dim, value_dim + key_dim): [0 | 1]
         unit = torch.eye(self.key_dim, dtype=v.dtype, device=v.device)
         first = F.pad(unit, (self.value_dim, 0)).expand(v.shape[0], v.shape[2], -1, -1)

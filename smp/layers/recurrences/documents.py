@@ -24,13 +24,13 @@ class Documents:
 
     Attributes:
         begins: bool, True at the first token of each document; None: every row is one document.
-        places: int64, number of earlier tokens of the same document; None: every row is one document.
-        valid: bool, not padding behind a prompt; None: all are.
+        positions: int64, number of earlier tokens of the same document; None: every row is one document.
+        valid: bool, not padding after a prompt; None: all are.
         plan: of cut sequences; None: they are whole.
     """
 
     begins: torch.Tensor | None = None
-    places: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     valid: torch.Tensor | None = None
     plan: StatesPlan | WholePlan | None = None
 
@@ -65,9 +65,9 @@ class DocumentsNeed:
             return self._of_cut(layout.cut, device, None if lengths is None else lengths[:, :1])
         # Texts that are being written: one document a row, which may begin in the middle (a piece of a prompt).
         if lengths is not None:
-            places = layout.position_ids[: layout.num_queries].view(shape)
-            # Padding behind a short prompt must not write to its state.
-            return Documents(places=places, valid=places < lengths)
+            positions = layout.position_ids[: layout.num_queries].view(shape)
+            # Padding after a short prompt must not write to its state.
+            return Documents(positions=positions, valid=positions < lengths)
         if layout.document_ids is None:
             return Documents()
         return of_documents(to_device(layout.document_ids, device))
@@ -77,15 +77,15 @@ class DocumentsNeed:
         every rank processes whole prompts."""
         assert self.cp is not None, "who cuts sequences gives layers the ranks"
         if self.exchange == "states" and lengths is None:
-            begins, places, states = states_plan(cut, self.cp.rank, self.conv, device)
-            return Documents(begins, places, plan=states)
+            begins, positions, states = states_plan(cut, self.cp.rank, self.conv, device)
+            return Documents(begins, positions, plan=states)
         found = Documents() if cut.document_ids is None else of_documents(to_device(cut.document_ids, device))
         # By heads, or for prompts: every rank goes through whole sequences.
         plan = whole_plan(cut, self.cp, device)
         if lengths is None:
-            return Documents(found.begins, found.places, plan=plan)
-        places = torch.arange(cut.length, device=device).expand(cut.batch, cut.length)
-        return Documents(places=places, valid=places < lengths, plan=plan)
+            return Documents(found.begins, found.positions, plan=plan)
+        positions = torch.arange(cut.length, device=device).expand(cut.batch, cut.length)
+        return Documents(positions=positions, valid=positions < lengths, plan=plan)
 
 
 def of_documents(ids: torch.Tensor) -> Documents:

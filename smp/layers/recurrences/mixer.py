@@ -158,7 +158,7 @@ class RecurrentMixer(nn.Module, ABC):
         return q, k
 
     def _rows(self, x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-        """(batch, length, ...), without the rows behind the last sequence, which are of no document."""
+        """(batch, length, ...), without the rows after the last sequence, which are of no document."""
         return x[: layout.num_queries].unflatten(0, (layout.batch, layout.length))
 
     def _mixed(self, tokens: Tokens, cache: Any, documents: Documents) -> torch.Tensor:
@@ -181,13 +181,13 @@ class RecurrentMixer(nn.Module, ABC):
         """Outputs of whole sequences; the ranks of ``heads`` share the heads of each."""
         before, state = None, None
         if cache is not None and documents.valid is not None:
-            # Padding behind a prompt writes nothing, and forgets nothing.
+            # Padding after a prompt writes nothing, and forgets nothing.
             # A log decay of 0 keeps the state, a rate of 0 writes nothing.
             g, rate = (y.masked_fill(~documents.valid[..., None], 0.0) for y in tokens[1:])
             tokens = Tokens(tokens.mixed, g, rate)
             # The last conv - 1 tokens before these, and the state after them.
             before, state = cache.states(self._states(tokens))
-        q, k, v = self._convolved(tokens.mixed, before, documents.places, heads)
+        q, k, v = self._convolved(tokens.mixed, before, documents.positions, heads)
         out, last = self._read(q, k, v, tokens, documents.begins, state)
         if cache is not None and documents.valid is not None:
             assert before is not None
@@ -199,7 +199,7 @@ class RecurrentMixer(nn.Module, ABC):
         assert self.cp is not None
         rows = Tokens(*(plan.to_rows(x) for x in tokens))
         # The convolution needs the last tokens of the piece before, which may be another rank's.
-        q, k, v = self._convolved(rows.mixed, plan.tokens_before(rows.mixed, self.cp), documents.places)
+        q, k, v = self._convolved(rows.mixed, plan.tokens_before(rows.mixed, self.cp), documents.positions)
         v = v.to(rows.g.dtype)  # what is multiplied with a state later is not rounded before
         start = partial(plan.start_states_before, cp=self.cp)
         begun = [self._of_pieces(*part, documents.begins, start) for part in _by_heads(q, k, v, rows)]
@@ -210,14 +210,14 @@ class RecurrentMixer(nn.Module, ABC):
         self,
         mixed: torch.Tensor,
         before: torch.Tensor | None,
-        places: torch.Tensor | None,
+        positions: torch.Tensor | None,
         heads: Group | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, (rows, length, heads, channels)."""
         weights = self._of_convolution("conv", mixed.dtype, heads)
         weights = [times(*both) for both in zip(weights, self.conv_multipliers, strict=True)]
         bias = torch.cat(self._of_convolution("conv_bias", mixed.dtype, heads)) if self.conv_bias else None
-        convolved = causal_conv(mixed, torch.cat(weights), before, places, bias)
+        convolved = causal_conv(mixed, torch.cat(weights), before, positions, bias)
         # (rows, length, channels of this rank) each
         q, k, v = convolved.split([weight.shape[0] for weight in weights], dim=-1)
         q, k = self._normed(*(y.unflatten(2, (-1, self.key_dim)) for y in (q, k)))

@@ -64,7 +64,7 @@ def whole(tensors: list[torch.Tensor], documents: torch.Tensor | None) -> torch.
     begins = places = None
     if documents is not None:
         found = of_documents(documents)
-        begins, places = found.begins, found.places
+        begins, places = found.begins, found.positions
     v = causal_conv(mixed, conv_weight(), None, places).unflatten(2, (HEADS, VALUE))
     return step_by_step(q, k, v, g, beta, begins)[0]
 
