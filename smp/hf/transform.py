@@ -8,7 +8,7 @@ is touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -114,17 +114,7 @@ def transform(
     expected = Expected.of(model) if verify else None
     _cut(model, plan, None if on_meta and not load_state_dict_from_rank0 else device, dtype, load_state_dict_from_rank0)
     model.smp_from_rank0 = load_state_dict_from_rank0  # type: ignore[assignment]
-    # Forward passes first: sequence parallelism and loss wrap or replace these.
-    install(model, plan, tp, state.context.ep_group)
-    experts.apply_config(adapters.base_of(model)[0], config)
-    for stream in streams:
-        sequence.install(model, plan, stream, tp)
-    install_loss(model, loss, tp)
-    weights.install(model)
-    adapters.install(model)
-    trainer.announce(model)
-    linears = products.install(model) if tp.size == 1 and state.device_type == "cpu" else 0
-    model.smp_report = _report(model, plan, linears, attention.install(model))  # type: ignore[assignment]
+    model.smp_report = _install(model, plan, streams, tp, loss, config)  # type: ignore[assignment]
     if state.rank == 0:
         exchanged = f", experts over {state.ep_size} data ranks" if state.ep_size > 1 else ""
         print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks{exchanged}", flush=True)
@@ -140,6 +130,29 @@ def transform(
         guards.refuse_ddp(model)
     context.install(model, cp_comm_type)  # after the comparison, which is of whole sequences
     return model
+
+
+def _install(
+    model: nn.Module,
+    plan: Plan,
+    streams: Sequence[sequence.Stream],
+    tp: Group,
+    loss: str,
+    config: experts.MoEConfig | None,
+) -> tuple[Done, ...]:
+    """Give a model whose parameters are cut the forward passes, loss and methods that go with it; returns the
+    report."""
+    # Forward passes first: sequence parallelism and loss wrap or replace these.
+    install(model, plan, tp, state.context.ep_group)
+    experts.apply_config(adapters.base_of(model)[0], config)
+    for stream in streams:
+        sequence.install(model, plan, stream, tp)
+    install_loss(model, loss, tp)
+    weights.install(model)
+    adapters.install(model)
+    trainer.announce(model)
+    linears = products.install(model) if tp.size == 1 and state.device_type == "cpu" else 0
+    return _report(model, plan, linears, attention.install(model))
 
 
 def _decide(

@@ -6,7 +6,7 @@ See ``families``, whose words these rows are in.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from smp.convert.huggingface.falcon_h1 import FALCON_H1
 from smp.convert.huggingface.families import (
@@ -22,15 +22,13 @@ from smp.convert.huggingface.families import (
     LLAMA_MODULES,
     NO_BIAS,
     QK_MODULES,
-    QWEN2_MOE_MODULES,
     SIZES,
-    SPARSE_STEP,
-    STACKED_EXPERTS,
 )
 from smp.convert.huggingface.family import ExpertKeys, Family
 from smp.convert.huggingface.hybrids import HYBRID_FAMILIES
 from smp.convert.huggingface.llama4 import LLAMA4
-from smp.convert.huggingface.own import COHERE2, FALCON, GEMMA, GEMMA3, GPT_OSS, OLMO3, QWEN3_NEXT, SMOLLM3
+from smp.convert.huggingface.own import COHERE2, FALCON, GEMMA, GEMMA3, GPT_OSS, OLMO3, SMOLLM3
+from smp.convert.huggingface.qwen3_next import QWEN3_NEXT_FAMILIES
 from smp.convert.huggingface.sparse_attention import SPARSE_FAMILIES
 from smp.convert.huggingface.state_space import STATE_SPACE_FAMILIES
 from smp.convert.layout import Fused, Table
@@ -232,85 +230,7 @@ _LLAMA4_MLP: dict[str, str | Fused] = {
 _LLAMA4 = Table(
     "model.layers.{}.", LLAMA_MODULES | _LLAMA4_MLP, LLAMA_ENDS, experts_transposed=True, experts_in_peft=False
 )
-_CONVOLVED: tuple[Literal["query", "key", "value"], ...] = ("query", "key", "value")
-_WIDE: tuple[Literal["query", "key", "value", "gate"], ...] = (*_CONVOLVED, "gate")
-_RATES: tuple[Literal["beta", "decay"], ...] = ("beta", "decay")
-# Qwen3-Next: the query projection makes a gate for each head as well.
-_GATED: dict[str, str | Fused] = {
-    "attention.query": Fused("self_attn.q_proj", "gated", "query"),
-    "attention.gate": Fused("self_attn.q_proj", "gated", "gate"),
-}
-# One convolution over queries, keys and values.
-_DELTA_NET: dict[str, str | Fused] = {
-    **{f"attention.{name}_conv": Fused("linear_attn.conv1d.weight", "recurrent", name) for name in _CONVOLVED},
-    "attention.decay_log": "linear_attn.A_log",
-    "attention.decay_bias": "linear_attn.dt_bias",
-    "attention.norm": "linear_attn.norm",
-    "attention.output": "linear_attn.out_proj",
-}
-_QWEN3_NEXT = Table(
-    "model.layers.{}.",
-    QK_MODULES | QWEN2_MOE_MODULES | _GATED,
-    LLAMA_ENDS,
-    stacked=STACKED_EXPERTS,
-    recurrent=_DELTA_NET
-    # Rows are ordered by key head: its queries, keys, values and gates.
-    | {f"attention.{name}": Fused("linear_attn.in_proj_qkvz", "per_key_head", name) for name in _WIDE}
-    | {f"attention.{name}": Fused("linear_attn.in_proj_ba", "per_key_head", name) for name in _RATES},
-)
-_QWEN35 = replace(
-    # Qwen3.5: separate projections.
-    _QWEN3_NEXT,
-    recurrent=_DELTA_NET
-    | {f"attention.{name}": Fused("linear_attn.in_proj_qkv", "recurrent", name) for name in _CONVOLVED}
-    | {"attention.gate": "linear_attn.in_proj_z"}
-    | {"attention.beta": "linear_attn.in_proj_b", "attention.decay": "linear_attn.in_proj_a"},
-)
-_QWEN3_NEXT_DEFAULTS: dict[str, Any] = {
-    **LLAMA_DEFAULTS,
-    **{"num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25},
-    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
-    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "layer_types": None, "full_attention_interval": 4},
-}
-_QWEN3_NEXT_EXPERTS: dict[str, Any] = {
-    **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512},
-    "shared_expert_intermediate_size": 512,
-}
-_QWEN3_NEXT_FAMILY = replace(
-    LLAMA_FAMILY,
-    architecture="Qwen3NextForCausalLM",
-    model_type="qwen3_next",
-    table=_QWEN3_NEXT,
-    fields=LLAMA_FIELDS,
-    defaults=_QWEN3_NEXT_DEFAULTS | _QWEN3_NEXT_EXPERTS | SPARSE_STEP | {"norm_topk_prob": True},
-    fixed=LLAMA_FIXED
-    | NO_BIAS
-    # Zero-centred norm weights, as Gemma's.
-    | {"qk_layernorm": True, "apply_layernorm_1p": True, "attention_output_gate": True, "window_size": None},
-    required={"attention_bias": False},
-    skipped=("mtp.",),
-    experts=ExpertKeys("num_experts", "sparse_step", "gated", "norm_topk_prob", own_width=True),
-    own=QWEN3_NEXT,
-)
 _MORE = (
-    _QWEN3_NEXT_FAMILY,
-    replace(
-        _QWEN3_NEXT_FAMILY,
-        architecture="Qwen3_5ForCausalLM",
-        model_type="qwen3_5_text",
-        table=_QWEN35,
-        defaults=_QWEN3_NEXT_DEFAULTS | {"num_key_value_heads": 4},
-        experts=None,
-    ),
-    replace(
-        _QWEN3_NEXT_FAMILY,
-        architecture="Qwen3_5MoeForCausalLM",
-        model_type="qwen3_5_moe_text",
-        table=_QWEN35,
-        fields={key: name for key, name in LLAMA_FIELDS.items() if key != "intermediate_size"},
-        defaults=_QWEN3_NEXT_DEFAULTS | _QWEN3_NEXT_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
-        experts=ExpertKeys("num_experts", shared="gated", own_width=True),
-    ),
     _GEMMA,
     _GEMMA2,
     replace(
@@ -529,6 +449,14 @@ _MORE = (
         own=LLAMA4,
     ),
 )
-_ALL = (*FIRST_FAMILIES, *_MORE, *SPARSE_FAMILIES, *STATE_SPACE_FAMILIES, FALCON_H1, *HYBRID_FAMILIES)
+_ALL = (
+    *FIRST_FAMILIES,
+    *QWEN3_NEXT_FAMILIES,
+    *_MORE,
+    *SPARSE_FAMILIES,
+    *STATE_SPACE_FAMILIES,
+    FALCON_H1,
+    *HYBRID_FAMILIES,
+)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """Families by ``model_type``, which tells them apart in a config.json."""

@@ -5,10 +5,10 @@ key: a setting, a refusal with its reason and the nearest thing, or that it chan
 generated from them. A key that is not in it is an error, and so are two keys that say different things of one setting,
 so nothing is dropped in silence.
 
-``key.py`` has the kinds of keys, ``form.py`` what a form is, ``forms.py`` the list of them; ``keys.py`` (release 1,
-with ``values.py`` for what is not copied), ``llmft.py``, ``verl.py`` and ``checkpointless.py`` are the tables,
-``tuning.py`` what they share. ``translate.py`` goes through a recipe, ``known.py`` through keys on a recipe of this
-project's.
+``key.py`` has the kinds of keys, ``form.py`` what a form is, ``forms.py`` the list of them. ``keys.py`` (release 1),
+``llmft.py``, ``verl.py``, ``verl_rl.py`` and ``checkpointless.py`` are the tables; what they do not copy is in
+``values.py`` and ``verl_rl_values.py``, what they share in ``tuning.py``. ``translate.py`` goes through a recipe,
+``known.py`` through keys on a recipe of this project's.
 """
 
 from smp.launch.hyperpod.form import COMMON, Form

@@ -232,7 +232,7 @@ _DATASETS = {
     "val_data.file_path": Key("`valid_data_path`, `eval_epochs: 1` without eval_steps", _validation, is_text=True),
     "val_data.name": nothing("a name in AWS's logs"),
     "val_data.limit": only((), "all samples of a file are read; give a shorter one"),
-    "train_val_split_ratio": Key("`split`, without val_data.file_path", tuning.split_beside(_FILES), kind=NUMBER),
+    "train_val_split_ratio": Key("`split`, without val_data.file_path", tuning.split_without(_FILES), kind=NUMBER),
     "train_val_split_seed": nothing("seed draws the split as well"),
     "data_dir": only((), "data are files: train_data.file_path"),
     "save_intermediate_processing_steps": nothing("samples are encoded in memory"),

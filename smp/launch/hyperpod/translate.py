@@ -39,13 +39,13 @@ _CHECKED_SHAPE = frozenset(("num_layers", "hidden_size", "num_attention_heads", 
 error."""
 
 
-def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, Any] | None = None) -> Translated:
+def translate(leaves: Mapping[str, Any], form: Form = V1, others: Mapping[str, Any] | None = None) -> Translated:
     """The settings for the keys of a recipe.
 
     Args:
         leaves: dotted key -> value, as :func:`flatten` gives them.
         form: of the recipe.
-        beside: keys that are not of the form, which values may depend on: trainer.devices.
+        others: keys that are not of the form, which values may depend on: trainer.devices.
 
     Raises:
         FeatureError: values that cannot be had; one line that names each key.
@@ -53,7 +53,7 @@ def translate(leaves: Mapping[str, Any], form: Form = V1, beside: Mapping[str, A
             that begins with the key.
     """
     # Conversions look other keys up, so they need all of them, and those of other sections.
-    known = {**(beside or {}), **leaves}
+    known = {**(others or {}), **leaves}
     result = Translated(finetune=form.finetune(known.get), values=dict(form.always))
     refused, defaults = [], dict[str, Any]()
     for name, key in _given(leaves, form).items():

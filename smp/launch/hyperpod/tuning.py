@@ -71,7 +71,7 @@ def unread(settings: Mapping[str, Any]) -> str | None:
     return next((why for pattern, why in _UNREAD.items() if re.search(pattern, name)), None)
 
 
-def split_beside(files: str) -> Convert:
+def split_without(files: str) -> Convert:
     """The key ``split``: the share of samples for training, unless the key ``files`` names validation samples."""
 
     def convert(value: Any, get: Get) -> Mapping[str, Any] | str:

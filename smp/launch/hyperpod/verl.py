@@ -415,7 +415,7 @@ _DPO_TRAINER = {
 DATA = {
     "train_files": Key("`data_path`", lambda value, get: {"data_path": words(value)}, is_text=True, is_list=True),
     "val_files": Key("`valid_data_path`; `eval_epochs: 1` without test_freq", _val_files, is_text=True, is_list=True),
-    "train_val_split_ratio": Key("`split`, without val_files", tuning.split_beside(_FILES), kind=NUMBER),
+    "train_val_split_ratio": Key("`split`, without val_files", tuning.split_without(_FILES), kind=NUMBER),
     "train_max_samples": only((-1,), "all samples of a file are read; give a shorter one"),
     "val_max_samples": only((-1,), "all samples of a file are read; give a shorter one"),
     "custom_cls.*": only((), "samples of your own are files of what docs/finetuning.md names"),

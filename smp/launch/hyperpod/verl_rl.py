@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from smp.config import ConfigError
 from smp.launch.hyperpod import tuning, verl
+from smp.launch.hyperpod import verl_rl_values as values
 from smp.launch.hyperpod.form import Form
 from smp.launch.hyperpod.key import (
     FLAG,
@@ -19,7 +19,6 @@ from smp.launch.hyperpod.key import (
     NUMBER,
     STEPS,
     TEXT,
-    Get,
     Key,
     nothing,
     only,
@@ -28,212 +27,20 @@ from smp.launch.hyperpod.key import (
     to,
 )
 
-_T = "training_config."
-_A = _T + "actor_rollout_ref."
-_ALG = _T + "algorithm."
-_ENGINES = (_A + "actor.fsdp_config.", _A + "actor.megatron.")
-_LOSSES = {
-    "token-mean": "dapo",
-    "seq-mean-token-mean": "grpo",
-    "seq-mean-token-sum": "luspo",
-    "seq-mean-token-sum-norm": "dr_grpo",
-}
+_T, _A, _ALG, _ENGINES = values.SECTION, values.POLICY, values.ALGORITHM, values.ENGINES
 _ESTIMATORS = {
     "grpo": "grpo",
     "rloo": "rloo",
     "reinforce_plus_plus": "reinforce++",
     "reinforce_plus_plus_baseline": "reinforce++-baseline",
 }
-_KL = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
-_KL_COEFFICIENT = 0.001
-"""verl's default, of either placement."""
 _REFERENCE = "the reference is the model without its adapters, or a copy; it is computed as the policy is"
 _SAMPLING = "completions are sampled by the layers that train, which need no engine"
-_NAMED = ("gemma", "qwen", "llama", "deepseek", "gpt", "nemotron", "mistral")
-"""Families that the name of a model's folder may contain."""
 _JUDGE = "the function in recipes.reward_funcs asks the judge"
 
 
-def _one_of(name: str, names: Mapping[str, str]) -> Key:
-    def convert(value: Any, get: Get) -> Mapping[str, Any]:
-        if value not in names:
-            raise ConfigError(f"{value} cannot be had: take one of {', '.join(names)}")
-        return {name: names[value]}
-
-    return Key(f"`{name}`", convert, kind=TEXT)
-
-
-def _generations(get: Get) -> int:
-    return int(get(_A + "rollout.n") or 1)
-
-
-def _same_generations(value: Any, get: Get) -> Mapping[str, Any]:
-    if value != _generations(get):
-        raise ConfigError(f"{value} cannot be had: rollout.n is {_generations(get)}")
-    return {}
-
-
-def _batches(value: Any, get: Get) -> Mapping[str, Any]:
-    """--global-batch-size and --steps-per-generation. verl counts prompts; here a step has a number of completions."""
-    prompts, step = get(_T + "data.train_batch_size"), get(_A + "actor.ppo_mini_batch_size")
-    if not prompts or not step:
-        raise ConfigError("data.train_batch_size and actor.ppo_mini_batch_size go together")
-    if prompts % step:
-        raise ConfigError(f"actor.ppo_mini_batch_size {step} does not divide data.train_batch_size {prompts}")
-    return {"global_batch_size": step * _generations(get), "steps_per_generation": prompts // step}
-
-
-def _longest(get: Get) -> tuple[int, int]:
-    """Most tokens of a prompt and of a completion."""
-    prompt = get(_T + "data.max_prompt_length") or get(_A + "rollout.prompt_length")
-    completion = get(_A + "rollout.response_length") or get(_T + "data.max_response_length")
-    if not prompt or not completion:
-        raise ConfigError("data.max_prompt_length and rollout.response_length go together")
-    return prompt, completion
-
-
-def _lengths(value: Any, get: Get) -> Mapping[str, Any]:
-    prompt, completion = _longest(get)
-    return {"seq_length": prompt + completion, "max_completion_length": completion}
-
-
-def _fixed_micro_batch(value: Any, get: Get) -> Mapping[str, Any] | str:
-    return verl.BY_TOKENS if get(_A + "actor.use_dynamic_bsz") else _micro_batch(value, get)
-
-
-def _micro_batch_of_tokens(value: Any, get: Get) -> Mapping[str, Any] | str:
-    return _micro_batch(value, get) if get(_A + "actor.use_dynamic_bsz") else verl.NOT_BY_TOKENS
-
-
-def _micro_batch(value: Any, get: Get) -> Mapping[str, Any]:
-    """--micro-batch-size: as many full-length completions as verl's micro-batches have tokens for, or verl's own
-    number."""
-    # A recipe has the sections of both engines; the one with settings is used.
-    engine = next((section for section in _ENGINES if get(section + "strategy") or get(section + "dtype")), _ENGINES[0])
-    parallel = verl.model_parallel(get, engine.rstrip(".")) * (get(_A + "actor.ulysses_sequence_parallel_size") or 1)
-    processes = tuning.data_processes(get, parallel)
-    most = get(_A + "actor.ppo_micro_batch_size_per_gpu") or 1
-    if get(_A + "actor.use_dynamic_bsz"):
-        most = tuning.micro_batch_of_tokens(get(_A + "actor.ppo_max_token_len_per_gpu"), sum(_longest(get)))
-    step = (get(_A + "actor.ppo_mini_batch_size") or 1) * _generations(get)
-    return {"micro_batch_size": tuning.micro_batch(most, step, processes)}
-
-
-def _ulysses(value: Any, get: Get) -> Mapping[str, Any]:
-    return {} if value == 1 else {"context_parallel_size": value, "cp_comm_type": "a2a"}
-
-
-def _kl(value: Any, get: Get) -> Mapping[str, Any]:
-    """Settings of the KL term, from either key; only one of them can be on."""
-    in_loss, in_reward = get(_A + "actor.use_kl_loss"), get(_ALG + "use_kl_in_reward")
-    if in_loss and in_reward:
-        raise ConfigError("use_kl_loss and use_kl_in_reward cannot be had together: take one")
-    if not in_reward:
-        given = get(_A + "actor.kl_loss_coef")
-        return {"beta": (_KL_COEFFICIENT if given is None else given) if in_loss else 0.0}
-    if get(_ALG + "adv_estimator") == "reinforce_plus_plus":
-        raise ConfigError("with reinforce_plus_plus it cannot be had: all tokens of a completion have one advantage")
-    coefficient, penalty = get(_ALG + "kl_ctrl.kl_coef"), get(_ALG + "kl_penalty") or "kl"
-    if penalty not in _KL:
-        raise ConfigError(f"kl_penalty {penalty} cannot be had: take one of {', '.join(_KL)}")
-    if coefficient == 0:
-        return {"beta": 0.0}
-    beta = _KL_COEFFICIENT if coefficient is None else coefficient
-    return {"beta": beta, "kl_placement": "reward", "kl_estimator": _KL[penalty]}
-
-
-def _kl_of_loss(value: Any, get: Get) -> Mapping[str, Any] | str:
-    if get(_ALG + "use_kl_in_reward"):
-        return "kl_penalty says it of a KL in the reward"
-    return _one_of("kl_estimator", _KL).convert(value, get)
-
-
-def _kl_controller(value: Any, get: Get) -> Mapping[str, Any] | str:
-    if get(_ALG + "use_kl_in_reward") and value != "fixed":
-        raise ConfigError(f"{value} cannot be had: the coefficient is fixed")
-    return {} if value == "fixed" else "it goes with use_kl_in_reward"
-
-
-def _clip_ratio(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """--epsilon and --epsilon-high, each unless it has its own key."""
-    sides = {"epsilon": "clip_ratio_low", "epsilon_high": "clip_ratio_high"}
-    found = {name: value for name, key in sides.items() if get(f"{_A}actor.{key}") is None}
-    return found or "clip_ratio_low and clip_ratio_high say it"
-
-
-def _is_gspo(get: Get) -> bool:
-    return bool(get(_A + "actor.policy_loss.loss_mode") == "gspo")
-
-
-def _loss_mode(value: Any, get: Get) -> Mapping[str, Any]:
-    if value not in ("vanilla", "gspo"):
-        raise ConfigError(f"{value} cannot be had: take vanilla, gspo, or recipes.objective=cispo")
-    return {"objective": "gspo"} if value == "gspo" else {}
-
-
-def _aggregation(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """--loss-type. verl's GSPO averages over completions whatever this key says; its KL in the loss follows the key."""
-    if not _is_gspo(get):
-        return _one_of("loss_type", _LOSSES).convert(value, get)
-    if value != "seq-mean-token-mean" and get(_A + "actor.use_kl_loss") and get(_A + "actor.kl_loss_coef"):
-        raise ConfigError(f"{value} of the KL term alone cannot be had with loss_mode gspo: take seq-mean-token-mean")
-    return "gspo averages over completions"
-
-
-def _delta(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """--delta. verl's third clip acts on negative advantages, like TRL's second side."""
-    if _is_gspo(get):
-        return "gspo has two clips"
-    # verl's default of clip_ratio is 0.2.
-    high = get(_A + "actor.clip_ratio_high") or get(_A + "actor.clip_ratio") or 0.2
-    if value < 1 + high:
-        raise ConfigError(f"{value} is below 1 + clip_ratio_high, {1 + high:g}")
-    return {"delta": float(value)}
-
-
-def _correction(value: Any, get: Get) -> Mapping[str, Any]:
-    if value not in ("token", "sequence"):
-        raise ConfigError(f"{value} cannot be had: take token or sequence")
-    # verl's default threshold is 2.
-    limit = get(_T + "algorithm.rollout_correction.rollout_is_threshold") or 2.0
-    return {"importance_sampling_mode": f"{value}_truncate", "importance_sampling_clip_max": float(limit)}
-
-
-def _val_files(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """--valid-data-path. Without a frequency verl's actor trainer never evaluates, not even at the end."""
-    freq = get(_T + "trainer.test_freq")
-    if freq is None or (isinstance(freq, int) and freq <= 0):
-        return "trainer.test_freq says that a run does not evaluate"
-    return {"valid_data_path": verl.words(value)}
-
-
-def _test_freq(value: Any, get: Get) -> Mapping[str, Any] | str:
-    if value != "after_each_epoch" and value <= 0:
-        return "a run does not evaluate"
-    return verl.TRAINER["test_freq"].convert(value, get)
-
-
-def _evaluation(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"eval_temperature": float(value) if get(_A + "rollout.val_kwargs.do_sample") else 0.0}
-
-
-def _reward(value: Any, get: Get) -> Mapping[str, Any]:
-    name = get(_T + "custom_reward_function.name") or "compute_score"
-    return {"reward_funcs": f"{value}:{name}"}
-
-
-def _thinking(value: Any, get: Get) -> Mapping[str, Any] | str:
-    """Accept the template's default. Templates enable thinking unless told otherwise, except Gemma's. Where the
-    folder's name does not tell the family, the recipe's title does."""
-    path, title = (str(get(name)).lower() for name in (_A + "model.path", "display_name"))
-    name = path if any(family in path for family in _NAMED) else title
-    if bool(value) == ("gemma" not in name):
-        return "it is what the model's template does by itself"
-    raise ConfigError(f"{str(value).lower()} cannot be had: recipes.chat_template=FILE says another template")
-
-
-def _unset_or(values: tuple[Any, ...], why: str) -> Key:
-    return only(("", "None", *values), why)
+def _unset_or(neutral: tuple[Any, ...], why: str) -> Key:
+    return only(("", "None", *neutral), why)
 
 
 def _offloaded(keys: dict[str, Key]) -> dict[str, Key]:
@@ -244,36 +51,42 @@ def _offloaded(keys: dict[str, Key]) -> dict[str, Key]:
 
 _ACTOR = {
     "strategy": only(("fsdp", "fsdp2", "megatron"), "weights are sharded by FSDP2"),
-    "ppo_mini_batch_size": Key("`global_batch_size`: this x rollout.n; `steps_per_generation`", _batches, kind=INTEGER),
+    "ppo_mini_batch_size": Key(
+        "`global_batch_size`: this x rollout.n; `steps_per_generation`", values.batches, kind=INTEGER
+    ),
     "ppo_micro_batch_size": only((), "ppo_micro_batch_size_per_gpu says it"),
     "ppo_micro_batch_size_per_gpu": Key(
-        "`micro_batch_size`, without use_dynamic_bsz", _fixed_micro_batch, kind=INTEGER
+        "`micro_batch_size`, without use_dynamic_bsz", values.fixed_micro_batch, kind=INTEGER
     ),
-    "ppo_max_token_len_per_gpu": Key("`micro_batch_size`, with use_dynamic_bsz", _micro_batch_of_tokens, kind=INTEGER),
+    "ppo_max_token_len_per_gpu": Key(
+        "`micro_batch_size`, with use_dynamic_bsz", values.micro_batch_of_tokens, kind=INTEGER
+    ),
     "use_dynamic_bsz": read_with("ppo_max_token_len_per_gpu", kind=FLAG),
     "ppo_epochs": to("num_iterations"),
-    "clip_ratio": Key("`epsilon`, `epsilon_high`, without clip_ratio_low or clip_ratio_high", _clip_ratio, kind=NUMBER),
+    "clip_ratio": Key(
+        "`epsilon`, `epsilon_high`, without clip_ratio_low or clip_ratio_high", values.clip_ratio, kind=NUMBER
+    ),
     "clip_ratio_low": to("epsilon"),
     "clip_ratio_high": to("epsilon_high"),
-    "clip_ratio_c": Key("`delta`", _delta, kind=NUMBER),
-    "loss_agg_mode": Key("`loss_type`; changes nothing with gspo", _aggregation, kind=TEXT),
+    "clip_ratio_c": Key("`delta`", values.delta, kind=NUMBER),
+    "loss_agg_mode": Key("`loss_type`; changes nothing with gspo", values.aggregation, kind=TEXT),
     "loss_scale_factor": only((), "dr_grpo divides by max_completion_length"),
-    "use_kl_loss": Key("`beta`: kl_loss_coef, or 0; with use_kl_in_reward as that says", _kl, kind=FLAG),
+    "use_kl_loss": Key("`beta`: kl_loss_coef, or 0; with use_kl_in_reward as that says", values.kl, kind=FLAG),
     "kl_loss_coef": read_with("use_kl_loss", _A + "actor.use_kl_loss", kind=NUMBER),
-    "kl_loss_type": Key("`kl_estimator`, of a KL in the loss", _kl_of_loss, kind=TEXT),
+    "kl_loss_type": Key("`kl_estimator`, of a KL in the loss", values.kl_of_loss, kind=TEXT),
     "entropy_coeff": only((0, 0.0), "entropy is logged and not rewarded"),
     "entropy_advantage": only((False,), "advantages are those of rewards"),
     "entropy_advantage_alpha": nothing("it goes with entropy_advantage"),
     "entropy_advantage_kappa": nothing("it goes with entropy_advantage"),
     "calculate_entropy": nothing("entropy is logged"),
-    "policy_loss.loss_mode": Key("`objective`: gspo; refused unless gspo or vanilla", _loss_mode, kind=TEXT),
+    "policy_loss.loss_mode": Key("`objective`: gspo; refused unless gspo or vanilla", values.loss_mode, kind=TEXT),
     "policy_loss.*": nothing("it goes with another loss_mode"),
     "tau_pos": nothing("it goes with another loss_mode"),
     "tau_neg": nothing("it goes with another loss_mode"),
     "shuffle": only((False,), "completions are trained on in the order of their prompts"),
     "data_loader_seed": nothing("seed draws the order of prompts"),
     "grad_clip": to("clip_grad"),
-    "ulysses_sequence_parallel_size": Key("`context_parallel_size`, `cp_comm_type: a2a`", _ulysses, kind=INTEGER),
+    "ulysses_sequence_parallel_size": Key("`context_parallel_size`, `cp_comm_type: a2a`", values.ulysses, kind=INTEGER),
     "entropy_checkpointing": nothing("the loss takes the vocabulary in chunks"),
     "entropy_from_logits_with_chunking": nothing("the loss takes the vocabulary in chunks"),
     "use_fused_kernels": nothing("the device says which kernels run"),
@@ -281,7 +94,7 @@ _ACTOR = {
     "use_torch_compile": nothing("recipes.compile=true compiles blocks"),
     "freeze_vision_tower": nothing("models are read without their towers"),
     "load_weight": only((True,), "the model is read from its folder"),
-    "rollout_n": Key("refused unless rollout.n", _same_generations, kind=INTEGER),
+    "rollout_n": Key("refused unless rollout.n", values.same_generations, kind=INTEGER),
     "checkpoint.save_contents": verl.SAVED,
     "checkpoint.load_contents": nothing("checkpoints are whole"),
     "checkpoint.async_save": switch("async_save"),
@@ -296,14 +109,14 @@ _ROLLOUT = {
     "top_k": Key("`top_k`; -1: all", lambda value, get: {"top_k": max(0, value)}, kind=INTEGER),
     "do_sample": only((True,), "completions are sampled"),
     "ignore_eos": only((False,), "a completion ends where the model ends it"),
-    "response_length": Key("`max_completion_length`, `seq_length` with the prompt's", _lengths, kind=INTEGER),
+    "response_length": Key("`max_completion_length`, `seq_length` with the prompt's", values.lengths, kind=INTEGER),
     "prompt_length": Key(
         "with response_length, without data.max_prompt_length",
         lambda value, get: {} if get(_T + "data.max_prompt_length") is None else "data.max_prompt_length says it",
         kind=INTEGER,
     ),
     "val_kwargs.n": to("num_generations_eval"),
-    "val_kwargs.temperature": Key("`eval_temperature`; 0 without do_sample", _evaluation, kind=NUMBER),
+    "val_kwargs.temperature": Key("`eval_temperature`; 0 without do_sample", values.evaluation, kind=NUMBER),
     "val_kwargs.do_sample": read_with("val_kwargs.temperature", kind=FLAG),
     "val_kwargs.top_p": nothing("evaluations take top_p"),
     "val_kwargs.top_k": nothing("evaluations take top_k"),
@@ -366,23 +179,23 @@ _MODEL = {
     "lora.exclude_modules": nothing("lora.target_modules says what gets adapters"),
 }
 _ALGORITHM = {
-    "adv_estimator": _one_of("advantage_estimator", _ESTIMATORS),
+    "adv_estimator": values.one_of("advantage_estimator", _ESTIMATORS),
     "norm_adv_by_std_in_grpo": Key(
         "`scale_rewards` group or off", lambda value, get: {"scale_rewards": "group" if value else "off"}, kind=FLAG
     ),
     "gamma": only((1.0, 1), "a completion has one reward"),
     "lam": only((1.0, 1), "a completion has one reward"),
     "use_kl_in_reward": Key(
-        "`kl_placement: reward`, `beta`: kl_ctrl.kl_coef, `kl_estimator`: kl_penalty", _kl, kind=FLAG
+        "`kl_placement: reward`, `beta`: kl_ctrl.kl_coef, `kl_estimator`: kl_penalty", values.kl, kind=FLAG
     ),
     "kl_penalty": read_with("use_kl_in_reward", _ALG + "use_kl_in_reward", kind=TEXT),
     "kl_ctrl.kl_coef": read_with("use_kl_in_reward", _ALG + "use_kl_in_reward", kind=NUMBER),
-    "kl_ctrl.type": Key("refused unless `fixed`, with use_kl_in_reward", _kl_controller, kind=TEXT),
+    "kl_ctrl.type": Key("refused unless `fixed`, with use_kl_in_reward", values.kl_controller, kind=TEXT),
     "kl_ctrl.*": nothing("it goes with kl_ctrl.type adaptive"),
     "use_pf_ppo": only((False,), "completions are not sampled again by their rewards"),
     "pf_ppo.*": nothing("it goes with use_pf_ppo"),
     "rollout_correction.rollout_is": Key(
-        "`importance_sampling_mode`, `importance_sampling_clip_max`", _correction, kind=TEXT
+        "`importance_sampling_mode`, `importance_sampling_clip_max`", values.correction, kind=TEXT
     ),
     "rollout_correction.rollout_is_threshold": read_with(
         "rollout_is", _ALG + "rollout_correction.rollout_is", kind=NUMBER
@@ -397,12 +210,12 @@ _ALGORITHM = {
 }
 _DATA = {
     **verl.DATA,
-    "val_files": Key("`valid_data_path`, with trainer.test_freq", _val_files, is_text=True, is_list=True),
+    "val_files": Key("`valid_data_path`, with trainer.test_freq", values.val_files, is_text=True, is_list=True),
     "train_batch_size": Key(
-        "`global_batch_size`, `steps_per_generation`, with actor.ppo_mini_batch_size", _batches, kind=INTEGER
+        "`global_batch_size`, `steps_per_generation`, with actor.ppo_mini_batch_size", values.batches, kind=INTEGER
     ),
     "val_batch_size": nothing("all validation prompts are answered, however many at once"),
-    "max_prompt_length": Key("`seq_length`, with rollout.response_length", _lengths, kind=INTEGER),
+    "max_prompt_length": Key("`seq_length`, with rollout.response_length", values.lengths, kind=INTEGER),
     "max_response_length": Key(
         "with max_prompt_length, without rollout.response_length",
         lambda value, get: {} if get(_A + "rollout.response_length") is None else "rollout.response_length says it",
@@ -414,9 +227,11 @@ _DATA = {
     "validation_shuffle": nothing("evaluations take prompts in order"),
     "prompt_key": only(("prompt",), "finetune.py reads prompt; other columns go to the reward function"),
     "apply_chat_template_kwargs.enable_thinking": Key(
-        "refused unless it is the template's default", _thinking, kind=FLAG
+        "refused unless it is the template's default", values.thinking, kind=FLAG
     ),
-    "chat_template_kwargs.enable_thinking": Key("refused unless it is the template's default", _thinking, kind=FLAG),
+    "chat_template_kwargs.enable_thinking": Key(
+        "refused unless it is the template's default", values.thinking, kind=FLAG
+    ),
     **{
         f"{section}.{name}": only(("medium",), "recipes.chat_template=FILE says another template")
         for section in ("apply_chat_template_kwargs", "chat_template_kwargs")
@@ -444,7 +259,7 @@ _TRAINER = {
     "test_freq": Key(
         "`eval_interval`, or for after_each_epoch `eval_epochs: 1`; -1: never; `full_validation`; where samples are "
         "kept for it",
-        _test_freq,
+        values.test_freq,
         kind=STEPS,
     ),
     "val_before_train": nothing("a run is evaluated before its first step"),
@@ -493,7 +308,7 @@ KEYS: dict[str, Key] = {
     **_under(f"{_T}algorithm", _ALGORITHM),
     f"{_T}critic.enable": only((False,), "there is no critic"),
     f"{_T}critic.*": nothing("there is no critic"),
-    f"{_T}custom_reward_function.path": Key("`reward_funcs`, with name", _reward, is_text=True),
+    f"{_T}custom_reward_function.path": Key("`reward_funcs`, with name", values.reward, is_text=True),
     f"{_T}custom_reward_function.name": read_with("path", _T + "custom_reward_function.path", kind=TEXT),
     f"{_T}custom_reward_function.lambda_arn": only((), "recipes.reward_funcs=FILE.py:NAME says a function"),
     f"{_T}reward_manager.*": nothing("recipes.reward_funcs says the functions"),

@@ -1,5 +1,24 @@
 """Bytes that a block keeps for its backward pass, by formula, without torch but for exchanges of
-context parallelism; symbols as in :mod:`smp.training.cost.memory`."""
+context parallelism; symbols as in :mod:`smp.training.cost.memory`.
+
+A block keeps, with h_l = h / tp under sequence parallelism, else h, and all other widths local:
+
+- none: input and output of both norms 4 h_l; query, key, value and output of attention 2 q + 2 k; MLP 2 f, with
+  SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product), fused with an adapter that reads the product 3 f; with
+  qk-norm its inputs q + k, with norms before and after 2 h_l more; with hidden dropout two masks of one byte,
+  2 h_l bytes; log-sum-exp, 4 bytes per head, or with attention dropout per head and position the probabilities in
+  fp32, the mask in one byte and the dropped probabilities in compute precision, and where it is operators the
+  probabilities, in both cases with a cap also the capped scores. Context parallelism that exchanges keys keeps no
+  probabilities.
+- selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
+  and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
+- full: input h_l.
+
+In FP8 with one scale for a tensor, inputs of linear layers are kept in one byte each: results of both norms and of
+attention (which keeps its own, too).
+
+With --attention-output-gate its sigmoid and the product, 2 q more; selective: the projection, q.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +52,7 @@ def kept_per_token(
     attends: bool = True,
     feeds: bool = True,
 ) -> int:
-    """Bytes per token that one block keeps for its backward pass on one of ``layout.tp`` processes.
-
-    With h_l = h / tp under sequence parallelism, else h, and all other widths local:
-
-    - none: input and output of both norms 4 h_l; query, key, value and output of attention 2 q + 2 k; MLP 2 f, with
-      SwiGLU that is not ``fused`` 4 f (gate, up, SiLU, product), fused with an adapter that reads the product 3 f; with
-      qk-norm its inputs q + k, with norms before and behind 2 h_l more; with hidden dropout two masks of one byte,
-      2 h_l bytes; log-sum-exp, 4 bytes per head, or with attention dropout per head and position the probabilities in
-      fp32, the mask in one byte and the dropped probabilities in compute precision, and where it is operators the
-      probabilities, in both cases with a cap also the capped scores. Context parallelism that exchanges keys keeps no
-      probabilities.
-    - selective: input h_l; results of matrix products q + 2 k + (2 or 1) f + 2 h_l (the last after their reduction)
-      and of attention q; log-sum-exp, or with attention dropout the scores in compute precision.
-    - full: input h_l.
-
-    In FP8 with one scale for a tensor, inputs of linear layers are kept in one byte each: results of both norms and of
-    attention (which keeps its own, too).
-
-    With --attention-output-gate its sigmoid and the product, 2 q more; selective: the projection, q.
+    """Bytes per token that one block keeps for its backward pass on one of ``layout.tp`` processes: the table above.
 
     A layer with experts keeps other things instead of the MLP, see :func:`_by_experts` and :func:`_routing`; a shared
     expert is an MLP with them. Latent attention keeps other things for its 2 q + 2 k, see :func:`_latent`, and an
@@ -70,35 +71,28 @@ def kept_per_token(
     heads, f = model.num_attention_heads // tp, ffn // tp
     q, k = heads * head_dim, max(1, groups // tp) * head_dim
     recurs = recurrence is not None
-    mixes = attends or recurs
     # Without attention its terms below vanish.
     if not attends:
         heads = q = k = 0
-    heads_have_norms = model.qk_layernorm and not model.multi_latent_attention  # latents have them there
     # Only sequence parallelism splits the residual stream over tp.
     split = tp if config.parallel.sequence_parallel else 1
     h_l = model.hidden_size // split
     if recompute == "full":
         return b * h_l
+    small = 0  # bytes, also elements of one byte
     if recompute == "selective":
         # One h_l for the block's input and one for each output projection's result.
         own = 1 + attends + recurs + (feeds and not (experts and not ffn))  # their results are counted with their rows
         elements = own * h_l + 2 * q + 2 * k + (2 if model.gated else 1) * f
     else:
-        # SwiGLU: gate, up, SiLU, product; fused gate and up, and the product for an adapter; GELU: input and output.
-        mlp = (2 + _adapts_product(config) if fused and model.swiglu else 4) if model.gated else 2
-        placed = model.linear_norm_placement if recurrence is not None else None
-        # Sandwich norms have one more result for each half of a block.
-        norms = 3 if (placed or model.norm_placement) == "sandwich" else 2
-        elements = (mixes + feeds) * norms * h_l + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
-    small = 0  # bytes, also elements of one byte
-    if recompute == "none":
-        small = _widened_operands(config, b, q, k) + (mixes + feeds) * h_l * (model.hidden_dropout > 0)
-    if recompute == "none" and _keeps_in_8_bits(config):
-        # Results of norms go into linear layers: one byte in place of b. Attention keeps its own
-        # output, too.
-        elements -= (mixes + feeds) * h_l
-        small += (mixes + feeds) * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
+        halves = (attends or recurs) + feeds
+        elements = _of_norms_and_products(config, halves * h_l, q, k, f, recurs=recurs, fused=fused)
+        small = _widened_operands(config, b, q, k) + halves * h_l * (model.hidden_dropout > 0)
+        if _keeps_in_8_bits(config):
+            # Results of norms go into linear layers: one byte in place of b. Attention keeps its own
+            # output, too.
+            elements -= halves * h_l
+            small += halves * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
     if experts:
         of_experts, small_of_experts = _by_experts(config, layout, recompute, fused)
         elements += of_experts
@@ -115,6 +109,19 @@ def kept_per_token(
         elements += of_exchange(config, q, k, max(1, groups // tp), recompute)
     # The log-sum-exp of a fused kernel: one fp32 number for each head and token.
     return b * elements + small + heads * (_per_position(config, layout, recompute, b) * length or 4)
+
+
+def _of_norms_and_products(config: Config, of_norms: int, q: int, k: int, f: int, *, recurs: bool, fused: bool) -> int:
+    """Elements per token without recompute of a block's norms, attention and MLP; ``of_norms``: of the results of one
+    norm in each half."""
+    model = config.model
+    # SwiGLU: gate, up, SiLU, product; fused gate and up, and the product for an adapter; GELU: input and output.
+    mlp = (2 + _adapts_product(config) if fused and model.swiglu else 4) if model.gated else 2
+    placed = model.linear_norm_placement if recurs else None
+    # Sandwich norms have one more result for each half of a block.
+    norms = 3 if (placed or model.norm_placement) == "sandwich" else 2
+    heads_have_norms = model.qk_layernorm and not model.multi_latent_attention  # latents have them there
+    return norms * of_norms + 2 * q + 2 * k + mlp * f + (q + k if heads_have_norms else 0)
 
 
 def _adapts_product(config: Config) -> bool:
@@ -328,7 +335,7 @@ def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, ex
     """Bytes per token of a block's replay when a dropout's mask is made, which is gone when gradients come; 0: there is
     no dropout, or no replay. Besides the gradient of the block's output, h_l:
 
-    - hidden dropout, behind the MLP: all that is replayed; what attention added and the MLP's result, 2 h_l; and three
+    - hidden dropout, after the MLP: all that is replayed; what attention added and the MLP's result, 2 h_l; and three
       int64 for each element of the mask, of at most ``DROPOUT_BITS`` elements at a time.
     - attention dropout: the norm's result h_l; query, key and value, 2 q + 2 k, of which selective recompute has kept
       q + 2 k, and rotated ones; the operands of its product, 2 q; and for each head and position scores, probabilities,
