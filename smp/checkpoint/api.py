@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smp.checkpoint.all_ranks import on_all_ranks
 from smp.checkpoint.commit import commit, discard_unfinished
 from smp.checkpoint.dcp_planner import Item, LocalShard, assign, items_of, local_shards, misfits, require_fit
 from smp.checkpoint.folders.folder import Folder, open_folder
@@ -20,7 +21,6 @@ from smp.checkpoint.format.manifest import check_extra, read_manifest
 from smp.checkpoint.peer_files import PeerFolder
 from smp.checkpoint.storage import Write, build_manifest, unused_suffix, write_items, write_tensors
 from smp.checkpoint.tensor_slices import files_of, read_boxes
-from smp.checkpoint.together import together
 from smp.parallel.agree import on_rank_zero, rank
 
 _NONE: Mapping[str, int] = {}
@@ -83,7 +83,7 @@ def run_save(
 ) -> None:
     """Agree on which rank writes which shard, let ``write`` write them, and give rank 0's ``finish`` the manifest.
     After a failure the files of this save are deleted."""
-    # Filled by ``offer``, which runs on every rank inside of ``together``.
+    # Filled by ``offer``, which runs on every rank inside of ``on_all_ranks``.
     prefix, shards = f"cannot save {folder}: ", dict[str, LocalShard]()
 
     def offer() -> list[Item]:
@@ -100,7 +100,7 @@ def run_save(
 
     try:
         # The two exchanges of a save: what each rank has, and where its shards came to lie.
-        suffix, chosen = together(prefix, offer, plan, group)
+        suffix, chosen = on_all_ranks(prefix, offer, plan, group)
         file = f"shard_{rank(group):05d}{suffix}.safetensors"
         items = items_of(shards)
         # Replicas are in several ranks' lists, and each was given to one of them.
@@ -109,7 +109,7 @@ def run_save(
         def write_mine(by_key: Mapping[str, Item]) -> dict[str, str]:
             return write(file, {key: shards[item.name].rows(item) for key, item in by_key.items()})
 
-        together(
+        on_all_ranks(
             prefix, partial(write_items, file, mine, write_mine), lambda w: finish(build_manifest(w, extra)), group
         )
     except (CheckpointError, TypeError):
@@ -164,10 +164,10 @@ def load_from(
         return list(shards), misfits(shards, manifest.tensors)
 
     # All ranks agree that everything fits before a tensor of one of them is written to.
-    together(prefix, fit, lambda found: require_fit(found, manifest.tensors, allow_unread))
+    on_all_ranks(prefix, fit, lambda found: require_fit(found, manifest.tensors, allow_unread))
     # Contiguous or not: ``read_boxes`` fills views.
     boxes = {name: (shard.box.offsets, shard.data) for name, shard in shards.items()}
     if isinstance(folder, PeerFolder):
         files = files_of(manifest, boxes)
-        together(prefix, lambda: folder.bring(files), lambda _: None)
-    together(prefix, lambda: read_boxes(folder, manifest, boxes), lambda _: None)
+        on_all_ranks(prefix, lambda: folder.bring(files), lambda _: None)
+    on_all_ranks(prefix, lambda: read_boxes(folder, manifest, boxes), lambda _: None)

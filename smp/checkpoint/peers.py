@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smp.checkpoint.all_ranks import on_all_ranks
 from smp.checkpoint.background.staging import StagingBuffer
 from smp.checkpoint.dcp_planner import Item, LocalShard, assign, items_of, local_shards
 from smp.checkpoint.folders.latest import iteration_name, iteration_of
@@ -42,7 +43,6 @@ from smp.checkpoint.peer_files import PeerFolder, Place, next_nodes, receive, se
 from smp.checkpoint.peer_parts import manifest_of, read_parts, write_part
 from smp.checkpoint.spare_files import SpareNode
 from smp.checkpoint.storage import build_manifest, write_items
-from smp.checkpoint.together import together
 from smp.config.rules.elastic import LAUNCHER
 from smp.parallel.agree import any_rank, gather, on_rank_zero, rank
 
@@ -115,7 +115,7 @@ class PeerCopies:
         self.say, self.place, self.spare = say, place, spare
         # All ranks know where all are: they pair up without another message.
         self.places: list[Place] = gather(place)
-        together(f"{base}: ", lambda: self._make(Path(base)), lambda _: None)
+        on_all_ranks(f"{base}: ", lambda: self._make(Path(base)), lambda _: None)
         self._to = next_nodes(self.places)
         self._from = [r for r, to in enumerate(self._to) if to == rank()]
         # Of its own: a message in the background must not meet one of the training.
@@ -230,7 +230,7 @@ class PeerCopies:
         # Any rank's change concerns all, as the choice is made over all.
         if not any_rank(items != self._offered):
             return
-        chosen = together("cannot copy: ", lambda: items, assign)
+        chosen = on_all_ranks("cannot copy: ", lambda: items, assign)
         mine, found = [items[n] for n in chosen[rank()]], list[tuple[str, Item]]()
 
         def keys(by_key: Mapping[str, Item]) -> dict[str, str]:

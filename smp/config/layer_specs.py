@@ -110,6 +110,7 @@ class AttentionMixer:
             "sinks": self.sinks,
             "output gate": self.gate,
             f"norm of queries and keys ({self.norm})": self.norm is not None,
+            # Without a cap there is no number to format: its key is never shown.
             f"scores capped at {self.softcap:g}" if self.softcap else "": self.softcap is not None,
             "biases": self.bias or self.qkv_bias,
         }

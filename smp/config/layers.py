@@ -196,6 +196,7 @@ def _feed_forward(model: ModelConfig, has_experts: bool) -> MLPSpec | ExpertsSpe
 
 
 def _layer(model: ModelConfig, mixer: Any, forward: MLPSpec | ExpertsSpec | None) -> LayerSpec:
+    # Falcon-H1 has attention and a recurrence in one layer: its norms stand where the recurrence says.
     recurs = any(isinstance(one, Recurrence) for one in single_mixers(mixer))
     own = model.linear_norm_placement if recurs else None
     placement = own or model.norm_placement
@@ -310,6 +311,7 @@ def rope_scaling(model: ModelConfig) -> RopeScalingSpec | None:
     if not model.use_rope_scaling:
         return None
     kind = model.rope_scaling_type
+    # LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor for each pair of channels, for short and long sequences.
     short, long = longrope_factors(model) if kind == "longrope" else ((), ())
     return RopeScalingSpec(
         kind=kind,
@@ -354,6 +356,7 @@ def _experts(model: ModelConfig) -> ExpertsSpec:
         score_function=model.moe_router_score_function,
         pre_softmax=model.moe_router_pre_softmax,
         scaling_factor=model.moe_router_topk_scaling_factor,
+        # Balancing without a loss (Wang et al. 2024, arXiv 2408.15664).
         bias_update_rate=model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None,
         num_groups=model.moe_router_num_groups,
         group_topk=model.moe_router_group_topk,

@@ -101,20 +101,20 @@ def _of_experts(parallel: ParallelConfig, shard: int) -> tuple[int, int | None]:
             f"--expert-tensor-parallel-size {etp} has to divide --tensor-model-parallel-size {tp}; change one of them"
         )
     # tp / etp processes of a tensor-parallel group have different experts.
-    beside = 1 if etp is None else tp // etp
+    tp_per_etp = 1 if etp is None else tp // etp
     # ep ranks lie within dp_shard x cp and the tensor-parallel ranks that do not cut experts.
-    if ep < 1 or shard * cp * beside % ep:
+    if ep < 1 or shard * cp * tp_per_etp % ep:
         factors = f"{shard} processes that shard weights"
         factors += f" x --context-parallel-size {cp}" if cp > 1 else ""
-        factors += f" x {beside} of --expert-tensor-parallel-size {etp}" if beside > 1 else ""
-        factors += f" = {shard * cp * beside}" if cp * beside > 1 else ""
+        factors += f" x {tp_per_etp} of --expert-tensor-parallel-size {etp}" if tp_per_etp > 1 else ""
+        factors += f" = {shard * cp * tp_per_etp}" if cp * tp_per_etp > 1 else ""
         raise ConfigError(
             f"--expert-model-parallel-size {ep} has to divide the {factors}; change it, --hybrid-shard-degree or "
             "--nproc-per-node"
         )
-    if beside > 1 and not parallel.sequence_parallel:
+    if tp_per_etp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"--expert-tensor-parallel-size {etp} below --tensor-model-parallel-size {tp} needs --sequence-parallel: "
             "without it all tensor-parallel processes would send the same tokens; give it"
         )
-    return ep, None if beside == 1 else etp
+    return ep, None if tp_per_etp == 1 else etp

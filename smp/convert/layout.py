@@ -140,7 +140,7 @@ class Link:
         leading: index and size of its leading dimensions, of layers and of experts, if it has them.
         entry: index in the leading dimension of this project's tensor, of an expert; None: the link is of all of it.
         padded: its rows, when it is padded at the end.
-        inner_one: the external tensor has a dimension of one behind the rows, as of a convolution.
+        inner_one: the external tensor has a dimension of one after the rows, as of a convolution.
     """
 
     smp_name: str

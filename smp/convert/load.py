@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from smp.checkpoint import CheckpointError, collect_logical_rows, training_state
+from smp.checkpoint.all_ranks import on_all_ranks
 from smp.checkpoint.dcp_planner import local_shards
-from smp.checkpoint.together import together
 from smp.convert.huggingface.folder import open_hf
 from smp.convert.weights import Weights
 from smp.parallel.dtensor_box import local_part
@@ -57,7 +57,7 @@ def load_weights(
             return list(weights.notes)
 
     # Each rank has read its own shards; a note that all have is reported once.
-    return together("", fill, lambda notes: list(dict.fromkeys(chain.from_iterable(notes))))
+    return on_all_ranks("", fill, lambda notes: list(dict.fromkeys(chain.from_iterable(notes))))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ Algorithmica 1996; Tijdeman 1980): job j of source d may take slots from floor(j
 ceil((j + 1) M / w_d).
 
 So sample i needs no history: source and number of its sample follow from i div M and i mod M. A run that changes its
-blend begins a new phase; every source goes on in it behind the samples that it had given, whatever blend they were for.
+blend begins a new phase; every source goes on in it after the samples that it had given, whatever blend they were for.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Turns:
             key = xxhash.xxh3_128_hexdigest(np.array(weights, np.int64).tobytes())
             self._order = cache.array(f"turns-{key}.npy", lambda: interleave(weights))
         by_source = np.argsort(self._order, kind="stable")
-        # Slots sorted by source stand behind each other in their order; their place among
+        # Slots sorted by source stand after each other in their order; their place among
         # these is how many came before.
         self._given = np.empty(self.period, np.int64)  # slots of the same source before each slot
         first = np.cumsum([0, *self.weights[:-1]])

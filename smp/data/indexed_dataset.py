@@ -128,7 +128,7 @@ class IndexedDataset:
         Raises:
             ValueError: the file has become shorter. Touching the map beyond its end would kill the process.
         """
-        # Looked at for each read: a page behind the end of a mapped file kills the process with a signal.
+        # Looked at for each read: a page after the end of a mapped file kills the process with a signal.
         size = os.fstat(self._file.fileno()).st_size
         if size < stop * self.dtype.itemsize:
             raise ValueError(

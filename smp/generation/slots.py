@@ -119,7 +119,7 @@ class Slots:
             sequences.setdefault(ids, len(sequences))
             texts.append(self.waiting.popleft())
         rows = [sequences[tuple(text.ids)] for text in texts]
-        # The first of each sequence has the slot in which it is computed, the copies come behind.
+        # The first of each sequence has the slot in which it is computed, the copies come after.
         first = [rows.index(row) for row in range(len(sequences))]
         order = [*first, *(i for i in range(len(texts)) if i not in set(first))]
         return [list(ids) for ids in sequences], [texts[i] for i in order], [rows[i] for i in order]

@@ -49,7 +49,7 @@ class Ring:
         # size - 1 hops in a ring, from the rank of the last stage to the one before it.
         around = {((self.last + i) % size, (self.last + i + 1) % size) for i in range(size - 1)}
         self._hidden, self._tokens = Links(mesh, onward), Links(mesh, around)
-        self._before, self._behind = (self.rank - 1) % size, (self.rank + 1) % size
+        self._before, self._next = (self.rank - 1) % size, (self.rank + 1) % size
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def forward(self, micro_batch: MicroBatch) -> torch.Tensor | None:
@@ -78,17 +78,17 @@ class Ring:
 
     def chosen(self, sampled: Sampled) -> None:
         """Begin to send chosen tokens around the ring, on the rank of the last stage."""
-        if self._behind != self.last:
+        if self._next != self.last:
             # One message: ids are exact in fp64.
             message = torch.stack([sampled.ids.double(), sampled.log_probs.double()])
-            self._send(self._tokens, message, self._behind)
+            self._send(self._tokens, message, self._next)
 
     def received(self, count: int) -> Sampled:
         """The chosen tokens of ``count`` texts, on the other ranks, which also pass them on."""
         message = torch.empty(2, count, dtype=torch.float64, device=self.device)
         self._tokens.receive(message, self._before).wait()
-        if self._behind != self.last:
-            self._send(self._tokens, message, self._behind)
+        if self._next != self.last:
+            self._send(self._tokens, message, self._next)
         return Sampled(message[0].long(), message[1])
 
     def finish(self) -> None:

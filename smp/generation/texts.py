@@ -18,7 +18,7 @@ class Request:
         max_new_tokens: most tokens to write; fewer where the model's longest sequence ends.
         index: number of the prompt in its data. A new visit of a prompt needs another one, or gets the same text.
         sample: number of the text among those of the prompt.
-        written: tokens that were written before, as far as an interrupted run came; the text goes on behind them.
+        written: tokens that were written before, as far as an interrupted run came; the text goes on after them.
     """
 
     prompt: Sequence[int]
@@ -106,7 +106,7 @@ class Text:
 
     @property
     def written(self) -> int:
-        """Number of tokens behind the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.ids) - len(self.request.prompt)
 
     def add(self, token: int, log_prob: float, stops: Stops) -> None:

@@ -2,7 +2,7 @@
 
 The script cuts its batch with :func:`cut_sequence`. A sequence of n tokens lies in 2 x cp chunks, and rank r holds
 chunks r and 2 x cp - 1 - r, as SMP v2 scripts cut it. The model then gets its position ids and the labels of the
-tokens behind each chunk, and attention exchanges keys through Hugging Face's registry of attention functions. The loss
+tokens after each chunk, and attention exchanges keys through Hugging Face's registry of attention functions. The loss
 of a rank is such that its mean over all data ranks is the mean over whole sequences.
 """
 
@@ -292,6 +292,6 @@ def shifted(labels: torch.Tensor, group: Group, ignore: int) -> torch.Tensor:
     in_order = torch.cat((everyone[:, 0], everyone[:, 1].flip(0)))  # (2 x cp, batch), by chunk
     # After the last chunk nothing follows.
     in_order = F.pad(in_order, (0, 0, 0, 1), value=ignore)
-    behind = in_order[torch.tensor([group.rank + 1, 2 * group.size - group.rank], device=labels.device)]
+    following = in_order[torch.tensor([group.rank + 1, 2 * group.size - group.rank], device=labels.device)]
     first, last = labels.split(chunk, 1)
-    return torch.cat((first[:, 1:], behind[0][:, None], last[:, 1:], behind[1][:, None]), 1)
+    return torch.cat((first[:, 1:], following[0][:, None], last[:, 1:], following[1][:, None]), 1)

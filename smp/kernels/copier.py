@@ -94,7 +94,7 @@ class CudaCopier(Copier):
     def _copy(self, way: str, source: torch.Tensor, target: torch.Tensor, after: Event) -> Event:
         # The current stream is asked for each time: FSDP2 and autograd change it.
         stream, event = self._streams[way], torch.cuda.Event()
-        # Copies begin behind what has been issued, or they would read what is not computed yet.
+        # Copies begin after what has been issued, or they would read what is not computed yet.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if after is not None:
             stream.wait_event(after)

@@ -134,7 +134,7 @@ def logits_to_gradient_reference(
         gradient.scatter_add_(1, columns[rows], minus[rows].to(gradient.dtype))
         if gradient is not z:
             z.copy_(gradient)
-    # The matrix product behind this reads the padding too.
+    # The matrix product after this reads the padding too.
     logits[:, valid:] = 0.0
 
 

@@ -63,8 +63,8 @@ class SequenceCut:
         return (self.ranks != rank).to(torch.uint8).argsort(dim=1, stable=True)[:, : self.local_length]
 
     def together(self, ranks: int, part: int = 0) -> torch.Tensor:
-        """int64 (tokens,): of the tokens of ``ranks`` neighbouring ranks from part x ranks on, one rank behind the
-        other, the place of each when all of them are in the order of their sequences, one sequence behind the other."""
+        """int64 (tokens,): of the tokens of ``ranks`` neighbouring ranks from part x ranks on, one rank after the
+        other, the place of each when all of them are in the order of their sequences, one sequence after the other."""
         held = [self.index(part * ranks + i) for i in range(ranks)]
         rows = torch.arange(self.batch)[:, None] * self.length
         # The rank of each number among all: what is left when gaps are closed.

@@ -1,6 +1,6 @@
 """Layout of a micro-batch's tokens: positions, documents, masks and dropout numbers, without process groups.
 
-Rows of activations are the tokens of all sequences, one sequence behind the other, then padding. Queries and keys of a
+Rows of activations are the tokens of all sequences, one sequence after the other, then padding. Queries and keys of a
 sequence are usually the same tokens. With a cache of keys, or when a rank holds a slice of each sequence, they are not:
 then ``query_start`` and ``key_start`` say where in its sequence the first of each stands.
 """
@@ -98,7 +98,7 @@ class TokenLayout:
         """Whether each query's own key is among the keys, so that every query sees at least one."""
         if self.key_positions is not None:
             return self.cache.whole
-        # Keys before the first query and behind the last one.
+        # Keys before the first query and after the last one.
         before, after = self.query_start - self.key_start, self.key_start + self.keys - self.query_start - self.length
         return before >= 0 and after >= 0 and self.key_document_ids is None
 

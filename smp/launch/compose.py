@@ -154,6 +154,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[Override]]:
 def _default_cluster(recipes: Mapping[str, Any], overrides: list[Override]) -> str:
     """The default cluster: this machine; or Slurm, HyperPod's default, for several nodes or a container."""
     found: dict[str, Any] = {}
+    # Recipes of this project and HyperPod's, and its form for a script of one's own.
     for section, key in (("trainer", "num_nodes"), ("training_cfg.run", "nodes")):
         node: Any = recipes
         for part in section.split("."):
@@ -277,6 +278,7 @@ def _set(tree: Any, path: tuple[str, ...], value: Any) -> None:
     node, name = _descend(tree, path)
     if isinstance(node, list):
         index = _index(node, path, len(node))
+        # The index after the last one appends.
         if index == len(node):
             node.append(None)
         both = isinstance(value, dict) and isinstance(node[index], dict)

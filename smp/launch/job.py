@@ -271,6 +271,7 @@ def _clone(git: dict[str, Any]) -> dict[str, Any] | None:
         raise ConfigError(f"git.{unknown[0]}: there is no such key")
     if not isinstance(url, str | None):
         raise ConfigError(f"git.repo_url_or_path: {url!r} is neither a folder nor a URL")
+    # git@HOST:PATH is ssh without a scheme. All else is a folder that nodes see, and is used as it is.
     if url is None or not ("://" in str(url) or str(url).startswith("git@")):
         if git.get("branch") or git.get("commit"):
             raise ConfigError("git.branch and git.commit go with a URL in git.repo_url_or_path")

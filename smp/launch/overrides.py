@@ -79,6 +79,7 @@ def read_word(word: str) -> Override:
             f"unexpected {word!r}: expected key=value, +key=value, ~key or one of --list, --help, --version"
         )
     key = match["key"]
+    # Hydra's package overrides (group@package=name) and groups of its own.
     if "@" in key or ("/" in key and key.partition("/")[0] in ("hydra", "cluster", "recipes")):
         raise ConfigError(f"{key}: there are no groups but recipes=NAME and cluster=NAME")
     path = tuple(key.split("."))
@@ -220,6 +221,7 @@ def _scalar(text: str) -> Any:
         return Scalar(text, None)
     if lower in ("true", "false"):
         return Scalar(text, lower == "true")
+    # As in Hydra: 1_000 is a number, and 007, such as a job's name, is a text.
     if _INTEGER.fullmatch(text):
         return Scalar(text, int(text))
     if _FLOAT.fullmatch(text):

@@ -117,13 +117,13 @@ def read_recipe(tree: Mapping[str, Any], stem: str) -> Recipe:
     form = form_of(tree)
     where = {name: _section(tree, name) for name in _WHERE}
     own, leaves = _split(tree, where, form)
-    beside = {f"{name}.{key}": value for name, section in where.items() for key, value in section.items()}
+    others = {f"{name}.{key}": value for name, section in where.items() for key, value in section.items()}
     # verl's sections may give the sizes where the recipe's trainer does not.
     for name, key in (form.sizes if form is not None else {}).items():
         if name not in where["trainer"] and leaves.get(key) is not None:
-            where["trainer"][name] = beside[f"trainer.{name}"] = leaves[key]
+            where["trainer"][name] = others[f"trainer.{name}"] = leaves[key]
     num_nodes, devices = _count(where["trainer"], "num_nodes"), _count(where["trainer"], "devices")
-    translated = Translated(finetune=False) if form is None else translate(leaves, form, beside)
+    translated = Translated(finetune=False) if form is None else translate(leaves, form, others)
     # A setting that pretrain_gpt.py lacks tells a recipe for finetune.py.
     tuned = translated.finetune if form is not None else not own.keys() <= settings(PRETRAIN).keys()
     task = where["run"].get("task") or ("finetune" if tuned else "pretrain")
@@ -288,6 +288,7 @@ def _read_script(section: Mapping[str, Any], stem: str) -> Recipe:
         if key not in ("name", "nodes", "ntasks_per_node", "time_limit"):
             raise ConfigError(f"training_cfg.run.{key}: there is no such key; there are name, nodes, ntasks_per_node")
     script, module = section.get("entry_script"), section.get("entry_module")
+    # Equal: neither is given, or both are.
     if (script is None) == (module is None):
         raise ConfigError("training_cfg: give one of entry_script and entry_module")
     for key, value in (("entry_script", script), ("entry_module", module)):
@@ -316,6 +317,7 @@ def _script_words(arguments: Any) -> list[str]:
             raise ConfigError(f"training_cfg.script_args: {error} in {arguments!r}") from None
     words: list[Any] = []
     for item in arguments if isinstance(arguments, list) else [arguments]:
+        # ``- --flag: value`` is a mapping; ``--flag: null`` is a flag without a value.
         pairs = item.items() if isinstance(item, Mapping) else [(item, None)]
         words += [word for pair in pairs for word in pair if word is not None]
     if nested := [word for word in words if isinstance(word, Mapping | list)]:
@@ -367,6 +369,7 @@ def _missing(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, ...]:
     """Settings without which the run would not start and which do not affect the layout."""
     data = any(values.get(name) for name in ("data_path", "data_args_path", "train_data_path", "mock_data"))
     length = any(values.get(name) for name in ("train_iters", "train_samples", "train_epochs"))
+    # What recipes leave to their user: where data and models are, and how long to train.
     gone = [] if data else ["data_path"]
     gone += ["reward_funcs"] if values.get("objective") in ONLINE and not values.get("reward_funcs") else []
     gone += [] if length else ["train_iters"]

@@ -106,6 +106,7 @@ class _Resolver:
 
 
 def _by_omegaconf(tree: Mapping[str, Any]) -> dict[str, Any]:
+    # Imported here: commands that resolve nothing, such as --list, start without it.
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

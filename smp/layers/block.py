@@ -14,7 +14,7 @@ from smp.layers.mixer import Mixer
 from smp.layers.mlp import MLP
 from smp.layers.moe.layer import MoE
 from smp.layers.moe.router import Balance, Counted
-from smp.layers.norm import Norm, Own, own_together
+from smp.layers.norm import Norm, Own, local_weights
 
 _NORMS = "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"
 DROPOUT_SITES = 3
@@ -33,7 +33,7 @@ class TransformerBlock(nn.Module):
         attention_norm, mlp_norm: the normalizations in front of them; None: there is none.
         attention_post_norm, mlp_post_norm: those of what they give; None: there is none.
         parallel_residual: both read the block's input and are added to it together (GPT-NeoX). Without ``mlp_norm`` the
-            MLP reads what attention reads (Falcon, Cohere). Norms behind them are for one after the other.
+            MLP reads what attention reads (Falcon, Cohere). Norms after them are for one after the other.
         multiplier: of what each part adds to the residual stream.
         dropout: on what each part adds to the residual stream.
 
@@ -149,7 +149,7 @@ class TransformerBlock(nn.Module):
     def _own_of_norms(self, dtype: torch.dtype) -> dict[str, Own]:
         """Weights and biases of the norms, by name; their gradients are summed in one all-reduce."""
         norms = {name: getattr(self, name) for name in _NORMS if getattr(self, name) is not None}
-        return dict(zip(norms, own_together(list(norms.values()), dtype), strict=True)) if norms else {}
+        return dict(zip(norms, local_weights(list(norms.values()), dtype), strict=True)) if norms else {}
 
     def _added(self, y: torch.Tensor, layout: TokenLayout, keys: torch.Tensor | None, site: int) -> torch.Tensor:
         """The contribution of an output ``y`` to the residual stream: after dropout and multiplier."""

@@ -24,7 +24,7 @@ from smp.kernels.token_layout import TokenLayout
 from smp.parallel.collectives import Group, start_all_gather, wait
 
 NOWHERE = 1 << 40
-"""Position of a column that holds no token of its text: behind all of them, so none sees it."""
+"""Position of a column that holds no token of its text: after all of them, so none sees it."""
 ROUNDED = 64
 """Slots grow by multiples of so many tokens."""
 
@@ -104,7 +104,7 @@ class CacheView:
     keys: int
     last: torch.Tensor | None
     layer: int = -1
-    places: dict[int, torch.Tensor] = field(default_factory=dict)
+    indices: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -127,7 +127,7 @@ class CacheView:
         each (batch, heads, keys, channels)."""
         kept, batch = self.cache.tensors(self.layer, new), len(self.columns)
         for known, x in zip(kept, new, strict=True):
-            # Rows behind are padding of sequence parallelism, which has no place in the cache.
+            # Rows after are padding of sequence parallelism, which has no place in the cache.
             rows = x[: self.columns.numel()].reshape(-1, x.shape[2])
             known.view(-1, x.shape[2]).index_copy_(0, self._places(x.shape[1]), rows)
         return [x[self.start : self.start + batch, :, : self.keys] for x in kept]
@@ -151,12 +151,12 @@ class CacheView:
 
     def _places(self, heads: int) -> torch.Tensor:
         """int64 (batch x length x heads,): rows of a tensor of the cache with so many heads; once for all layers."""
-        if heads not in self.places:
+        if heads not in self.indices:
             slots = torch.arange(self.start, self.start + len(self.columns), device=self.columns.device)
             # A cache tensor seen as (slots x heads x capacity, channels): one index for all heads of a token.
             lines = slots[:, None] * heads + torch.arange(heads, device=slots.device)  # (batch, heads)
-            self.places[heads] = (lines[:, None] * self.cache.capacity + self.columns[..., None]).flatten()
-        return self.places[heads]
+            self.indices[heads] = (lines[:, None] * self.cache.capacity + self.columns[..., None]).flatten()
+        return self.indices[heads]
 
     def attention(
         self,

@@ -63,7 +63,7 @@ class Norm(nn.Module):
         }
 
     def forward(self, x: torch.Tensor, own: Own | None = None) -> torch.Tensor:
-        """Normalize the last dimension; the arithmetic is fp32 inside. ``own`` is from :func:`own_together`."""
+        """Normalize the last dimension; the arithmetic is fp32 inside. ``own`` is from :func:`local_weights`."""
         return norm(x, *self._weights(x.dtype, own), self.eps, self.backend)
 
     def after_addition(
@@ -74,11 +74,11 @@ class Norm(nn.Module):
 
     def parts(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Weight and, if there is one, bias of this rank, whose gradients are not yet summed."""
-        # Not summed here: ``own_together`` sums those of several norms at once.
+        # Not summed here: ``local_weights`` sums those of several norms at once.
         return [local(p, dtype) for p in (self.weight, self.bias) if p is not None]
 
     def _weights(self, dtype: torch.dtype, own: Own | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight, *biases = own_together([self], dtype)[0] if own is None else own
+        weight, *biases = local_weights([self], dtype)[0] if own is None else own
         bias = biases[0] if biases else None
         if self.one_plus:
             weight = 1 + weight.to(accumulation_dtype(dtype))  # bf16 has no 1.001
@@ -86,7 +86,7 @@ class Norm(nn.Module):
         return weight, bias
 
 
-def own_together(norms: Sequence[Norm], dtype: torch.dtype) -> list[Own]:
+def local_weights(norms: Sequence[Norm], dtype: torch.dtype) -> list[Own]:
     """Weights and biases of each norm in ``dtype``. Gradients of norms that the same ranks share are summed in one
     all-reduce, when all are there; so the norms are of one unit of FSDP, which takes its gradients together."""
     parts = [each.parts(dtype) for each in norms]

@@ -116,9 +116,10 @@ def _some(model: ModelConfig, which: tuple[bool, ...]) -> str:
 
 def _experts(model: ModelConfig) -> str:
     shared = model.moe_shared_expert_intermediate_size
-    beside = "" if shared is None else f" and a shared one of {shared:,}"
+    shared_one = "" if shared is None else f" and a shared one of {shared:,}"
     weighed = " of weighted inputs" if model.moe_apply_probs_on_input else ""
-    return f"{model.moe_router_topk} of {model.num_experts} experts of {model.moe_ffn_hidden_size:,}{weighed}{beside}"
+    experts = f"{model.moe_router_topk} of {model.num_experts} experts of {model.moe_ffn_hidden_size:,}"
+    return f"{experts}{weighed}{shared_one}"
 
 
 def _positions(model: ModelConfig) -> str:

@@ -171,7 +171,7 @@ class GPT(StagedModel):
             raise ValueError("a loss needs labels and loss_weights, logits neither")
         if part is None:
             (part,) = self.parts
-        # In one place for the whole model: every layer behind it sees tokens that the ranks share evenly.
+        # In one place for the whole model: every layer after it sees tokens that the ranks share evenly.
         tokens = self.tokens.of(batch, self.training)
         tied_weight = None
         if self.embeds_at_the_end and part.head and self.embedding is not None:

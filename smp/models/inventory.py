@@ -227,7 +227,8 @@ def _latent_attention(mixer: LatentMixer, hidden: int, name: str) -> Iterator[Pa
             yield Parameter(f"{name}.query_norm.weight", (low,))
     if mixer.indexer is not None:
         # The indexer's queries are made of the latent of the queries (DeepSeek-V3.2).
-        yield from _indexer(mixer.indexer, hidden, low or hidden, f"{name}.indexer")
+        assert low is not None, "resolved: dsa needs --q-lora-rank"
+        yield from _indexer(mixer.indexer, hidden, low, f"{name}.indexer")
 
 
 def _indexer(spec: IndexerSpec, hidden: int, low: int, name: str) -> Iterator[Parameter]:
@@ -245,8 +246,8 @@ def _indexer(spec: IndexerSpec, hidden: int, low: int, name: str) -> Iterator[Pa
 def _delta_net(mixer: DeltaNetMixer, hidden: int, name: str) -> Iterator[Parameter]:
     keys, values = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
     widths = {"query": keys, "key": keys, "value": values}
-    beside = {"gate": values, "beta": mixer.value_heads, "decay": mixer.value_heads}
-    for part, width in (widths | beside).items():
+    others = {"gate": values, "beta": mixer.value_heads, "decay": mixer.value_heads}
+    for part, width in (widths | others).items():
         yield from linear(f"{name}.{part}", hidden, width, 0, False)
     for part, width in widths.items():
         yield Parameter(f"{name}.{part}_conv", (width, mixer.conv), 0, flops=2 * mixer.conv * width)

@@ -20,7 +20,7 @@ class MTPBatch:
     :class:`MicroBatch`, shifted by k.
 
     Attributes:
-        input_ids: the token k places behind each.
+        input_ids: the token k places after each.
         labels: the token that follows that.
         loss_weights: what each counts; 0 where the sequence, or the document, ends before.
     """

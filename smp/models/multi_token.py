@@ -44,7 +44,7 @@ def mtp_loss(
         prediction = cast(Prediction, module)
         # Hidden states of token t and the embedding of token t + k: it predicts token t + k + 1.
         x = prediction(hidden, model.embed(target.input_ids, without_dropout, table))
-        # Tokens whose target lies behind the document's end count neither in the loss nor in the balance.
+        # Tokens whose target lies after the document's end count neither in the loss nor in the balance.
         counted = model.expert_counts.of(tokens, target.loss_weights)
         weighted = model.tokens.weighted(without_dropout, target.loss_weights)
         x = model.run_layer(layer, x, weighted, counted, found)

@@ -189,7 +189,7 @@ def _granite4(head_dim: int, hidden: int) -> Preset:
 
 
 def _ssm(before: float, *behind: float) -> Preset:
-    """Falcon-H1's factors in front of Mamba-2's projections and behind each, in one."""
+    """Falcon-H1's factors in front of Mamba-2's projections and after each, in one."""
     return {"ssm_multipliers": " ".join(str(before * factor) for factor in behind)}
 
 
@@ -453,7 +453,7 @@ PRESETS: dict[str, Preset] = {
     | {"linear_attention_type": "kda", "linear_attention_freq": "[1,1,1,0]*6+[1,1,0]", "linear_num_key_heads": 32}
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     | {"moe_router_topk_scaling_factor": 2.446},
-    # Every fourth layer is attention without positions. It has norms behind both parts, as OLMo 2;
+    # Every fourth layer is attention without positions. It has norms after both parts, as OLMo 2;
     # layers with a gated delta net have them in front.
     "olmo-hybrid-7b": _size(32, 3840, 30, 30, 11008)
     | {"vocab_size": 100352, "norm_epsilon": 1e-6, "norm_placement": "post"}

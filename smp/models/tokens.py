@@ -30,7 +30,7 @@ class Tokens:
     Attributes:
         layout: with what layers need.
         padding: rows to add so that the TP ranks can share the tokens evenly.
-        keys: of dropout, int64 (sites,), the embedding's behind those of all layers; None: nothing is dropped.
+        keys: of dropout, int64 (sites,), the embedding's after those of all layers; None: nothing is dropped.
         group: the TP ranks that share the rows; None: every rank has all of them.
     """
 

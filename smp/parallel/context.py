@@ -115,7 +115,7 @@ class ParallelContext:
 
     @property
     def shared_by(self) -> Group | None:
-        """The group over which gradients of replicated weights (norms, biases behind a sum) are summed: under sequence
+        """The group over which gradients of replicated weights (norms, biases after a sum) are summed: under sequence
         parallelism that of ``tp``, whose ranks use them on different tokens; else None."""
         return self.tp_group if self.sequence_parallel else None
 
@@ -143,8 +143,8 @@ class ParallelContext:
         ``size`` divided by the number of different sets of experts that these neighbours hold."""
         ep = 1 if self.ep is None else self.ep.size()
         # With fewer ranks cutting an expert's width, the others of ``tp`` hold different experts or shards.
-        beside = self.tp.size() // self.expert_tp_group.size
-        return {"parameters": (self.fsdp, size), "experts": (self.expert_fsdp, size * beside // ep)}
+        tp_per_etp = self.tp.size() // self.expert_tp_group.size
+        return {"parameters": (self.fsdp, size), "experts": (self.expert_fsdp, size * tp_per_etp // ep)}
 
     @property
     def has_fsdp(self) -> bool:

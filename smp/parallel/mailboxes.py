@@ -45,7 +45,7 @@ class Mailboxes:
 
     Args:
         channels: the same on all ranks.
-        memory: numbers of all channels behind HEADER, then their rooms.
+        memory: numbers of all channels after HEADER, then their rooms.
         processes: descriptors of the other ranks' processes, by rank.
         timeout: of a message.
     """

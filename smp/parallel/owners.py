@@ -236,6 +236,6 @@ def gathered(part: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> to
 def _inside(tensor: torch.Tensor, outer: Box, inner: Box) -> torch.Tensor:
     """The view of box ``inner`` in ``tensor``, which holds box ``outer``."""
     for dim, (begin, start, size) in enumerate(zip(inner.offsets, outer.offsets, inner.sizes, strict=True)):
-        # An empty part may begin behind the end.
+        # An empty part may begin after the end.
         tensor = tensor.narrow(dim, begin - start if size else 0, size)
     return tensor

@@ -34,7 +34,7 @@ _KEPT_VIEWS = 64
 """Views of slots, by size and dtype, that are made once."""
 _LINE, _GONE, _CALL = 16, 1, 2
 """Numbers (int64) of one rank, in cache lines of their own, and where in them is what: first the sequence number, at
-_GONE why the rank will not come any more, at _CALL and behind it which collective it calls with this sequence number
+_GONE why the rank will not come any more, at _CALL and after it which collective it calls with this sequence number
 and which with the one before, alternating like the slots."""
 _LEFT, _FAILED = 1, 2
 """Values at _GONE."""

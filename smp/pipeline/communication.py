@@ -66,7 +66,7 @@ def add_communication(schedule: Schedule, prefetch: int = 1, reshard_after_use: 
 
 def _send_and_receive(schedule: Schedule, ranks: list[_Rank], prefetch: int) -> None:
     for (source, destination), messages in _channels(schedule).items():
-        # A receive stands no later than any receive behind it in the channel: a minimum from the end.
+        # A receive stands no later than any receive after it in the channel: a minimum from the end.
         posts = accumulate((max(0, reader - prefetch) for _, reader, _ in reversed(messages)), min)
         for (writer, _, receive), post in zip(messages, reversed(list(posts)), strict=True):
             # The post was counted from the end, for the minimum; here messages go from the first to the last again.

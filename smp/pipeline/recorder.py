@@ -84,7 +84,7 @@ class Recorder:
 
     def timeline(self) -> Timeline | None:
         """All ranks' spans, on pipeline rank 0; None elsewhere. Every rank calls it, after the step."""
-        # An event has a time only after the stream has passed it. It is the one wait, and behind the step.
+        # An event has a time only after the stream has passed it. It is the one wait, and after the step.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)

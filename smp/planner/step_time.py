@@ -151,7 +151,7 @@ class StepModel:
         bandwidth = self.device.bandwidth * self.device.memory_share
         return ahead / bandwidth, back / bandwidth
 
-    def _further(self) -> tuple[Pass, Pass]:
+    def _prediction_layers(self) -> tuple[Pass, Pass]:
         """Forward and backward pass of the multi-token prediction layers without their losses. Each is like the last
         block, with a projection between norms in front, which a rank computes for its own tokens."""
         model, last = self.config.model, self.config.model.num_layers - 1
@@ -309,7 +309,7 @@ class StepModel:
     def _without_pipeline(self) -> StepTime:
         model, count = self.config.model, self.micro_batches
         layers = model.num_layers
-        ahead, back = self._further()
+        ahead, back = self._prediction_layers()
         work = ((self.forward + self.backward) * layers + ahead + back + self._head()) * count
         parameters = self._parameters(whole(layers))
         return self._step(work, self._exposed_gathers() + self._replicas(parameters), 0.0, parameters)
@@ -350,7 +350,7 @@ class StepModel:
     def _with_pipeline(self, plan: Plan) -> StepTime:
         """The simulator's step: the busiest rank's work, and its waits as the bubble."""
         head = self._head()
-        ahead, back = self._further()
+        ahead, back = self._prediction_layers()
         # The output layer: one product forward, two backward.
         passes = [self.forward * part.count + (ahead + head * (1 / 3)) * part.head for part in plan.parts]
         backs = [self.backward * part.count + (back + head * (2 / 3)) * part.head for part in plan.parts]

@@ -1,7 +1,7 @@
 """Activation offload: what a block saves for its backward pass waits in host memory.
 
 What a block saves for its backward pass (under full recompute its input, else all that its operations keep) is copied
-to the host while the next block computes, and comes back while the block behind it is in its backward pass:
+to the host while the next block computes, and comes back while the block after it is in its backward pass:
 
     forward   | block 0 | block 1 | block 2 | block 3 |        horizon 2: of two blocks, that which computes and
     to host   |         |  of 0   |  of 1   |  of 2   |        the one next to it, there is something on the device

@@ -195,7 +195,7 @@ class RunSetup:
     progress: Callable[[], None] = lambda: None
 
 
-def setup_beside(config: Config, setup: RunSetup, *, documents: bool, trim: bool) -> RunSetup:
+def setup_for_second_model(config: Config, setup: RunSetup, *, documents: bool, trim: bool) -> RunSetup:
     """The set-up for a second model, such as a teacher, in the layout of ``config``, on the process groups of
     ``setup``. Arguments as in :func:`choose_backends`; ``trim``: sequences may have any length."""
     context, length = setup.context, config.data.seq_length

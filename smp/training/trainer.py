@@ -192,9 +192,9 @@ class Trainer:
         num_valid, num_tokens, visible_pairs, num_samples = self._counts(batch)
         assert isinstance(batch, RankBatch)
         # A function of what is behind alone, so a resumed run has nothing to restore.
-        behind = self.config.optim, self.progress.iteration + 1, self.progress.consumed_samples
-        lr = learning_rate(*behind)
-        set_learning_rate(self.optimizer, lr, decoupled_learning_rate(*behind))
+        progress = self.config.optim, self.progress.iteration + 1, self.progress.consumed_samples
+        lr = learning_rate(*progress)
+        set_learning_rate(self.optimizer, lr, decoupled_learning_rate(*progress))
         # Weights of the losses contain the division by the global batch, so all that follows are plain sums.
         passed = self._forward_backward(batch, num_valid)
         if self.rerun is not None:
@@ -383,7 +383,7 @@ class Trainer:
             batch = batches.next_or_reason()
             num_valid = self._counts(batch)[0]
             assert isinstance(batch, RankBatch)
-            if num_valid == 0:  # on no rank: behind the last sample of fine-tuning's validation data
+            if num_valid == 0:  # on no rank: after the last sample of fine-tuning's validation data
                 continue
             outputs = self.forward_backward.forward(self.objective.micro_batches(batch, num_valid))
             # Losses are means over the tokens of their batch; fp64, because thousands of batches are added up.

@@ -11,7 +11,7 @@ import torch
 
 from smp.config import Layout
 from smp.layers import LayerNorm, RMSNorm
-from smp.layers.norm import own_together
+from smp.layers.norm import local_weights
 from smp.parallel import collectives
 from smp.parallel.context import ParallelContext, build_context
 from tests.distributed import run_distributed
@@ -70,7 +70,7 @@ def gradients(mesh: Any, *, together: bool) -> tuple[list[torch.Tensor], int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "start_all_reduce", counted)
-        own = own_together(norms, x.dtype) if together else [None] * len(norms)
+        own = local_weights(norms, x.dtype) if together else [None] * len(norms)
         for layer, mine in zip(norms, own, strict=True):
             x = layer(x, mine)
         x.square().sum().backward()

@@ -49,7 +49,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
     entries: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     entries |= {s.key: {"dtype": s.dtype, "shape": s.shape, "data_offsets": (s.start, s.start + s.size)} for s in slots}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    # Spaces behind JSON are allowed, and the data begin at a cache line.
+    # Spaces after JSON are allowed, and the data begin at a cache line.
     # 8: the length of the header, in front of it.
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return FileLayout(struct.pack("<Q", len(text)) + text, tuple(slots))

@@ -236,6 +236,7 @@ def _yaml_value(name: str, node: Any, where: str, known: Mapping[str, Setting]) 
         raise ConfigError(f"{where}: unknown key {name}{did_you_mean(name, known)}")
     if not isinstance(node.value, str):
         raise ConfigError(f"{where}: {name}: expected one value; keys are flat, without groups or lists")
+    # From the text: YAML itself takes ``off`` for false and ``1e-4`` for a text.
     setting = known[name]
     if node.tag == "tag:yaml.org,2002:null":
         if setting.optional:

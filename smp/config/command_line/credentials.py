@@ -8,7 +8,7 @@ from typing import Any
 # abfs://CONTAINER@ACCOUNT names a container, no user.
 # abfs://CONTAINER@ACCOUNT is no secret
 _USER = re.compile(r"(?<!abfs)(?<!abfss)://[^/\s?]*@")
-# A query has a =, a ? alone is of a pattern. What stands behind the URL, as the line of a file, stays.
+# A query has a =, a ? alone is of a pattern. What stands after the URL, as the line of a file, stays.
 _QUERY = re.compile(r"(://[^\s?'\"]*\?)[^\s'\"]*=[^\s'\"]*?(?=(?::\d+)?[:,;.)\]]*(?:['\"\s]|$))")
 
 

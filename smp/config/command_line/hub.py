@@ -84,6 +84,7 @@ def with_folders(values: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(given, str) or PREFIX not in given:
             continue
         flag = "--" + name.replace("_", "-")
+        # Paths of data are lists of words (weights and names), all other settings are one name.
         words = shlex.split(given) if kind == "dataset" else [given]
         found = [on_this_machine(word, kind, flag) for word in words]
         out[name] = shlex.join(found) if kind == "dataset" else found[0]

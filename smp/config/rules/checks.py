@@ -138,7 +138,7 @@ def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> No
 def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
     """Check what is known before process groups exist; that the neighbours are on one node is checked at the start."""
     size, shards, ep = parallel.zero_hpz_partition_size, layout.dp_shard * layout.cp, layout.ep
-    beside = size * (layout.tp // layout.expert_tp)  # of the neighbours' processes those among which experts lie
+    expert_ranks = size * (layout.tp // layout.expert_tp)  # of the neighbours' processes those among which experts lie
     if size == 1:
         return
     require(
@@ -152,11 +152,11 @@ def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
         "(--hybrid-shard-degree x --context-parallel-size)",
     )
     require(
-        beside % ep == 0 or ep % beside == 0,
-        f"--zero-hpz-partition-size {beside} and --expert-model-parallel-size {ep}: one has to divide the other"
+        expert_ranks % ep == 0 or ep % expert_ranks == 0,
+        f"--zero-hpz-partition-size {expert_ranks} and --expert-model-parallel-size {ep}: one has to divide the other"
         if layout.etp is None
-        else f"--zero-hpz-partition-size {size} x {beside // size} of --expert-tensor-parallel-size {layout.etp} and "
-        f"--expert-model-parallel-size {ep}: one has to divide the other",
+        else f"--zero-hpz-partition-size {size} x {expert_ranks // size} of --expert-tensor-parallel-size "
+        f"{layout.etp} and --expert-model-parallel-size {ep}: one has to divide the other",
     )
 
 
@@ -171,6 +171,7 @@ def check_effects(config: Config, *groups: str) -> None:
 def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
     """Notes on settings that have no effect, some in this ``layout``, and are not refused."""
     notes = [f"note: {said_without_effect(config, [s])}" for s in without_effect(config) if s.noted]
+    # Notes and no errors: the same recipe may run on more processes, where these settings do something.
     if layout is not None and layout.dp_replicate * layout.tp == 1 and config.training.rerun_mode == "disabled":
         for flag in given(config.training, "check_replicas_interval"):
             notes.append(f"note: {flag} has no effect: in this layout no weight is on two processes")
@@ -185,6 +186,7 @@ def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
 
 def _check_rerun(config: Config) -> None:
     """Refuse settings with which a repeated pass would not find what the first one found."""
+    # A rerun compares bits, so everything that a pass reads must still be there after it.
     mode = config.training.rerun_mode
     if mode == "disabled":
         return
@@ -297,6 +299,8 @@ def _check_pipeline(parallel: ParallelConfig, training: TrainingConfig) -> None:
         "other: a pipeline gathers weights and reduces gradients once per step, see --pipeline-reshard; leave it out",
     )
     name = parallel.pipeline_schedule
+    # Measured: Inductor drops the calls that keep weight gradients for later (Qi et al. 2023, arXiv 2401.10241), and
+    # says nothing.
     require(
         not (parallel.compile and name in ("zb-h1", "zb-v")),
         f"--pipeline-schedule {name} and --compile exclude each other: a compiled graph drops the weight gradients "
@@ -325,12 +329,14 @@ def _check_data_source(data: DataConfig, model: ModelConfig, training: TrainingC
     if not tuning:
         _check_separate_paths(data, training)
     _check_packing(data)
+    # Random tokens have no tokenizer whose size could be taken.
     require(model.vocab_size is not None or not data.mock_data, "--mock-data needs --vocab-size")
     require((model.vocab_size or 2) > 1 or not data.mock_data, "--mock-data needs a --vocab-size of at least 2")
     require(
         model.vocab_size is not None or data.tokenizer_model is not None,
         "the number of token ids is unknown: give --tokenizer-model or --vocab-size",
     )
+    # Separate files for training are used whole: --split is about the one file that all parts come from.
     train, validation, _ = parse_split(data.split)
     if data.train_data_path is not None:
         return

@@ -57,6 +57,7 @@ def _check_recurrence(config: Config, layout: Layout) -> None:
     model = config.model
     if not any(linear(model)) or config.parallel.cp_comm_type != "a2a":
         return
+    # Value heads are a multiple of key heads, so key heads decide. A whole head goes to one process.
     name = "linear_num_key_heads" if model.linear_attention_type in DELTA_RULES else "mamba_num_groups"
     count = getattr(model, name)
     if count // layout.tp and count // layout.tp % layout.cp == 0:
@@ -96,6 +97,7 @@ def exchange_sizes(parallel: ParallelConfig) -> tuple[int, int]:
                 f"--hierarchical-context-parallel-sizes {text} is for --cp-comm-type a2a+p2p, not {kind}; leave it out"
             )
         return (cp, 1) if kind == "a2a" else (1, cp)
+    # Groups exchange heads, and rings go between groups (USP: Fang and Zhao 2024, arXiv 2405.07719).
     words = (text or "").split()
     if len(words) != 2 or not all(word.isdecimal() for word in words) or int(words[0]) * int(words[1]) != cp:
         said = "is missing" if text is None else f"{text} does not fit"

@@ -44,6 +44,7 @@ def check_dsa_model(model: ModelConfig) -> None:
     )
     named = given(model, "window_size", "attention_dropout")
     require(not named, f"{said} and {', '.join(named)} exclude each other; leave out one")
+    # The indexer shares the rotary table of latent attention, which has this many channels.
     rotated = model.qk_pos_emb_head_dim
     require(
         model.dsa_indexer_head_dim >= rotated,

@@ -37,6 +37,7 @@ def check_latent(model: ModelConfig) -> None:
     """
     if not model.multi_latent_attention:
         return
+    # Keys and values are made of one latent for each head (DeepSeek-V2, arXiv 2405.04434): there is nothing to group.
     heads, groups = model.num_attention_heads, model.num_query_groups
     require(
         groups == heads,

@@ -98,12 +98,14 @@ def check_pattern(model: ModelConfig) -> None:
 def _check_delta_net(model: ModelConfig, tp: int) -> None:
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
     if model.linear_attention_type == "kda":
+        # Kimi delta attention has one decay for each channel of a key, so heads come in pairs of one width.
         _check_alike(model, "linear_num_key_heads", "linear_num_value_heads")
         _check_alike(model, "linear_key_head_dim", "linear_value_head_dim")
     require(
         values % keys == 0,
         f"--linear-num-value-heads {values} is not divisible by --linear-num-key-heads {keys}; change one of them",
     )
+    # A value head reads the key head of its group, so both must be on the same process.
     require(
         keys % tp == 0,
         f"--linear-num-key-heads {keys} is not divisible by --tensor-model-parallel-size {tp}; change one of them",

@@ -69,6 +69,7 @@ def _check_groups(model: ModelConfig) -> None:
 
 
 def _check_balancing(model: ModelConfig) -> None:
+    # Sinkhorn balances the choice itself (as in Megatron), so there is no loss for a coefficient.
     kind, coefficient = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     require(
         kind not in ("none", "sinkhorn") or coefficient == 0,

@@ -25,6 +25,7 @@ def check_mtp_model(model: ModelConfig) -> None:
     if model.mtp_num_layers is None:
         return
     said = f"--mtp-num-layers {model.mtp_num_layers}"
+    # A prediction layer reads the next token's embedding, in which a learned position would already be.
     require(
         model.position_embedding_type in ("rope", "none"),
         f"{said} and --position-embedding-type {model.position_embedding_type} exclude each other: a token's embedding "

@@ -53,5 +53,6 @@ def _numbers(model: ModelConfig, name: str, count: int) -> tuple[float, ...]:
     except ValueError:
         raise ConfigError(f"{flag} {text}: expected {count} numbers") from None
     require(len(numbers) == count, f"{flag} {text}: expected {count} numbers, not {len(numbers)}")
+    # 0 would cut a branch off, and nan or inf pass float(): refused here, where the flag is known.
     require(all(0 < number < math.inf for number in numbers), f"{flag} {text}: expected numbers above 0")
     return numbers

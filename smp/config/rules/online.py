@@ -136,6 +136,7 @@ def _check_following(config: Config, rollouts: RolloutConfig) -> None:
     alpha, steps = rollouts.ref_model_mixup_alpha, rollouts.ref_model_sync_steps
     require(0 < alpha <= 1, f"--ref-model-mixup-alpha {alpha} must be above 0 and at most 1")
     require(steps >= 1, f"--ref-model-sync-steps {steps} must be at least 1")
+    # TR-DPO's reference (arXiv 2404.09656) is a second state; what goes back to memory must hold it as well.
     keeps = "it keeps the model, and not the reference of --sync-ref-model; leave one out"
     require(config.training.spike_policy != "rewind", f"--spike-policy rewind: {keeps}")
     interval = config.checkpoint.peer_snapshot_interval

@@ -25,6 +25,7 @@ def check_positions(model: ModelConfig) -> None:
         f"--rope-high-freq-factor {model.rope_high_freq_factor}",
     )
     assert model.kv_channels is not None, "filled in before"
+    # RoPE rotates pairs of channels, so their number is even.
     rotated = model.rotary_channels
     require(
         kind != "rope" or not any(attends(model)) or (rotated > 0 and rotated % 2 == 0 and model.rotary_percent <= 1),
@@ -70,6 +71,7 @@ def _check_of_rope_layers(model: ModelConfig) -> None:
         not (model.qk_l2_norm and model.qk_layernorm),
         "--qk-l2-norm and --qk-layernorm exclude each other: each normalizes queries and keys; leave out one",
     )
+    # YaRN and LongRoPE scale attention by the length of queries and keys, which the norm sets to 1 again.
     require(
         not (model.qk_l2_norm and model.use_rope_scaling and model.rope_scaling_type in ("yarn", "longrope")),
         f"--qk-l2-norm and --rope-scaling-type {model.rope_scaling_type} exclude each other: the norm, which comes "
@@ -81,6 +83,7 @@ def _check_rope_scaling(model: ModelConfig) -> None:
     kind, fast, slow = model.rope_scaling_type, model.yarn_beta_fast, model.yarn_beta_slow
     if kind == "longrope" and model.use_rope_scaling:
         _check_longrope(model)
+    # The new base is base x (...)^(channels / (channels - 2)): with 2 channels it divides by zero.
     require(
         kind != "dynamic" or model.rotary_channels > 2,
         f"--rope-scaling-type dynamic needs more than the {model.rotary_channels} rotated channels of a head",
@@ -91,6 +94,7 @@ def _check_rope_scaling(model: ModelConfig) -> None:
     )
     if kind != "yarn":
         return
+    # YaRN (Peng et al. 2023, arXiv 2309.00071) goes from kept to interpolated channels between these two.
     require(fast > slow, f"--yarn-beta-fast {fast} must be above --yarn-beta-slow {slow}")
     require(model.rotary_base > 1, f"--rope-scaling-type yarn needs --rotary-base above 1, not {model.rotary_base}")
     require(

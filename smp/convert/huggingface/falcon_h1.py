@@ -1,7 +1,7 @@
 """Falcon-H1 of transformers: names of its tensors, and its multipliers. No torch here.
 
 It multiplies what attention and Mamba-2 read as well as what their projections give. The projections have no biases, so
-a number in front of one may as well stand behind it, and those of queries and keys in the scale of scores. That is how
+a number in front of one may as well stand after it, and those of queries and keys in the scale of scores. That is how
 they are kept here, and they are written so, with 1 for the others.
 """
 
@@ -37,7 +37,7 @@ def _read(reader: Reader, values: Mapping[str, Any]) -> dict[str, Any]:
     reader.check_number("mamba_rms_norm", has_norm, bool)
     if has_norm and reader.get("mamba_norm_before_gate"):
         raise ConfigError(f"{reader.where}: mamba_norm_before_gate true is not supported, only false")
-    # before: in front of the projections, after: behind them.
+    # before: in front of the projections, after: of their results.
     key, before, after = (_number(reader, name) for name in _FACTORS)
     inside, outside = (_number(reader, name) for name in _SSM_FACTORS)
     # sizes that are none are refused later

@@ -83,7 +83,7 @@ class Family:
         renamed: modules that have another name in some files; between dots a part of names.
         aliases: keys of config.json and the other name that transformers takes for them.
         experts: its keys about experts; None: its layers are dense.
-        predicts: files may have layers behind the last for multi-token prediction.
+        predicts: files may have layers after the last for multi-token prediction.
         factors: keys of numbers that something is multiplied by -> the setting, and how one follows from the other.
         own: what its keys say beyond all this.
         quantized: names of its tensors in files whose experts are in MXFP4; None: there are no such files.

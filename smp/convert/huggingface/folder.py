@@ -59,7 +59,7 @@ COMPANIONS = (
 
 CARRIED = "hf"
 """Folder inside of a converted checkpoint with the config.json, tokenizer and so on of the source folder."""
-BESIDE = "model_files"
+MODEL_FILES = "model_files"
 """Folder with the same files next to the checkpoints of a run."""
 
 
@@ -98,19 +98,19 @@ def open_hf(folder: str | Path, *, allow_pickle: bool = False, predictions: bool
     weights.notes += ["weights in FP8 are read as bf16"] if in_fp8 else []
     embedding = weights.links["embedding.weight"][0].external_name
     _check_copies(weights, copied)
-    predicting = _further_layers(store, config)
-    further = predicting if family.predicts and config.mtp_num_layers is None else ()
-    further += tuple(name for name in store.tensors if family.skipped and name.startswith(family.skipped))
+    predicting = _predicting_layers(store, config)
+    left_out = predicting if family.predicts and config.mtp_num_layers is None else ()
+    left_out += tuple(name for name in store.tensors if family.skipped and name.startswith(family.skipped))
     # A tensor that no table names would be lost in silence: it is an error.
     copies = weights.refuse_extra(
         embedding,
         ("lm_head.weight", "embed_out.weight"),
-        (*family.ignored, *further, *(link.external_name for link in copied)),
+        (*family.ignored, *left_out, *(link.external_name for link in copied)),
     )
     weights.notes += [f"{name} is left out: it is {embedding} again" for name in copies]
     weights.notes += missing
-    if further:
-        weights.notes.append(f"{len(further)} tensors of layers of multi-token prediction are left out")
+    if left_out:
+        weights.notes.append(f"{len(left_out)} tensors of layers of multi-token prediction are left out")
     return weights
 
 
@@ -143,7 +143,7 @@ _STACKED = tuple(f".{module}.experts.down_proj" for module in ("mlp", "mixer", "
 """Ends of names in files that stack all experts of a layer in one tensor."""
 
 
-def _further_layers(store: PieceStore, config: ModelConfig) -> tuple[str, ...]:
+def _predicting_layers(store: PieceStore, config: ModelConfig) -> tuple[str, ...]:
     """Names of tensors of layers after the last (multi-token prediction), which the model's own computation does not
     use."""
     numbers = ((name, re.match(r"(?:model\.)?layers\.(\d+)\.", name)) for name in store.tensors)
@@ -255,4 +255,4 @@ def carry(reference: Path | None, folder: Path) -> None:
 def carried(folder: Path) -> Path | None:
     """The folder that :func:`carry` or a run has left in or next to a checkpoint; None: there is none."""
     run = folder.parent if ITERATION.fullmatch(folder.name) else folder
-    return next((found for found in (folder / CARRIED, run / BESIDE) if found.is_dir()), None)
+    return next((found for found in (folder / CARRIED, run / MODEL_FILES) if found.is_dir()), None)

@@ -121,7 +121,7 @@ def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 _LANGUAGES = ("mbart", "m2m_100", "plbart", "nllb-moe")
-"""Types whose tokenizers put a language in front of or behind each text."""
+"""Types whose tokenizers put a language in front of or after each text."""
 
 
 def _require_texts(config: Any, where: str) -> None:

@@ -47,9 +47,9 @@ class Mxfp4Store(PieceStore):
             return
         *front, column = offsets
         # Whole groups of 32 columns, which share a scale.
-        first, behind = column // 32, -(-(column + out.shape[-1]) // 32)
-        blocks = torch.empty(*out.shape[:-1], behind - first, 16, dtype=torch.uint8)
-        scales = torch.empty(*out.shape[:-1], behind - first, dtype=torch.uint8)
+        first, end = column // 32, -(-(column + out.shape[-1]) // 32)
+        blocks = torch.empty(*out.shape[:-1], end - first, 16, dtype=torch.uint8)
+        scales = torch.empty(*out.shape[:-1], end - first, dtype=torch.uint8)
         super().read_into(name, (*front, first, 0), blocks)
         super().read_into(_scales_of(name), (*front, first), scales)
         start = column - 32 * first

@@ -33,7 +33,7 @@ _PARTS = {
     "qwen3_5": _Part("Qwen3_5ForCausalLM", "qwen3_5_text", _QWEN35),
     "qwen3_5_moe": _Part("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _QWEN35_MOE),
 }
-_BESIDE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+_OUTER_KEYS = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of the outer config.json that hold for its parts, too."""
 
 
@@ -42,7 +42,7 @@ def text_config(content: Mapping[str, Any]) -> dict[str, Any]:
     part, text = _PARTS.get(str(content.get("model_type"))), content.get("text_config")
     if part is None or not isinstance(text, dict):
         return dict(content)
-    beside = {key: content[key] for key in _BESIDE if key in content}
+    outer = {key: content[key] for key in _OUTER_KEYS if key in content}
     named = {"architectures": [part.architecture], "model_type": part.model_type}
     # The later wins: keys of text_config, and then the family's names.
-    return {**part.defaults, **beside, **text, **named}
+    return {**part.defaults, **outer, **text, **named}

@@ -304,8 +304,8 @@ def _refuse_what_megatron_lacks(config: ModelConfig) -> None:
     for name, only in refused.items():
         if getattr(c, name) != only:
             flag = f"--{name.replace('_', '-')} {getattr(c, name)}"
-            beside = " with --qk-layernorm" if name == "normalization" else ""
-            raise ConfigError(f"Megatron's GPT has no {flag}{beside}: these weights cannot be written for it")
+            where = " with --qk-layernorm" if name == "normalization" else ""
+            raise ConfigError(f"Megatron's GPT has no {flag}{where}: these weights cannot be written for it")
 
 
 def _args_of_experts(config: ModelConfig) -> dict[str, Any]:

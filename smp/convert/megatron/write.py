@@ -71,20 +71,20 @@ class MegatronTarget:
 
     def write(self, folder: Path, file: str, feed: Feed) -> Any:
         """Write one data file; returns (position, size) of each item by name."""
-        places = {}
+        written = {}
         (folder / RELEASE).mkdir(exist_ok=True)
         with (folder / file).open("wb") as out:
             for planned in self.files[file]:
                 with feed.whole(planned) as tensor:
                     single = _stacked(planned.name)[1] is None
                     # As megatron-core saves it: a layer is one entry of a tensor of all layers.
-                    places[planned.name] = _append(out, tensor if single else tensor.unsqueeze(0))
+                    written[planned.name] = _append(out, tensor if single else tensor.unsqueeze(0))
             # Once, in the first file: readers of that format ask for these objects, whatever is in them.
             if file == next(iter(self.files)):
-                places |= {name: _append(out, [None]) for name in self._extra_states()}
+                written |= {name: _append(out, [None]) for name in self._extra_states()}
             out.flush()
             os.fsync(out.fileno())
-        return places
+        return written
 
     def _extra_states(self) -> list[str]:
         """Names of the (empty) objects that Transformer Engine keeps next to weights, and that Megatron expects to
@@ -114,7 +114,7 @@ class MegatronTarget:
 
     def _metadata(self, records: Mapping[str, Any]) -> Metadata:
         tensors: dict[str, Any] = {}
-        places: dict[MetadataIndex, Any] = {}
+        written: dict[MetadataIndex, Any] = {}
         planned = {t.name: t for group in self.files.values() for t in group}
         for file, record in records.items():
             for name, (start, length) in record.items():
@@ -124,8 +124,8 @@ class MegatronTarget:
                 else:
                     tensors[name] = BytesStorageMetadata()
                 # Where an item's torch.save file begins and how long it is.
-                places[index] = _StorageInfo(Path(file).name, start, length)
-        return Metadata(tensors, planner_data={}, storage_data=places, storage_meta=StorageMeta())
+                written[index] = _StorageInfo(Path(file).name, start, length)
+        return Metadata(tensors, planner_data={}, storage_data=written, storage_meta=StorageMeta())
 
     def _add(self, tensors: dict[str, Any], planned: Planned) -> MetadataIndex:
         """Add a tensor, or one layer's chunk of a tensor; returns its index."""

@@ -14,7 +14,7 @@ from smp.data.tuning.tokenizer import TuningTokenizer
 
 
 class ApartEncoder(Encoder):
-    """Turns samples into the token ids of a prompt, and behind them those of its answer, the ones that are trained.
+    """Turns samples into the token ids of a prompt, and after them those of its answer, the ones that are trained.
 
     Each begins and ends as the tokenizer's own rules have a text begin and end (T5 ends both with ``</s>``), and the
     answer always with the end token: it teaches the model to stop. In a conversation the chat template writes both, and
@@ -52,15 +52,15 @@ class ApartEncoder(Encoder):
         tokenizer, answer = self.tokenizer, self.tokenizer.begun(pieces[-1])
         if tokenizer.before == [self._start]:
             answer = answer[1:]
-        prompt = [*tokenizer.begun("".join(pieces[:-1])), *tokenizer.behind]
+        prompt = [*tokenizer.begun("".join(pieces[:-1])), *tokenizer.after]
         ends = answer[-1:] == [tokenizer.eos]  # written out in the text
-        return prompt, answer if ends else [*answer, *(tokenizer.behind or [tokenizer.eos])]
+        return prompt, answer if ends else [*answer, *(tokenizer.after or [tokenizer.eos])]
 
     def _turns(self, sample: Conversation) -> tuple[list[int], list[bool]]:
         """Up to the end of the one answer."""
         ids, trained = self._conversation(sample)
-        places = np.flatnonzero(trained)
-        if len(places) and places[-1] - places[0] + 1 != len(places):
+        positions = np.flatnonzero(trained)
+        if len(positions) and positions[-1] - positions[0] + 1 != len(positions):
             raise BadSampleError("it has several answers, and a decoder gives one: write a sample for each")
-        end = int(places[-1]) + 1 if len(places) else len(ids)
+        end = int(positions[-1]) + 1 if len(positions) else len(ids)
         return ids[:end], trained[:end]

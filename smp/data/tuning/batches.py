@@ -41,7 +41,7 @@ class LabelledBatch(RankBatch):
     answers of other samples."""
 
     desirable: torch.Tensor | None = None  # bool (num_microbatches, rows)
-    mismatched: RankBatch | None = None  # row i: the prompt of row i, and the answer of the sample behind it
+    mismatched: RankBatch | None = None  # row i: the prompt of row i, and the answer of the sample after it
 
     def num_valid(self) -> int:
         """Answers of this rank, without those that only fill up."""
@@ -192,7 +192,7 @@ class TuningDataset:
     def _mismatched(self, row: int) -> list[Encoded]:
         """The prompt of a text with the answer of the next text in the epoch's order (of the last: the first): a
         function of (seed, samples, number), as everything here."""
-        own, other = self._texts(row), self._texts(row, behind=1)
+        own, other = self._texts(row), self._texts(row, later=1)
         if not len(own):
             return []
         (ids, trained), (others, others_trained) = self.samples[int(own[0])], self.samples[int(other[0])]
@@ -202,8 +202,8 @@ class TuningDataset:
         mixed = np.concatenate([ids[:prompt], others[answer:]])[:longest]
         return [(mixed, np.concatenate([trained[:prompt], others_trained[answer:]])[:longest])]
 
-    def _texts(self, row: int, behind: int = 0) -> npt.NDArray[np.int64]:
-        """Texts in the sequence with number ``row``, or ``behind`` places after it in its epoch; none after the end of
+    def _texts(self, row: int, later: int = 0) -> npt.NDArray[np.int64]:
+        """Texts in the sequence with number ``row``, or ``later`` places after it in its epoch; none after the end of
         data that are read once."""
         index, part = divmod(row, self.rows)
         epoch, place = divmod(index, self.samples_per_epoch)
@@ -215,9 +215,9 @@ class TuningDataset:
             if order is None or order[0] != epoch:
                 # In one step: another thread may look at it meanwhile.
                 order = self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
-            place = int(order[1][(place + behind) % self.samples_per_epoch])
+            place = int(order[1][(place + later) % self.samples_per_epoch])
         else:
-            place = (place + behind) % self.samples_per_epoch
+            place = (place + later) % self.samples_per_epoch
         return self.sequences[place * self.rows + part]
 
     def _row(self, texts: list[Encoded]) -> npt.NDArray[np.int64]:

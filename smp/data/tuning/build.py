@@ -21,7 +21,7 @@ from smp.data.tuning.apart import ApartEncoder
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.encode import Encoder, marked
 from smp.data.tuning.files import read_records
-from smp.data.tuning.images import PLACE
+from smp.data.tuning.images import IMAGE_MARK
 from smp.data.tuning.processor import open_processor
 from smp.data.tuning.prompts import Prompt, read_prompts
 from smp.data.tuning.samples import Report, Samples, collect
@@ -38,7 +38,7 @@ class TuningData:
     Attributes:
         tokenizer: of the model.
         samples: all texts.
-        texts: how many of them are of --data-path; those of --valid-data-path, if it is given, are behind them.
+        texts: how many of them are of --data-path; those of --valid-data-path, if it is given, are after them.
         train, valid: sequences of the two parts.
         pairs: whether two sequences are a pair of answers.
         lines: what the user should hear.
@@ -74,7 +74,7 @@ class PromptData:
     Attributes:
         tokenizer: of the model.
         prompts: all of them.
-        own: how many of them are of --data-path; those of --valid-data-path, if it is given, are behind them.
+        own: how many of them are of --data-path; those of --valid-data-path, if it is given, are after them.
         train, valid: numbers of those of the two parts.
         each: samples that one prompt makes in an epoch.
         lines: what the user should hear.
@@ -153,7 +153,7 @@ def _of_prompts(report: Report, what: str) -> list[str]:
     """Lines for the user about the prompts that were read."""
     return [
         f"{what}: {report.used:,} of {report.records:,} used, {report.tokens:,} tokens, {len(report.bad):,} dropped",
-        *report.beside_template("prompts are texts"),
+        *report.template_notes("prompts are texts"),
         *report.dropped(),
     ]
 
@@ -172,7 +172,7 @@ def _parts(config: Config, own: int, count: int, what: str) -> tuple[npt.NDArray
     """Numbers of the samples to train on, and of those for validation.
 
     Args:
-        own: samples of --data-path; behind them stand those of --valid-data-path, if it is given.
+        own: samples of --data-path; after them stand those of --valid-data-path, if it is given.
         count: all samples.
         what: they are.
     """
@@ -195,7 +195,9 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     assert data.seq_length is not None and config.model.vocab_size is not None and data.data_path is not None
     assert data.packing is not None and data.packing != "stream", "filled in before"
     # With images the template gets content parts, as transformers passes them to vision models.
-    template = chat_template_of(data.chat_template, tokenizer, place=PLACE if config.model.sees_images else None)
+    template = chat_template_of(
+        data.chat_template, tokenizer, image_mark=IMAGE_MARK if config.model.sees_images else None
+    )
     encoder = _encoder(config, tokenizer, template)
     # facts.reads says which form the objective needs: one text, a pair, or a text with a label.
     read = partial(
@@ -263,9 +265,11 @@ def _decoder_start(config: Config) -> int | None:
     return own if own is not None or not isinstance(inner, dict) else inner.get("bos_token_id")
 
 
-def chat_template_of(path: str | None, tokenizer: TuningTokenizer, place: str | None = None) -> ChatTemplate | None:
+def chat_template_of(
+    path: str | None, tokenizer: TuningTokenizer, image_mark: str | None = None
+) -> ChatTemplate | None:
     """The template of --chat-template, or the tokenizer's, or None. Raises ConfigError when it cannot be used.
-    ``place`` stands for an image in messages, which are passed to the template as content parts then."""
+    ``image_mark`` stands for an image in messages, which are passed to the template as content parts then."""
     try:
         # utf-8-sig: editors on Windows write a byte order mark, which would start every text.
         source = tokenizer.template if path is None else Path(path).read_text(encoding="utf-8-sig")
@@ -274,7 +278,7 @@ def chat_template_of(path: str | None, tokenizer: TuningTokenizer, place: str | 
     if path is not None and _is_json(source):
         raise ConfigError(f"--chat-template {path} is JSON: write the template in it to a file of its own")
     try:
-        return None if source is None else ChatTemplate(source, tokenizer.template_tokens, place)
+        return None if source is None else ChatTemplate(source, tokenizer.template_tokens, image_mark)
     except ValueError as error:
         raise ConfigError(f"--chat-template {path}: {error}" if path else f"the tokenizer's: {error}") from error
 

@@ -58,7 +58,7 @@ class ChatTemplate:
     Raises ValueError when it is not valid Jinja.
 
     Args:
-        place: stands for an image within a message: the template gets what a message says as content parts then.
+        image_mark: stands for an image within a message: the template gets what a message says as content parts then.
 
     Attributes:
         marks_assistant: it has generation blocks.
@@ -67,8 +67,8 @@ class ChatTemplate:
 
     # As transformers compiles templates: the same whitespace control, loop controls, filters and
     # globals, so that a template gives the same text here.
-    def __init__(self, source: str, tokens: dict[str, str], place: str | None = None) -> None:
-        self.place = place
+    def __init__(self, source: str, tokens: dict[str, str], image_mark: str | None = None) -> None:
+        self.image_mark = image_mark
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -269,8 +269,8 @@ class ChatTemplate:
         try:
             said = [_with_reasoning(message) for message in messages]
             # Vision templates test for content parts of type image.
-            if self.place is not None:
-                said = [{**message, "content": _parts(_content(message), self.place)} for message in said]
+            if self.image_mark is not None:
+                said = [{**message, "content": _parts(_content(message), self.image_mark)} for message in said]
             return self._template.render(messages=said, tools=tools, add_generation_prompt=ask, **self.tokens)
         except jinja2.TemplateError as error:
             raise BadSampleError(f"the chat template refuses it: {error}") from None
@@ -299,10 +299,10 @@ def _with_mark(value: Any, mark: str) -> Any:
     return {key: _with_mark(item, mark) if key in ("function", "name") else item for key, item in value.items()}
 
 
-def _parts(content: str, place: str) -> list[dict[str, str]]:
-    """A message's content as content parts; ``place`` in it becomes an image part."""
+def _parts(content: str, image_mark: str) -> list[dict[str, str]]:
+    """A message's content as content parts; ``image_mark`` in it becomes an image part."""
     parts: list[dict[str, str]] = []
-    for i, text in enumerate(content.split(place)):
+    for i, text in enumerate(content.split(image_mark)):
         parts += [{"type": "image"}] if i else []
         parts += [{"type": "text", "text": text}] if text else []
     return parts or [{"type": "text", "text": ""}]

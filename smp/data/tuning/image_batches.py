@@ -35,7 +35,7 @@ class ImageTensors:
     Attributes:
         values: by the names of its arguments.
         tokens: those with a number, or a row, for each token, (rows, columns, ...).
-        filler: int64 (rows, n), tokens behind those of the texts, with an image of their own, where no text has one:
+        filler: int64 (rows, n), tokens after those of the texts, with an image of their own, where no text has one:
             every rank runs the same modules in every micro-batch. None: there are none.
     """
 
@@ -104,7 +104,7 @@ class ImageReader:
         read = [self._row(texts) for texts in rows]
         filler = None
         # A micro-batch without images would skip the vision tower, and FSDP's all-gathers of its
-        # weights would then wait on some ranks for ever: a small image is put behind the texts, and
+        # weights would then wait on some ranks for ever: a small image is put after the texts, and
         # no label reads it.
         if not any(read):
             ids = self._filler["input_ids"]
@@ -154,7 +154,7 @@ def _example(processor: ImageProcessor) -> tuple[Tensors, frozenset[str], frozen
     try:
         # The same with one and with two images: the dimension that grows in step says what a tensor
         # counts.
-        (_, one), (_, two) = (processor(processor.place * n, [picture] * n, special=False) for n in (1, 2))
+        (_, one), (_, two) = (processor(processor.image_mark * n, [picture] * n, special=False) for n in (1, 2))
     except ValueError as error:
         raise ConfigError(f"the processor of --load cannot be used: {error}") from None
     strange = [name for name, value in one.items() if not isinstance(value, torch.Tensor)]

@@ -21,7 +21,7 @@ import xxhash
 
 from smp.data.tuning.messages import BadSampleError, role_of
 
-PLACE = "\ufdd5"
+IMAGE_MARK = "\ufdd5"
 """Stands for an image in a message; a Unicode noncharacter, which data must not hold."""
 WRITTEN = "<image>"
 """LLaVA's placeholder in a text."""
@@ -60,7 +60,7 @@ class ImageSource:
 
 
 def take_images(record: dict[str, Any], folder: Path) -> list[ImageSource]:
-    """Take the images out of a record. Each leaves :data:`PLACE` in its message; the result is in the order of these.
+    """Take the images out of a record. Each leaves :data:`IMAGE_MARK` in its message; the result is in their order.
 
     Args:
         record: is changed.
@@ -73,7 +73,7 @@ def take_images(record: dict[str, Any], folder: Path) -> list[ImageSource]:
     column = [] if name is None else record[name]
     # One image may stand alone, without a list.
     waiting = list(column) if isinstance(column, list) else [column]
-    places = _Places(waiting)
+    places = _Images(waiting)
     for key in _TURNS:
         if key not in record:
             continue
@@ -91,7 +91,7 @@ def take_images(record: dict[str, Any], folder: Path) -> list[ImageSource]:
     return [_source(found, folder, i) for i, found in enumerate(places.found)]
 
 
-class _Places:
+class _Images:
     """Walks over messages and collects the image of each placeholder."""
 
     def __init__(self, waiting: list[Any]) -> None:
@@ -114,7 +114,7 @@ class _Places:
         """The text with LLaVA's placeholder replaced, without the line end next to it."""
         for _ in range(self._checked(text).count(WRITTEN)):
             self._next()
-        return _WITH_LINE_END.sub(PLACE, text)
+        return _WITH_LINE_END.sub(IMAGE_MARK, text)
 
     def _part(self, part: dict[str, Any], where: str, role: str | None) -> dict[str, Any]:
         part = {key: value for key, value in part.items() if value is not None}  # a column that other rows use
@@ -134,7 +134,7 @@ class _Places:
             self._next()
         else:
             self.found.append(_base64(source, where) if part.get("base64") is source else source)
-        return {"type": "text", "text": PLACE}
+        return {"type": "text", "text": IMAGE_MARK}
 
     def _next(self) -> None:
         if self.used == len(self.waiting):
@@ -147,7 +147,7 @@ class _Places:
 
     @staticmethod
     def _checked(text: str) -> str:
-        if PLACE in text:
+        if IMAGE_MARK in text:
             raise BadSampleError("it holds U+FDD5, which is no character of any text")
         return text
 

@@ -17,7 +17,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 ROLES = {name: role for role, names in _NAMES.items() for name in (role, *names)}
 # Keys that say whether a message is trained, and their values; "weight" is OpenAI's.
 _MARKS = {"train": "true or false", "weight": "1 or 0"}
-_BESIDE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_OTHER_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """What may replace the content of a message."""
 
 
@@ -103,7 +103,7 @@ def checked_message(turn: Any, number: int) -> dict[str, Any]:
     said, role, content = message.get("role", message.get("from")), role_of(message), content_of(message)
     if role is None:
         raise BadSampleError(f"message {number}: unknown role {said!r}; {_hint(said)}")
-    if content is None and not any(message.get(name) for name in _BESIDE):
+    if content is None and not any(message.get(name) for name in _OTHER_CONTENT):
         keys = ", ".join(sorted(message))
         raise BadSampleError(f"message {number} ({role}) has no content: it has {keys}")
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):

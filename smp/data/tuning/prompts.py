@@ -16,7 +16,7 @@ from smp.data.tuning.encode import Encoder
 from smp.data.tuning.files import Record, Row, parse
 from smp.data.tuning.messages import BadSampleError, Conversation, conversation, role_of, text_of
 from smp.data.tuning.samples import Report, check_report, fingerprint
-from smp.data.tuning.shapes import Reading, refuse_beside_text
+from smp.data.tuning.shapes import Reading, refuse_with_text
 
 _PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "problem", "instruction")
 """Keys of a prompt; the first one in a record is used."""
@@ -121,7 +121,7 @@ def recognise_prompt(record: dict[str, Any], how: Reading) -> tuple[Conversation
         # "prompt" as text stays text unless --apply-chat-template asks for messages: base models
         # complete it.
         if not (how.as_messages or (how.chat and key != "prompt")):
-            refuse_beside_text(record, "a prompt as text does not show")
+            refuse_with_text(record, "a prompt as text does not show")
             return said, columns
         said = [{"role": "user", "content": text_of(said, key)}]
     turns = [said] if isinstance(said, dict) else said

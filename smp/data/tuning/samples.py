@@ -138,7 +138,7 @@ class Report:
             notes.append(f"note: {self.equal:,} pairs have two equal answers: nothing is learned by comparing them")
         if self.unread:
             notes.append(f"note: rows also have {_counted(self.unread)}: not used")
-        return [text, *notes, *self.beside_template("samples have a prompt and an answer as text"), *self.dropped()]
+        return [text, *notes, *self.template_notes("samples have a prompt and an answer as text"), *self.dropped()]
 
     def _of_images(self) -> list[str]:
         if not self.images:
@@ -149,7 +149,7 @@ class Report:
         memory = f", {held / 1e6:,.1f} MB of them held in memory" if held else ""
         return [f"images: {len(self.images):,}{memory}{converted}"]
 
-    def beside_template(self, texts: str) -> list[str]:
+    def template_notes(self, texts: str) -> list[str]:
         """Notes on what the chat template does not show, or on texts that it was not asked for (``texts`` names
         these)."""
         notes = []

@@ -182,7 +182,7 @@ def _answer(prompt: Any, answer: Any, record: dict[str, Any], how: Reading) -> S
     """A prompt and the answer that is trained after it: both text, or messages."""
     # Plain text: the answer follows the prompt with nothing between them.
     if isinstance(prompt, str) and isinstance(answer, str) and not how.as_messages:
-        refuse_beside_text(record)
+        refuse_with_text(record)
         return Plain(((prompt, False), (answer, True)))
     asked, answered = _messages(prompt, "user"), _messages(answer, "assistant")
     if asked and answered and isinstance(asked[0], str) and isinstance(answered[0], str):
@@ -218,7 +218,7 @@ def _messages(said: Any, role: str) -> list[Any] | None:
     return said if isinstance(said, list) and said else None
 
 
-def refuse_beside_text(record: dict[str, Any], where: str = "prompt and answer as texts do not show") -> None:
+def refuse_with_text(record: dict[str, Any], where: str = "prompt and answer as texts do not show") -> None:
     """Raise BadSampleError where a record has a system text or tools, which plain texts would not show."""
     for name, what in (("system", "a system text"), ("tools", "tools"), ("functions", "functions")):
         if record.get(name) not in (None, "", "[]", "null", [], {}):
@@ -235,7 +235,7 @@ def _alpaca(record: dict[str, Any], answer: Any, chat: bool) -> Sample:
         user = {"role": "user", "content": "\n\n".join(filter(None, (instruction, extra)))}
         return conversation([user, {"role": "assistant", "content": output}], record)
     system = text_of(record.get("system") or "", "system")
-    refuse_beside_text({key: value for key, value in record.items() if key != "system"})
+    refuse_with_text({key: value for key, value in record.items() if key != "system"})
     # The headings of Stanford Alpaca's prompt, without its introductory sentence.
     parts: Sequence[tuple[str, str]] = (("", system), ("### Instruction:\n", instruction), ("### Input:\n", extra))
     prompt = "".join(f"{heading}{text}\n\n" for heading, text in parts if text)

@@ -29,7 +29,7 @@ class TuningTokenizer(ABC):
         eos: the token that ends a text.
         bos: the token that begins one, if there is one, whether or not it is put in front of texts.
         before: token ids that a plain text begins with.
-        behind: those that its rules put behind a whole text, which one that goes on must not have.
+        after: those that its rules put after a whole text, which one that goes on must not have.
         special: ids of tokens that are no text.
         template: source of the chat template, or None.
         unread_template: a file with a chat template that lies next to it and is not read; None: there is none.
@@ -41,7 +41,7 @@ class TuningTokenizer(ABC):
     eos: int
     bos: int | None
     before: list[int]
-    behind: list[int]
+    after: list[int]
     special: frozenset[int]
     template: str | None = None
     unread_template: Path | None = None
@@ -100,7 +100,7 @@ class FolderTokenizer(TuningTokenizer):
         self.eos = int(eos)
         self.special |= {self.eos}  # also if the file does not mark it special
         self.bos = self._tokenizer.token_to_id(self.template_tokens.get("bos_token", ""))
-        self.before, self.behind = put_around(self._tokenizer)
+        self.before, self.after = put_around(self._tokenizer)
         self.template = _template(folder, config)
 
     def encode(self, text: str) -> list[int]:
@@ -132,7 +132,7 @@ class PieceTokenizer(SentencePieceTokenizer, TuningTokenizer):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.path, self.folder = path, path.parent
-        self.eos, self.before, self.behind = self.eod, [], []
+        self.eos, self.before, self.after = self.eod, [], []
         pieces = self.control_pieces()
         self.template_tokens = {name: text for name, (text, _) in pieces.items()}
         self._ids = dict(pieces.values())
@@ -191,7 +191,7 @@ def put_in_front(tokenizer: Any) -> list[int]:
 
 
 def put_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Token ids that the rules of a tokenizer.json put in front of a text, and behind it."""
+    """Token ids that the rules of a tokenizer.json put in front of a text, and after it."""
     # Seen on a text that any tokenizer knows; the rules themselves have no common form.
     ids = tokenizer.encode("a", add_special_tokens=True).ids
     bare = tokenizer.encode("a", add_special_tokens=False).ids

@@ -20,7 +20,7 @@ from smp.data.tuning.messages import BadSampleError, Conversation
 from smp.data.tuning.shapes import Plain, recognise
 from smp.data.tuning.tokenizer import TuningTokenizer
 
-_PLACES = ("image_token", "boi_token")
+_IMAGE_TOKENS = ("image_token", "boi_token")
 """Attributes of processors that may hold what a chat template writes for an image (``boi_token``: Gemma 3)."""
 
 
@@ -32,7 +32,7 @@ class ImageProcessor:
         template: of its chats, with content parts.
 
     Attributes:
-        place: what the template writes for an image.
+        image_mark: what the template writes for an image.
 
     Raises:
         ConfigError: the template shows no images.
@@ -42,22 +42,22 @@ class ImageProcessor:
         self._processor = processor
         # The processor's tokenizer is replaced, so that the expanded text can be read back.
         self._heard = processor.tokenizer = _Heard(processor.tokenizer)
-        self.place = _place(processor, template)
+        self.image_mark = _image_token(processor, template)
 
     def __call__(self, text: str, images: Sequence[Any], *, special: bool) -> tuple[str, dict[str, Any]]:
         """(the text with its image tokens, the model's inputs as tensors of one row).
 
         Args:
-            text: with :attr:`place` for each image.
+            text: with :attr:`image_mark` for each image.
             images: pictures.
             special: add what the tokenizer puts in front of texts.
 
         Raises:
             ValueError: it does not take them.
         """
-        if text.count(self.place) != len(images):
+        if text.count(self.image_mark) != len(images):
             raise BadSampleError(
-                f"there are {text.count(self.place)} times {self.place} in its text, for {len(images)} images"
+                f"there are {text.count(self.image_mark)} times {self.image_mark} in its text, for {len(images)} images"
             )
         try:
             out = self._processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=special)
@@ -83,11 +83,11 @@ class _Heard:
         return getattr(self._tokenizer, name)
 
 
-def _place(processor: Any, template: ChatTemplate) -> str:
+def _image_token(processor: Any, template: ChatTemplate) -> str:
     # Asked of the template, not assumed: Gemma 3 writes boi_token, others image_token.
-    asked = [{"role": "user", "content": f"{template.place}what is it?"}]
+    asked = [{"role": "user", "content": f"{template.image_mark}what is it?"}]
     shown = template.prompt(asked)
-    for name in _PLACES:
+    for name in _IMAGE_TOKENS:
         token = getattr(processor, name, None)
         if isinstance(token, str) and token and shown.count(token) == 1:
             return token
@@ -144,7 +144,7 @@ class VisionEncoder(Encoder):
             raise BadSampleError("its processor gives other tokens than tokenizer.json")
         # Spans are of the template's text; tokens are of the text with each image expanded to many
         # tokens.
-        laid = _Laid.over(text, whole, self.processor.place)
+        laid = _Laid.over(text, whole, self.processor.image_mark)
         trained = without_line_ends(self.tokenizer, ids, within(offsets, [laid.span(span) for span in spans]))
         covered = within(offsets, laid.images)
         shows = [i for i, cover in enumerate(covered) if cover]
@@ -161,13 +161,14 @@ class VisionEncoder(Encoder):
     def _ids(self, text: str, special: bool) -> tuple[list[int], list[Span]]:
         ids, offsets = self.tokenizer.encode_at(text)
         before = self.tokenizer.before if special else []
-        # Added ids stand for no characters: the empty span at the text's start.
-        return [*before, *ids], [*[(0, 0)] * len(before), *offsets]
+        # Added ids stand for no characters. Their span ends before the text: (0, 0) would be within a span that begins
+        # the text, be it an answer or an image.
+        return [*before, *ids], [*[(-1, -1)] * len(before), *offsets]
 
     def _conversation(self, sample: Conversation) -> tuple[list[int], list[bool]]:
         text, spans = self._template().render(sample)
-        if self.processor.place in text:
-            raise BadSampleError(f"it says {self.processor.place}, which stands for an image, and shows none")
+        if self.processor.image_mark in text:
+            raise BadSampleError(f"it says {self.processor.image_mark}, which stands for an image, and shows none")
         ids, offsets = self._ids(text, self.begins(text))
         return ids, without_line_ends(self.tokenizer, ids, within(offsets, spans))
 
@@ -185,10 +186,10 @@ class _Laid:
     images: list[Span]
 
     @staticmethod
-    def over(text: str, whole: str, place: str) -> _Laid:
+    def over(text: str, whole: str, image_mark: str) -> _Laid:
         """Match ``whole`` with ``text``. Raises BadSampleError where it is ambiguous or the processor changed text next
         to images."""
-        parts = text.split(place)
+        parts = text.split(image_mark)
         # The leftmost and the rightmost match of each part. Where both agree the match is the only
         # one.
         first, last = _from_left(parts, whole), _from_right(parts, whole)
@@ -198,7 +199,7 @@ class _Laid:
         for part, left, right in zip(parts, first, last, strict=True):
             # A short piece, such as a line end, may be in what stands for an image, too.
             pieces.append((at, left if left == right else -1, len(part)))
-            at += len(part) + len(place)
+            at += len(part) + len(image_mark)
         # An image takes all between the earliest end of the part before and the latest begin of the
         # part after.
         images = [(first[i] + len(parts[i]), last[i + 1]) for i in range(len(parts) - 1)]

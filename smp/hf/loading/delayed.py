@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from smp.checkpoint import CheckpointError
-from smp.checkpoint.together import together
+from smp.checkpoint.all_ranks import on_all_ranks
 from smp.config.schema import ConfigError
 from smp.convert.huggingface.store import open_store
 from smp.convert.store import PieceStore
@@ -57,7 +57,7 @@ def load_weights(model: nn.Module, folder: str | Path, leave: Collection[str] = 
             store.files.close()
 
     # Every rank learns of an error on any rank.
-    unknown = together("load_weights: ", fill, lambda found: found[0])
+    unknown = on_all_ranks("load_weights: ", fill, lambda found: found[0])
     if unknown and state.rank == 0:
         print(
             f"smp.load_weights: {len(unknown)} tensors of {folder} are not in the model: {unknown[0]} ...", flush=True
@@ -197,7 +197,7 @@ class DelayedParamIniter:
 
     Each parameter is drawn whole by transformers' own rules (:mod:`smp.hf.loading.first_values`) from a generator keyed
     by (seed, name), and this rank keeps its part. They are not the bits of ``from_config`` on a CPU, which draws all
-    parameters from one generator, one behind the other, but numbers of the same distributions.
+    parameters from one generator, one after the other, but numbers of the same distributions.
 
     Args:
         model: transformed, and sharded or not. After ``transform(load_state_dict_from_rank0=True)`` nothing is left to

@@ -14,7 +14,7 @@ embedding_rowwise                 each has some rows of a table, the results are
 embedding_colwise                 each has some columns of a table and keeps them
 replicated_with_grad_allreduce    all have the weight and use it on their own heads: gradients are summed
 experts                           each has some of the experts of a stack (:mod:`smp.hf.experts`)
-mla_kv_a_proj                     all have the weight; of its last columns, which bypass the layers behind it, each
+mla_kv_a_proj                     all have the weight; of its last columns, which bypass the layers after it, each
                                   uses some heads' gradient: that is summed
 replicate                         all compute the same, in the module and all below it
 divide                            the pattern names a number that a module keeps (of heads): it is divided

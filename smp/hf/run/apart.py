@@ -1,8 +1,8 @@
 """A sequence for an encoder and its decoder: the prompt for the one, the answer for the other.
 
-Sequences of a run are a prompt with an answer behind it, of which only the answer is trained. So the first token that
+Sequences of a run are a prompt with an answer after it, of which only the answer is trained. So the first token that
 is trained is where the answer begins: what is in front of it goes to the encoder, and the decoder reads the answer
-shifted by one, behind the token that it begins with.
+shifted by one, after the token that it begins with.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class OutputMatrix:
         self, head: Any, hidden: torch.Tensor, batch: MicroBatch, labels: torch.Tensor, weights: torch.Tensor
     ) -> ModelOutput:
         weight, bias = local_weight_and_bias(head) if hasattr(head, "smp_cut") else (head.weight, head.bias)
-        hidden = hidden[:, : labels.shape[1]]  # behind them are tokens that only make ranks even
+        hidden = hidden[:, : labels.shape[1]]  # after them are tokens that only make ranks even
         # The backward of copy_to_group sums the gradient: each rank's columns give a part of it.
         x = copy_to_group(hidden, self.shard.group).flatten(0, -2)  # (tokens, hidden)
         # Scaling hidden states scales logits, without a copy of the logits.

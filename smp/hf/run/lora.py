@@ -11,7 +11,7 @@ rowwise               columns, as W                 on every rank
 others                as W                          as W
 ====================  ============================  =======================================
 
-A reads what the layer reads, behind the point where gradients of that are summed over the ranks (``Boundary`` of
+A reads what the layer reads, after the point where gradients of that are summed over the ranks (``Boundary`` of
 ``smp.hf.modules``). So the gradient of A in a column-cut layer is a part of a sum, which ``summed_over`` makes whole.
 """
 

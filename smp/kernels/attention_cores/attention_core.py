@@ -163,5 +163,5 @@ def fold_lse(lse: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """(tokens, heads, head_dim) -> (rows, heads, head_dim), zeros behind."""
+    """(tokens, heads, head_dim) -> (rows, heads, head_dim), zeros after."""
     return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, 0, 0, rows - x.shape[0]))

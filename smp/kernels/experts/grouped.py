@@ -229,14 +229,14 @@ def _is_half_on_cpu(x: torch.Tensor) -> bool:
 
 
 def _padded_rows(x: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """``count`` rows of x, and zeros behind its last one."""
+    """``count`` rows of x, and zeros after its last one."""
     there = min(count, len(x) - start)
     rows = x.narrow(0, start, there)
     return rows if there == count else F.pad(rows, (0, 0, 0, count - there))
 
 
 def _times(x: torch.Tensor, start: int, count: int, matrix: torch.Tensor, y: torch.Tensor, add: bool = False) -> None:
-    """Write to these rows of y, or add, the product of those of x. A few rows behind them may lose what they hold: they
+    """Write to these rows of y, or add, the product of those of x. A few rows after them may lose what they hold: they
     are those of experts that come later."""
     # In half precision oneDNN makes the product anyway, so its number of rows is rounded in any case.
     rounded, half = _rounded_rows(count), _is_half_on_cpu(x)
@@ -264,7 +264,7 @@ def _transposed_times(a: torch.Tensor, b: torch.Tensor, start: int, count: int, 
     own, other = a.narrow(0, start, count), b.narrow(0, start, count)
     onednn = not _is_half_on_cpu(a) and gradient_by_onednn(own, other)
     if onednn or _is_half_on_cpu(a):
-        # Zeros behind both: rows of the next expert may be infinite, and 0 x Inf is NaN.
+        # Zeros after both: rows of the next expert may be infinite, and 0 x Inf is NaN.
         own, other = (_padded_rows(rows, 0, _rounded_rows(count)) for rows in (own, other))
     if onednn:
         add_weight_gradient(out, own, other, first=True)

@@ -23,7 +23,7 @@ def round_to_bf16(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         x: fp32, any shape.
         bits: integers of that shape, at least 0 and below 2^16.
     """
-    # A random number below the last kept bit, then the bits behind it are cut off: the carry is the rounding up.
+    # A random number below the last kept bit, then the bits after it are cut off: the carry is the rounding up.
     cut = x.view(torch.int32) + bits.to(torch.int32)
     rounded = (cut & -(1 << _RANDOM)).view(torch.float32)
     # The bits of infinity plus something are a NaN.

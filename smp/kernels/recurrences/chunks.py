@@ -99,7 +99,7 @@ def decay_gradient(
     """The gradient of g, (n, B, C, 1), from gradients of the logarithms of :class:`Decays`, which have its shapes.
 
     The decay of token t is in what passes it: pairs of a token from t on and one before, what comes from before the
-    chunk to tokens from t on, what goes from tokens before t behind the chunk, and what passes the chunk. Sums of
+    chunk to tokens from t on, what goes from tokens before t after the chunk, and what passes the chunk. Sums of
     these, and not of differences, which would round more.
     """
     # Row t of the product sums the pairs of tokens i >= t; tril(-1) keeps those with j < t.
@@ -121,7 +121,7 @@ def from_here_on(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_chunk(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """(rows, length, heads, channels) -> (n, rows x heads, C, channels), zeros behind the last token. In ``dtype``, by
+    """(rows, length, heads, channels) -> (n, rows x heads, C, channels), zeros after the last token. In ``dtype``, by
     default that of sums."""
     rows, length, heads, channels = x.shape
     count, dtype = -(-length // CHUNK), dtype or accumulation_dtype(x.dtype)

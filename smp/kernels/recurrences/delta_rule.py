@@ -128,7 +128,7 @@ def _by_fla(
     if begins is not None:
         rows, length = begins.shape
         first = begins.clone()
-        # Rows are put one behind the other, so each has to begin a document for the kernel.
+        # Rows are put one after the other, so each has to begin a document for the kernel.
         first[:, 0] = True
         ends = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=rows * length)
         tensors = [x.flatten(0, 1)[None] for x in tensors]
@@ -178,7 +178,7 @@ class _Chunked(torch.autograd.Function):
 @dataclass
 class _Chunks:
     """The inputs by chunks: (n, B, C, channels) with n chunks of C tokens and B = rows x heads, in the precision of
-    sums, zeros behind the last token, which change nothing; and what follows from decays and documents.
+    sums, zeros after the last token, which change nothing; and what follows from decays and documents.
 
     Attributes:
         q, k, v: as they are.
@@ -279,7 +279,7 @@ def _backward(
     torch.matmul(read.transpose(2, 3), dout, out=dstates[:-1])
     dright = torch.empty_like(c.v)
     for i in reversed(range(len(c.v))):
-        # What a token writes is read in its chunk and in the state behind it.
+        # What a token writes is read in its chunk and in the state after it.
         torch.bmm(inverse[i].transpose(1, 2), dmissing[i].baddbmm_(kept[i], dstates[i + 1]), out=dright[i])
         # The state before the chunk passes it, and takes part in what is written (e k S, with a minus).
         dstates[i].add_(dstates[i + 1] * d.whole[i])

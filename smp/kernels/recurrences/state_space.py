@@ -208,7 +208,7 @@ def _forward(
 
 
 def _states(written: torch.Tensor, first: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The first state and that behind each chunk, one after the other, from what each chunk writes."""
+    """The first state and that after each chunk, one after the other, from what each chunk writes."""
     states = torch.cat((first, written))
     factor = _for_channels(whole, written)
     for i in range(len(written)):
@@ -249,7 +249,7 @@ def _backward(
     for i in reversed(range(len(factor))):
         # The same from the last chunk to the first.
         dstates[i].addcmul_(dstates[i + 1], factor[i])
-    # What goes behind the chunk, and what comes from before it.
+    # What goes after the chunk, and what comes from before it.
     kept = c.kept()
     dkept = _apart(c.k @ dstates[1:], heads)
     of_kept = (dkept * c.v).sum(4, keepdim=True)

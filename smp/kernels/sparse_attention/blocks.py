@@ -13,13 +13,13 @@ BLOCK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Pairs:
-    """Where queries and keys lie. Keys are a table of ``batch`` x ``keys`` rows, one sequence behind the other.
+    """Where queries and keys lie. Keys are a table of ``batch`` x ``keys`` rows, one sequence after the other.
 
     Attributes:
         batch, length: sequences, and queries of each on this rank.
         keys: of each sequence.
-        start: number of the first query among the batch x length ones; rows behind the last of these are padding.
-        aligned: query i of a sequence is its key i, and sees none behind it.
+        start: number of the first query among the batch x length ones; rows after the last of these are padding.
+        aligned: query i of a sequence is its key i, and sees none after it.
     """
 
     batch: int
@@ -37,7 +37,7 @@ class Pairs:
             first = sequence * self.length - self.start
             for low in range(max(first, 0), min(first + self.length, rows), size):
                 high = min(low + size, first + self.length, rows)
-                # Causal: no query of the block sees a key behind its last one.
+                # Causal: no query of the block sees a key after its last one.
                 seen = high - first if self.aligned else self.keys
                 yield slice(low, high), slice(sequence * self.keys, sequence * self.keys + seen)
 

@@ -71,7 +71,7 @@ def _chosen(
         # (queries, keys of the block)
         scores, _ = scores_of(q[some], k[span], w[some])
         kept = best(scores, within(first, last, some, span), topk)
-        # In the order of the keys, one behind the other; what is not kept goes to one place behind all.
+        # In the order of the keys, one after the other; what is not kept goes to one place after all.
         place = torch.where(kept, kept.cumsum(1) - 1, topk)
         number = torch.arange(span.start, span.stop, device=q.device, dtype=torch.int32).expand_as(place)
         indices[some] = indices.new_zeros(len(place), topk + 1).scatter_(1, place, number)[:, :topk]

@@ -87,7 +87,7 @@ def quantise(x: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype, end: fl
 
 
 def transpose(data: torch.Tensor, padded: int) -> torch.Tensor:
-    """8-bit numbers (rows, width), whose rows are contiguous -> (width, ``padded`` >= rows), zeros behind."""
+    """8-bit numbers (rows, width), whose rows are contiguous -> (width, ``padded`` >= rows), zeros after."""
     (rows, width), numbers = data.shape, data.view(torch.uint8)
     out = numbers.new_empty(width, padded)
     if out.numel():

@@ -52,7 +52,7 @@ def _add_product(
     own, other = row[:, None] < rows, column[None, :] < columns
     for start in range(0, inner, BLOCK_INNER):
         x = tl.load(a + left, mask=own & (k[None, :] < inner - start), other=0.0)
-        # Zeros where the summed dimension ends, in both operands: 0 x Inf of memory behind it would be NaN.
+        # Zeros where the summed dimension ends, in both operands: 0 x Inf of memory after it would be NaN.
         y = tl.load(b + right, mask=other & (k[:, None] < inner - start), other=0.0)
         if WIDEN:
             x, y = x.to(tl.float32), y.to(tl.float32)

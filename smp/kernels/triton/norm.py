@@ -51,7 +51,7 @@ def forward_kernel(
     if CENTER:
         average = tl.sum(wide, axis=1) / features
         tl.store(mean + row, average, mask=row < rows)
-        # Lanes behind the row would add the square of the mean.
+        # Lanes after the row would add the square of the mean.
         wide = tl.where(inside, wide - average[:, None], 0.0)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / features + EPS)
     tl.store(scale + row, inverse, mask=row < rows)

@@ -62,7 +62,7 @@ def forward_kernel(
     chosen = tl.zeros((ROWS, SLOTS), tl.int32)
     weight = tl.full((ROWS, SLOTS), 0.0, tl.float32)
     if SCORES == "softmax":
-        # Slots behind K count nothing in the softmax.
+        # Slots after K count nothing in the softmax.
         weight = tl.full((ROWS, SLOTS), float("-inf"), tl.float32)
     for i in range(K):
         # Of the experts left, -inf or not, the first of the largest.
@@ -106,7 +106,7 @@ def backward_kernel(
     place = row[:, None] * EXPERTS + column[None, :]
     z = tl.load(logits + place, mask=real, other=0.0).to(tl.float32)
     g = tl.zeros((ROWS, BLOCK), tl.float32)
-    # A row behind the last one has chosen nothing but the first expert, so that nothing is divided by 0.
+    # A row after the last one has chosen nothing but the first expert, so that nothing is divided by 0.
     chosen = (row[:, None] >= rows) & (column[None, :] == 0)
     for i in range(K):
         expert = tl.load(experts + row * K + i, mask=row < rows, other=0).to(tl.int32)

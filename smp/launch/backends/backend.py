@@ -167,16 +167,16 @@ def run(words: Sequence[str], *, needed_for: str) -> str:
 
 def follow(paths: Callable[[], Sequence[Path]], alive: Callable[[], bool]) -> None:
     """Print files from their beginning, and what is appended to them while ``alive()``."""
-    places: dict[Path, int] = {}
+    read_to: dict[Path, int] = {}
     while True:
         # Asked before reading: what was written up to the end is then read in the last round.
         last = not alive()
         for path in paths():
             if path.is_file():
                 with path.open("rb") as file:
-                    file.seek(places.get(path, 0))
+                    file.seek(read_to.get(path, 0))
                     print(file.read().decode(errors="replace"), end="", flush=True)
-                    places[path] = file.tell()
+                    read_to[path] = file.tell()
         if last:
             return
         time.sleep(0.2)

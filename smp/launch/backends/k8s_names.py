@@ -45,6 +45,7 @@ def check_subdomain(key: str, value: Any) -> str:
 def check_labels(key: str, labels: Mapping[str, Any], values: bool = True) -> dict[str, str]:
     """Checked labels; or annotations, whose ``values`` may be anything."""
     for name, value in labels.items():
+        # NAME or DNS-PREFIX/NAME: the rules of Kubernetes for keys of labels and annotations.
         prefix, slash, rest = name.rpartition("/")
         if not _VALUE.fullmatch(rest) or not 0 < len(rest) <= 63 or (slash and not _SUBDOMAIN.fullmatch(prefix)):
             raise ConfigError(f"cluster.{key}: {name!r} cannot be the name of a label")

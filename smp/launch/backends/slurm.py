@@ -126,6 +126,7 @@ def _option(key: str, value: Any) -> str:
 def _seconds(job: Job) -> int:
     """How many seconds before its time limit a job is told."""
     seconds = job.cluster.get("signal_seconds")
+    # sbatch --signal=B:TERM@SECONDS takes 16 bits.
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not 0 < seconds < 65536:
         raise ConfigError(f"cluster.signal_seconds: {seconds!r} is not a number of seconds from 1 to 65535")
     limit = job.recipe.seconds

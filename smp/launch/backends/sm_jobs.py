@@ -245,22 +245,22 @@ def state(folder: Path, facts: Facts) -> str:
 
 def logs(folder: Path, facts: Facts, more: bool) -> int:
     """Show the CloudWatch logs of all nodes, and with ``more`` new lines until the job ends."""
-    places: dict[str, str] = {}
+    read_to: dict[str, str] = {}
     last = False
     while not last:
         # Asked first: lines written up to the end are printed in the last round.
         last = not more or _described(facts)["TrainingJobStatus"] not in _ACTIVE
-        for line in _new_lines(facts, places):
+        for line in _new_lines(facts, read_to):
             print(line, flush=True)
         if not last:
             time.sleep(5)
-    if not places:
+    if not read_to:
         print(f"{facts['id']} is {_described(facts)['TrainingJobStatus']} and has written nothing yet")
     return 0
 
 
-def _new_lines(facts: Facts, places: dict[str, str]) -> Iterator[str]:
-    """Lines written since ``places``, which maps the name of a node's stream to the token of the last reading and is
+def _new_lines(facts: Facts, read_to: dict[str, str]) -> Iterator[str]:
+    """Lines written since ``read_to``, which maps the name of a node's stream to the token of the last reading and is
     updated."""
     words = {"logGroupName": _LOGS, "logStreamNamePrefix": f"{facts['id']}/"}
     answer = _call(facts, "describe_log_streams", "logs", **words)
@@ -271,15 +271,15 @@ def _new_lines(facts: Facts, places: dict[str, str]) -> Iterator[str]:
     for name in (stream["logStreamName"] for stream in streams):
         node = name.partition("/")[2].partition("/")[0] or name
         while True:
-            token = {"nextToken": places[name]} if name in places else {}
+            token = {"nextToken": read_to[name]} if name in read_to else {}
             found = _call(
                 facts, "get_log_events", "logs", logGroupName=_LOGS, logStreamName=name, startFromHead=True, **token
             )
             yield from (
                 f"{node}: {event['message']}" if len(streams) > 1 else event["message"] for event in found["events"]
             )
-            unchanged = places.get(name) == found["nextForwardToken"]  # an unchanged token means the end of the stream
-            places[name] = found["nextForwardToken"]
+            unchanged = read_to.get(name) == found["nextForwardToken"]  # an unchanged token means the end of the stream
+            read_to[name] = found["nextForwardToken"]
             if unchanged:
                 break
 

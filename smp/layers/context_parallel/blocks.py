@@ -41,7 +41,7 @@ class Block(NamedTuple):
     """Queries and keys, as ranges of rows, of which each query sees each key, or some.
 
     Attributes:
-        queries, keys: (first, behind the last) of each range; several only where all is seen.
+        queries, keys: (first, after the last) of each range; several only where all is seen.
         causal, window: what a query sees of the keys.
         distance: column of the first query - column of the first key.
         column: of the first key.

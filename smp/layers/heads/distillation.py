@@ -300,7 +300,7 @@ class _ByTeacher:
 
 
 def _columns(ids: torch.Tensor, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """(which of these token ids are this rank's, their columns, (n, k)); a column behind the last one stands for what
+    """(which of these token ids are this rank's, their columns, (n, k)); a column after the last one stands for what
     another rank has."""
     here = (ids >= shard.start) & (ids < shard.start + shard.valid)
     return here, torch.where(here, ids - shard.start, shard.valid)

@@ -156,7 +156,7 @@ class VocabParallelHead(nn.Module):
             tied_weight: the embedding's ``table()`` when tied, or what :meth:`matrix` gave.
             answers: instead of the weighted sum, a loss of answers, or one by what a teacher says; tokens of weight 0
                 are the prompt's.
-            shape: (rows, length) of them; behind these tokens is padding.
+            shape: (rows, length) of them; after these tokens is padding.
 
         Raises:
             ValueError: for labels without weights, or weights without labels.

@@ -6,7 +6,7 @@ With h^0 the model's hidden states after its final norm, layer k = 1, 2, ... pre
     h^k   = norm(block_k(x))
     logits of token i + k + 1 = output matrix h^k_i
 
-The embedding and the output matrix are the model's own. The order of the two halves, and that h^0 is taken behind the
+The embedding and the output matrix are the model's own. The order of the two halves, and that h^0 is taken after the
 final norm, are those of DeepSeek's files and of Megatron.
 """
 

@@ -56,7 +56,7 @@ class ScoreHead(nn.Module):
             loss_weights: fp32 (tokens,), above 0 at the last token of each text.
             tied_weight: None.
             answers: the loss over the scores.
-            shape: (rows, length) of the texts; behind these tokens is padding.
+            shape: (rows, length) of the texts; after these tokens is padding.
         """
         weight = local(self.weight, x.dtype, summed_over=self.shared_by)
         return scored(x, weight, loss_weights, answers, shape, shared_by=self.shared_by, cp=self.cp)

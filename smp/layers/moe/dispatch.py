@@ -71,7 +71,7 @@ class Dispatch:
         """The dispatch where each expert gets ``slots`` rows of this rank, as many as are kept or more; otherwise as
         :meth:`of`. Numbers of rows are known, and the host waits for nothing."""
         k, rows = experts.shape[1], num_experts * slots
-        # Dropped choices go to an expert behind the last one, and so to the end of the sort.
+        # Dropped choices go to an expert after the last one, and so to the end of the sort.
         chosen = experts.masked_fill(~kept, num_experts).flatten()
         first = chosen.argsort(stable=True)
         counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
@@ -79,11 +79,11 @@ class Dispatch:
         of_row = chosen.index_select(0, first)
         # Number of each row among those of its expert.
         places = torch.arange(len(chosen), device=chosen.device) - (counts.cumsum(0) - counts).index_select(0, of_row)
-        slot = (of_row * slots + places).clamp(max=rows)  # what is dropped: behind all
-        # Empty slots point behind the last token's choices: at the row of zeros that ``send`` pads.
+        slot = (of_row * slots + places).clamp(max=rows)  # what is dropped: after all
+        # Empty slots point after the last token's choices: at the row of zeros that ``send`` pads.
         order = torch.full((rows + 1,), len(chosen), dtype=torch.int64, device=chosen.device)
         order.scatter_(0, slot, first)[rows:].fill_(len(chosen))
-        # The k choices of the padded token of zeros: all at the row behind the slots.
+        # The k choices of the padded token of zeros: all at the row after the slots.
         inverse = F.pad(torch.empty_like(slot).scatter_(0, first, slot), (0, k), value=rows)
         ranks = 1 if group is None else group.size
         own = num_experts // ranks
@@ -116,7 +116,7 @@ class Dispatch:
         if kept is not None and len(chosen):
             # How many choices are kept: a size, so the host has to know it.
             rows = sum(read(counts, len(chosen)))
-            # All dropped choices share one more row, of zeros, behind the kept ones.
+            # All dropped choices share one more row, of zeros, after the kept ones.
             order, inverse = torch.cat((order[:rows], order[:1])), inverse.clamp(max=rows)
         if group is None or group.size == 1:
             return Dispatch(experts.shape[1], counts, order, inverse, [], [], sent_rows=rows)

@@ -151,8 +151,8 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """Which choices of these tokens are not dropped. Slices of all TP ranks make up the sequences."""
         own = len(chosen)
-        beside = self.all_slices.size // self.group.size
-        if self.sequence_parallel and beside > 1:
+        num_groups = self.all_slices.size // self.group.size
+        if self.sequence_parallel and num_groups > 1:
             # A capacity counts over whole sequences, of which this rank's group has only some slices.
             chosen, weights = (self._gathered_from_all(each) for each in (chosen, weights))
         kept = capacity.kept(chosen, weights, self.router.num_experts, layout)

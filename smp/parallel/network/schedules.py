@@ -191,7 +191,7 @@ def _reduction(trees: _Trees, piece: int, chunk: int, rank: int) -> list[Action]
 
 
 def _with_receives(rank: int, actions: list[Action]) -> list[Action]:
-    """``actions`` with receives: those of a sum are posted right behind the sum ``WINDOW`` before it."""
+    """``actions`` with receives: those of a sum are posted right after the sum ``WINDOW`` before it."""
     sums = [action for action in actions if action.op is Op.REDUCE]
     posted = [
         [Action(Op.RECEIVE_PART, *action.key, (source,)) for source in action.ranks if source != rank]

@@ -37,7 +37,7 @@ own, with the activations and gradients that are there then. Frozen weights (the
 take b bytes instead of 4, and have no gradients and no optimizer state; those of linear layers in 4 bits take about
 0.52, and one at a time is widened. What layers keep is counted as if they were trained: with adapters it is less.
 
-Attention is taken to take key/value heads as they are; where it does not, as behind a window, a block keeps
+Attention is taken to take key/value heads as they are; where it does not, as after a window, a block keeps
 2 b (q - k) per token more without recompute. Left out: the CUDA context, NCCL's buffers, fragmentation, and
 scores of --attention-backend math or dropout while context parallelism exchanges keys. Activations are those of fused
 kernels (a GPU).
@@ -142,14 +142,14 @@ def estimate_memory(
     if share.head and not share.scores and not weights.partly:
         of_a_loss += share.vocabulary * (1 + share.mtp) * b
 
-    def activations(micro_batches: float, pending: float, waiting: int, beside: float = around) -> int:
+    def activations(micro_batches: float, pending: float, waiting: int, extra: float = around) -> int:
         """Bytes of micro-batches before their backward pass, ``waiting`` of which, and the computed one, are between
         loss and backward, and of those that are ``pending`` between both parts of it."""
         layers = len(share.layers) / len(share.parts)
         at_once = layers * micro_batches
         if parallel.offload_activations:
             at_once = min(at_once, parallel.activation_loading_horizon)
-        kept = at_once * per_token + layers * pending * later + beside + (micro_batches + pending) * rope
+        kept = at_once * per_token + layers * pending * later + extra + (micro_batches + pending) * rope
         return int(tokens * kept) + waiting * of_a_loss
 
     moments = Moments(
@@ -167,7 +167,7 @@ def estimate_memory(
     most = moments.most
     if states:
         of_parts = bytes_of_parts(config, layout, share, weights)
-        most = _most_in_passes(moments, states, of_parts, activations, partial(activations, beside=received))
+        most = _most_in_passes(moments, states, of_parts, activations, partial(activations, extra=received))
     if not weights.partly:
         reduced = min(weights.gradients, weights.parameters)  # cut as the weights are by then
         most = max(most, reduced + update_bytes(config.optim, layout, share))

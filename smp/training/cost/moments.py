@@ -18,7 +18,7 @@ class Moments:
         behind, before_last: of them, in a step's only backward pass, the output matrix's and the last block's; below 0:
             what the last block's reduction has freed of those that are there.
         before: what an earlier micro-batch's last reduction read, until the next reduction.
-        late: of them that come in the first blocks' backward pass or behind it.
+        late: of them that come in the first blocks' backward pass or after it.
         activations: kept for the backward pass when it begins.
         kept_by_block, kept_behind: of them, of one on average, and what is gone when the last one's begins.
         to_the_end: activations, besides its own, that are there in the first block's.

@@ -42,7 +42,7 @@ class Link:
     def __init__(self, control: int, life: int) -> None:
         self._control, self._life, self._asked = control, life, threading.Event()
         self.replaces = False
-        """Whether this worker takes the place of another one; known behind :meth:`wait`."""
+        """Whether this worker takes the place of another one; known after :meth:`wait`."""
         self.orphaned = False
         """Whether the launcher is gone, so that nobody would start anything again."""
         for descriptor in (control, life):

@@ -13,7 +13,7 @@ recovery    later starts, to their first step
 rerun       steps that are lost: a restart or a rewind took them back, or they were skipped; and what is computed only
             to compare
 evaluation  validation and test data
-idle        no process: from the last sign of life to the next start; and what a run does behind its last step
+idle        no process: from the last sign of life to the next start; and what a run does after its last step
 ==========  ===================================================================================================
 """
 

@@ -18,7 +18,7 @@ from smp.training.pipelined import Pipelined
 
 class Profiler:
     """Records the iterations from ``profile_step_start`` up to, but not including, ``profile_step_end``; in a run that
-    starts behind the first, as many from its own start on.
+    starts after the first, as many from its own start on.
 
     Each rank writes ``<log-dir>/profile/rank_NNNNN.trace.json`` (Chrome trace: chrome://tracing, Perfetto) and a memory
     snapshot: on CUDA torch's own (``rank_NNNNN.memory.pickle``, for pytorch.org/memory_viz), elsewhere the profiler's
@@ -37,7 +37,7 @@ class Profiler:
             return
         start, end = self._config.profile_step_start, self._config.profile_step_end
         if self._until is None and iteration >= start:
-            # As many iterations as asked for, also in a run that resumed behind the first of them.
+            # As many iterations as asked for, also in a run that resumed after the first of them.
             # ``end`` is exclusive, as Megatron's --profile-step-end.
             self._until = iteration + end - start
             self._start()

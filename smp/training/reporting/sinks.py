@@ -202,8 +202,8 @@ def read_curves(path: Path) -> dict[str, Curve]:
     return curves
 
 
-def _set_aside(file: IO[str], beside: Path, iteration: int) -> None:
-    """Move what follows the records up to ``iteration``, and a line that a crash cut short, to ``beside``."""
+def _set_aside(file: IO[str], aside: Path, iteration: int) -> None:
+    """Move what follows the records up to ``iteration``, and a line that a crash cut short, to ``aside``."""
     file.seek(0)
     lines = file.readlines()
     # All after the first record beyond: a file goes forward until a restart.
@@ -212,7 +212,7 @@ def _set_aside(file: IO[str], beside: Path, iteration: int) -> None:
         return
     # First written there, then cut off here: after a crash in between records are there twice,
     # never lost.
-    with beside.open("a", encoding="utf-8") as moved:
+    with aside.open("a", encoding="utf-8") as moved:
         moved.writelines(line.removesuffix("\n") + "\n" for line in lines[kept:])
     # In bytes: names may have other characters than ASCII.
     file.truncate(len("".join(lines[:kept]).encode()))

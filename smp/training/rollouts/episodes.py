@@ -1,6 +1,6 @@
 """Completions of several turns: the model speaks, an environment answers.
 
-Token ids are never made of text again: each turn goes on behind the ids of those before, and of an answer only the new
+Token ids are never made of text again: each turn goes on after the ids of those before, and of an answer only the new
 ids are encoded. Those of answers are read and not trained.
 """
 

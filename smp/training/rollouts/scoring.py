@@ -16,7 +16,7 @@ from smp.data.tuning.encode import Encoded, Encoder
 from smp.data.tuning.samples import Samples
 from smp.data.tuning.sequences import lay_out
 from smp.parallel.context import ParallelContext
-from smp.training.build import RunSetup, build_forward_backward, setup_beside
+from smp.training.build import RunSetup, build_forward_backward, setup_for_second_model
 from smp.training.eight_bit import without_history
 from smp.training.objectives.reference import ModelReference
 from smp.training.tuning.model import build_finetune_model
@@ -92,7 +92,7 @@ def build_reward_model(config: Config, encoder: Encoder, setup: RunSetup, trim: 
     """(the reward model, notes for the user). ``config`` is that of ``reward_model_config``."""
     context, data = setup.context, config.data
     assert data.global_batch_size is not None and data.seq_length is not None, "resolved before"
-    setup = setup_beside(config, setup, documents=False, trim=trim)
+    setup = setup_for_second_model(config, setup, documents=False, trim=trim)
     model, notes = build_finetune_model(config, setup, None, trainable=False)
     reference = ModelReference(model, build_forward_backward(config, setup, model), setup.device, cp=context.cp_group)
     micro_batches = count_micro_batches(data, context.data_size)

@@ -105,8 +105,8 @@ class Writing:
         stops: what ends a completion.
         longest: most tokens of a completion.
         functions: number of reward functions.
-        episodes: writes in turns with an environment, whose reward comes behind those of functions; None: at once.
-        scorer: a reward model, whose scores come behind those of functions; None: there is none.
+        episodes: writes in turns with an environment, whose reward comes after those of functions; None: at once.
+        scorer: a reward model, whose scores come after those of functions; None: there is none.
         skips: calls that fail are left out, instead of ending the run.
         progress: called as completions are rewarded.
     """

@@ -61,7 +61,7 @@ class TextScorer:
             ValueError: the text alone is longer than a window, or has no token of its own and is not empty.
         """
         empty = not text
-        # A tokenizer glues a space to the word behind it, so a space at the end of the context would be a token that
+        # A tokenizer glues a space to the word after it, so a space at the end of the context would be a token that
         # the model has never seen there.
         spaces = len(context) - len(context.rstrip())
         context, text = context[: len(context) - spaces], context[len(context) - spaces :] + text

@@ -21,7 +21,7 @@ from smp.convert.changes import changes_of_files, misfit
 from smp.convert.describe import read_architecture
 from smp.convert.formats import Opened
 from smp.convert.huggingface.config import CONFIG, is_hf_folder, read_hf_config
-from smp.convert.huggingface.folder import BESIDE, carried, copy_companions
+from smp.convert.huggingface.folder import MODEL_FILES, carried, copy_companions
 from smp.convert.layout import SCORE
 from smp.convert.peft.adapters import HEAD, Adapter, Adapters, family_for, is_adapter_folder
 from smp.convert.peft.read import read_adapters, read_own_names
@@ -183,7 +183,7 @@ def leave_companions(config: Config) -> None:
     source = None if elsewhere else Path(load) if is_hf_folder(load) else carried(Path(load))
     if source is None and (given is None or config.data.tiktoken_pattern is not None):
         return
-    folder = root / BESIDE
+    folder = root / MODEL_FILES
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if source is not None and (source / CONFIG).is_file():

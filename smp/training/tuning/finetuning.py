@@ -30,7 +30,7 @@ from smp.parallel.agree import gather, on_rank_zero
 from smp.parallel.context import ParallelContext, build_context, with_experts_of
 from smp.parallel.dtensor_box import local_part
 from smp.sharding.parallelize import free_gathered
-from smp.training.build import RunSetup, batch_loader, build_forward_backward, choose_backends, setup_beside
+from smp.training.build import RunSetup, batch_loader, build_forward_backward, choose_backends, setup_for_second_model
 from smp.training.distillation.elsewhere import Places, TeacherElsewhere
 from smp.training.distillation.stored import read_stored
 from smp.training.distillation.teacher import ModelTeacher, StoredTeacher, build_teacher
@@ -261,8 +261,8 @@ class Models:
         of = teacher_config(config, self.context.world_size)
         documents, setup = data.train.packed or data.valid.packed, self._in_layout_of(of)
         elsewhere = _mesh(of, setup.context) != _mesh(config, setup.context)
-        beside = setup_beside(of, setup, documents=documents, trim=trims(of))
-        made, lines = build_teacher(of, beside, None if elsewhere else student)
+        teacher_setup = setup_for_second_model(of, setup, documents=documents, trim=trims(of))
+        made, lines = build_teacher(of, teacher_setup, None if elsewhere else student)
         if config.parallel.compile and not of.parallel.compile:
             lines.append("note: the teacher is not compiled, since it has a layout of its own")
         for line in lines:

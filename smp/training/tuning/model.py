@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp.checkpoint import CheckpointError
+from smp.checkpoint.all_ranks import on_all_ranks
 from smp.checkpoint.folders.latest import find, iteration_name
-from smp.checkpoint.together import together
 from smp.config import Config, ConfigError
 from smp.config.rules.finetune import ALL_LINEAR, targets_of
 from smp.config.schema import LoraConfig
@@ -216,7 +216,7 @@ def _load_in_4_bits(model: Model, config: Config) -> None:
                     raise CheckpointError(f"tensor {weight} of shape {list(shape)} is not in the files")
                 found[name] = read_blocks(layer, partial(read_into, weight), dtype)
 
-    together("", read, lambda _: None)
+    on_all_ranks("", read, lambda _: None)
     for name, layer in layers.items():
         fill(layer, found.pop(name))
 

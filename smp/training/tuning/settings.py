@@ -35,7 +35,7 @@ from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
 from smp.pipeline.stage_plan import plan_pipeline
 from smp.training.distillation.meaning import check_stored
 
-CARRIED, BESIDE = "hf", "model_files"
+CARRIED, MODEL_FILES = "hf", "model_files"
 """Names of the folder with the model's files: inside of a converted checkpoint, and next to the checkpoints of a
 fine-tuning run."""
 
@@ -106,8 +106,8 @@ def uncounted(config: Config) -> list[str]:
     """Lines on what the memory that --dry-run prints leaves out."""
     reward = None if config.rollouts is None else config.rollouts.reward_model
     teacher = None if config.distillation is None else config.distillation.teacher
-    beside = {"--reward-model": reward, "--teacher": teacher}
-    return [f"not counted in this memory: the weights of {flag} {folder}" for flag, folder in beside.items() if folder]
+    others = {"--reward-model": reward, "--teacher": teacher}
+    return [f"not counted in this memory: the weights of {flag} {folder}" for flag, folder in others.items() if folder]
 
 
 def _repeats(config: Config, data: TuningData | PromptData) -> list[str]:
@@ -353,7 +353,7 @@ def tokenizer_of(config: Config, flag: str = "--load") -> TuningTokenizer:
         if given is not None:
             return open_tokenizer(given)
         # A Hugging Face folder, a converted checkpoint, a run's folder, its newest checkpoint, one of its checkpoints.
-        for folder in (load, load / CARRIED, load / BESIDE, *_newest(load), load.parent / BESIDE):
+        for folder in (load, load / CARRIED, load / MODEL_FILES, *_newest(load), load.parent / MODEL_FILES):
             if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
                 return open_tokenizer(folder)
     except ValueError as error:

@@ -430,7 +430,7 @@ def test_reasoning_that_the_template_cuts_out_of_an_answer_is_noted(tokenizer: F
         row = Row({"messages": said_})
         encoder.sample(row)
         assert row.in_part == in_part
-    [line] = Report(in_part=3).beside_template("x")
+    [line] = Report(in_part=3).template_notes("x")
     assert line.startswith("note: of 3 samples the chat template leaves out a part of what a message says, such as")
 
 

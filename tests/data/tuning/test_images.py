@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from smp.data.tuning.build import chat_template_of
+from smp.data.tuning.encode import within
 from smp.data.tuning.files import read_records
-from smp.data.tuning.images import PLACE
+from smp.data.tuning.images import IMAGE_MARK
 from smp.data.tuning.processor import open_processor
 from smp.data.tuning.samples import Report, Samples, collect
 from smp.data.tuning.tokenizer import open_tokenizer
@@ -46,7 +47,7 @@ def data_of(image: Any, form: str = "PNG", **options: Any) -> bytes:
 
 def encoder_of(folder: Path, **options: Any) -> VisionEncoder:
     tokenizer = open_tokenizer(folder)
-    template = chat_template_of(None, tokenizer, PLACE)
+    template = chat_template_of(None, tokenizer, IMAGE_MARK)
     assert template is not None
     processor = ImageProcessor(open_processor(folder), template)
     return VisionEncoder(tokenizer, template, processor, None, **options)
@@ -98,6 +99,14 @@ def test_every_shape_of_an_image_gives_the_same_sample(folder: Path) -> None:
     assert len(report.images) == len(rows) and "held in memory" in " ".join(report.lines())
     said = encoder_of(folder).tokenizer.decode(first[0][first[1]].tolist())
     assert said == "a red circle<|im_end|>"
+
+
+def test_the_added_beginning_is_neither_answer_nor_image(folder: Path) -> None:
+    """Also where one of them begins the text."""
+    encoder = encoder_of(folder)
+    encoder.tokenizer.before = [7]
+    ids, offsets = encoder._ids("a red circle", special=True)
+    assert ids[0] == 7 and within(offsets, [(0, 12)]) == [False] + [True] * (len(ids) - 1)
 
 
 def test_a_table_holds_bytes(folder: Path) -> None:
@@ -217,7 +226,7 @@ BROKEN: dict[str, Broken] = {
     ),
     "a placeholder": (of(asked(text="say <|image_pad|>")), "it says <|image_pad|>, which stands for an image"),
     "a placeholder beside an image": (of(asked(path("ok.png"), text="say <|image_pad|>")), "2 times <|image_pad|>"),
-    "a mark": (of(asked(text=f"say {PLACE}")), "U+FDD5"),
+    "a mark": (of(asked(text=f"say {IMAGE_MARK}")), "U+FDD5"),
     "texts": (of({"prompt": "<image>", "completion": "it", "images": ["ok.png"]}), "images need messages"),
     "longer than a sequence": (of(asked(*[path("ok.png")] * 70)), "would cut them: give a larger --seq-length"),
 }

@@ -32,15 +32,15 @@ def test_what_the_template_does_not_show_is_refused_or_named(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="message 1 has tool_calls, which the chat template does not show"):
         read(tmp_path, {"prompt": [*ASKED, earlier, {"role": "tool", "content": "4"}]})
     _, report = read(tmp_path, {"prompt": [{**ASKED[0], "mood": "good"}], "answer": "4"})
-    [line] = report.beside_template("prompts are texts")
+    [line] = report.template_notes("prompts are texts")
     assert line == "note: messages also have mood (1): the chat template does not name them"
 
 
 def test_texts_beside_a_template_are_told_or_rendered(tmp_path: Path) -> None:
     [prompt], report = read(tmp_path, {"prompt": "what is it?"})
-    assert not prompt.is_chat and report.beside_template("prompts are texts")[0].startswith("note: 1 prompts are texts")
+    assert not prompt.is_chat and report.template_notes("prompts are texts")[0].startswith("note: 1 prompts are texts")
     for beside in ({"system": "be brief"}, {"tools": [{"name": "f"}]}):  # as in fine-tuning: no text shows it
         with pytest.raises(ValueError, match=f"{next(iter(beside))}.* a prompt as text does not show: write messages"):
             read(tmp_path, {"prompt": "what is it?", **beside})
     [prompt], report = read(tmp_path, {"prompt": "what is it?"}, as_messages=True)
-    assert prompt.is_chat and not report.beside_template("prompts are texts")
+    assert prompt.is_chat and not report.template_notes("prompts are texts")

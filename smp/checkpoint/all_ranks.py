@@ -26,7 +26,7 @@ class _Failure(NamedTuple):
     code: int
 
 
-def together(
+def on_all_ranks(
     prefix: str,
     work: Callable[[], Part],
     finish: Callable[[list[Part]], Answer],
