@@ -180,7 +180,7 @@ class ModelConfig:
     latent_norm_epsilon: float | None = only_with(None, multi_latent_attention=True)
     """Epsilon of --qk-layernorm's norms of latent vectors. Default: --norm-epsilon (Kimi-Linear, GLM-5: 1e-6)."""
     experimental_attention_variant: Literal["dsa"] | None = only_with(None, multi_latent_attention=True)
-    """dsa: DeepSeek's sparse attention (V3.2, GLM-5): an indexer beside each layer of latent attention scores all
+    """dsa: DeepSeek's sparse attention (V3.2, GLM-5): an indexer next to each layer of latent attention scores all
     keys, and a token sees those with the largest scores. Default: all keys."""
     dsa_indexer_n_heads: int = only_with(64, experimental_attention_variant="dsa")
     """Heads of the indexer's queries; its key is one for all."""
@@ -202,7 +202,7 @@ class ModelConfig:
     linear_attention_type: Literal["gated_delta_net", "kda", "mamba2"] | None = None
     """A linear recurrence in place of attention, in the layers of --linear-attention-freq. gated_delta_net: that of
     Qwen3-Next and Qwen 3.5; kda: Kimi delta attention, whose channels fade apart (Kimi-Linear); mamba2: Mamba-2 with an
-    MLP behind it (Granite 4). Default: all layers have attention."""
+    MLP after it (Granite 4). Default: all layers have attention."""
     linear_attention_freq: str | None = only_with(None, linear_attention_type=GIVEN)
     """Layers with the linear recurrence. n: all but every n-th, which keeps attention (Qwen3-Next: 4). Or Megatron's
     list, with 1 for a layer with the recurrence and 0 for one with attention. Default: all layers."""

@@ -220,7 +220,7 @@ class TrainingConfig:
     """Steps with a NaN or infinite loss or gradient norm are skipped. This many in a row end the run."""
     spike_policy: Literal["warn", "skip", "rewind"] | None = None
     """What to do about a step whose loss or gradient norm is far above the last ones. warn: say so; skip: drop its
-    update; rewind: also go back to the last snapshot, see --spike-rewind-steps. Data go on behind it. Default:
+    update; rewind: also go back to the last snapshot, see --spike-rewind-steps. Data go on after it. Default:
     nothing is looked for."""
     spike_window: int = only_with(128, spike_policy=GIVEN)
     """Steps that a step is compared with. Nothing is a spike before half of them are done."""

@@ -201,7 +201,7 @@ NEWER: tuple[Row, ...] = (
         "--inprocess-heartbeat-interval:1 --inprocess-last-call-wait:1 --inprocess-monitor-process-interval:1 "
         "--inprocess-monitor-thread-interval:1 --inprocess-progress-watchdog-interval:1 "
         "--inprocess-soft-timeout:1 --inprocess-termination-grace-time:1",
-        "the process beside each one that trains sees it end; --inprocess-heartbeat-timeout and "
+        "the process next to each one that trains sees it end; --inprocess-heartbeat-timeout and "
         "--inprocess-barrier-timeout are the two limits",
     ),
     refused("--inprocess-active-world-size:1", "nodes that come and go: --max-nodes, docs/elastic.md"),
