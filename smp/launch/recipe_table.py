@@ -48,6 +48,7 @@ def _recipe(shared: Mapping[str, Any], row: Mapping[str, Any]) -> str:
         if key in _SECTIONS:
             section, name = _SECTIONS[key]
             sections[section][name] = value
+        # Sequence parallelism goes with every tensor-parallel recipe: it saves memory and sends no more.
         elif key == "tp":
             settings |= {"tensor_model_parallel_size": value, "sequence_parallel": True}
         elif key != "about":

@@ -41,6 +41,7 @@ def fill_in(config: Config, typed: Collection[str] = ()) -> Config:
     config = replace(config, rollouts=fill_rollouts(config))
     config = replace(config, rollouts=fill_distillation(config))
     if config.has_reference:
+        # With adapters the frozen weights are the reference already, so no copy is needed.
         reference = objective.dpo_reference or ("adapters-off" if config.has_adapters else "copy")
         objective = replace(objective, dpo_reference=reference)
     return replace(
@@ -131,6 +132,7 @@ def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
         f"--objective {name} begins adapters together with the head of scores: give --lora-rank, and merge what "
         "--load-adapter names into --load before (tools/merge_lora.py); --resume goes on with both",
     )
+    # A loss over pairs divides by pairs, not by tokens, so each answer has a row of its own.
     require(data.packing != "best-fit", f"--packing best-fit: --objective {name} packs no answers; leave it out")
     require(
         not (config.is_online and data.truncation_side != "right"),

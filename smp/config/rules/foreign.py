@@ -78,6 +78,7 @@ _ONLY_HERE = (
 def require_implementation(config: Config) -> None:
     """Raise ConfigError where --model-implementation is not what computes the model."""
     model, load = config.model, config.checkpoint.load
+    # A checkpoint says by itself what computes it, so the flag can only agree or be an error.
     asked, is_ours = model.model_implementation, not model.is_foreign
     if asked == "auto" or (asked == "smp") == is_ours:
         return

@@ -88,6 +88,7 @@ def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_gather(parallel: ParallelConfig, layout: Layout) -> None:
+    # FSDP2 takes one custom all-gather for a unit; each setting below would bring another one.
     if not parallel.fp8_param_gather:
         return
     require(

@@ -117,11 +117,13 @@ def context_parallel(ring: str, ulysses: str) -> Convert:
 
 def data_processes(get: Get, model_parallel: int = 1) -> int:
     """Number of processes that read different samples."""
+    # At least 1: degrees that do not fit the processes are refused with the layout, where the numbers are named.
     return max(1, (get("trainer.num_nodes") or 1) * (get("trainer.devices") or 1) // model_parallel)
 
 
 def micro_batch(most: int, batch: int, processes: int) -> int:
     """The largest micro-batch of at most ``most`` samples that divides each process's share of a batch."""
+    # All micro-batches of a step have one size here.
     share = max(1, batch // processes)
     return max(size for size in range(1, max(1, min(most, share)) + 1) if share % size == 0)
 
@@ -143,11 +145,13 @@ def adapters(rank: Any, alpha: Any, dropout: Any, targets: Any, parameters: Any 
     """
     found: dict[str, Any] = {"lora_rank": rank}
     found |= {name: value for name, value in (("lora_alpha", alpha), ("lora_dropout", dropout)) if value is not None}
+    # peft's all-linear is the default here as well, but for experts, which have to be named.
     names = [] if targets in (None, "all-linear", ["all-linear"]) else module_names(targets)
     experts = []
     for parameter in parameters or []:
         if not re.fullmatch(r"mlp\.experts\.(gate_up_proj|down_proj)", str(parameter)):
             raise ConfigError(f"{parameter} is no weight of experts: mlp.experts.gate_up_proj, mlp.experts.down_proj")
+        # transformers keeps gate and up of all experts in one weight; here they are two, each with its adapter.
         experts += ["*.experts.down"] if "down" in str(parameter) else ["*.experts.gate", "*.experts.up"]
     if names or experts:
         found["lora_target_modules"] = ",".join([*(names or [ALL]), *experts])

@@ -39,6 +39,7 @@ NOT_BY_TOKENS = "it goes with use_dynamic_bsz, which is unset or false"
 def model_parallel(get: Get, engine: str) -> int:
     """Number of processes that share a sample, from an engine's section; one of FSDP2 lacks most of these keys."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    # FSDP2's engine calls context parallelism Ulysses, Megatron's has the other three.
     product: int = get(f"{engine}.ulysses_sequence_parallel_size") or 1
     for name in sizes:
         product *= get(f"{engine}.{name}") or 1
@@ -69,6 +70,7 @@ def lora(section: str, model: str) -> Convert:
             return {}
         if why := others(value, get):
             return why
+        # "lora." has names of its own below it; peft's names are lora_rank, lora_alpha, but target_modules.
         targets = get((section if section.endswith(".") else model) + "target_modules")
         alpha, dropout = get(section + "alpha"), get(section + "dropout")
         return tuning.adapters(value, alpha, dropout, targets, get(model + "target_parameters"))
@@ -297,6 +299,7 @@ def _dpo(name: str, kind: Kind = NUMBER) -> Key:
 def loggers(value: Any, get: Get) -> Mapping[str, Any]:
     names = [value] if isinstance(value, str) else list(value)
     project, run = get(_T + "trainer.project_name"), get(_T + "trainer.experiment_name")
+    # The console has its line in every run.
     if unknown := [name for name in names if name not in ("console", "tensorboard", "mlflow", "wandb")]:
         raise ConfigError(f"{unknown[0]} is none of console, tensorboard, mlflow, wandb")
     found: dict[str, Any] = {"tensorboard": "tensorboard" in names}
