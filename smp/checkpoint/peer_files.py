@@ -22,7 +22,7 @@ _TAG = 711
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a rank is.
 
     Attributes:
@@ -34,15 +34,15 @@ class Place:
     local_rank: int
 
 
-def next_nodes(places: Sequence[Place]) -> list[int | None]:
+def next_nodes(locations: Sequence[Location]) -> list[int | None]:
     """For each rank, the rank of the next node that keeps a copy of its file; None where there is one node."""
-    nodes = sorted({place.node for place in places})
-    members = {node: [r for r, place in enumerate(places) if place.node == node] for node in nodes}
+    nodes = sorted({location.node for location in locations})
+    members = {node: [r for r, location in enumerate(locations) if location.node == node] for node in nodes}
     if len(nodes) == 1:
-        return [None] * len(places)
+        return [None] * len(locations)
     # A ring: the last node's copies are on the first.
     following = dict(zip(nodes, nodes[1:] + nodes[:1], strict=True))
-    return [(there := members[following[p.node]])[p.local_rank % len(there)] for p in places]
+    return [(there := members[following[p.node]])[p.local_rank % len(there)] for p in locations]
 
 
 class PeerFolder(LocalFolder):
@@ -50,7 +50,7 @@ class PeerFolder(LocalFolder):
 
     Args:
         path: on this node.
-        places: of all ranks.
+        locations: of all ranks.
         held: names of the files that each node has.
         group: for messages between nodes.
         spare: nodes that do not train.
@@ -59,13 +59,13 @@ class PeerFolder(LocalFolder):
     def __init__(
         self,
         path: Path,
-        places: Sequence[Place],
+        locations: Sequence[Location],
         held: Mapping[int, frozenset[str]],
         group: dist.ProcessGroup | None,
         spare: Sequence[SpareNode] = (),
     ) -> None:
         super().__init__(path)
-        self.places, self.held, self.group, self.spare = places, held, group, spare
+        self.locations, self.held, self.group, self.spare = locations, held, group, spare
 
     def bring(self, files: frozenset[str]) -> None:
         """Bring ``files``, which this rank is going to read, to this node. Every rank calls it.
@@ -75,10 +75,10 @@ class PeerFolder(LocalFolder):
         """
         failures: list[OSError] = []
         wanted: dict[int, set[str]] = {}
-        for place, names in zip(self.places, gather(files), strict=True):
-            wanted.setdefault(place.node, set()).update(names)
+        for location, names in zip(self.locations, gather(files), strict=True):
+            wanted.setdefault(location.node, set()).update(names)
         # The first rank of each node: ``reversed`` lets lower ones overwrite.
-        leaders = {place.node: r for r, place in reversed(list(enumerate(self.places)))}
+        leaders = {location.node: r for r, location in reversed(list(enumerate(self.locations)))}
         # Sorted: sender and receiver have to go through the same files in one order.
         for node in sorted(wanted):
             for number, name in enumerate(sorted(wanted[node] - self.held.get(node, frozenset()))):

@@ -39,7 +39,7 @@ from smp.checkpoint.folders.lock import started_at
 from smp.checkpoint.format.entries import CheckpointError, Manifest, Shard
 from smp.checkpoint.format.manifest import MANIFEST, check_extra, read_manifest, write_manifest
 from smp.checkpoint.format.tensor_file import FileLayout, write_file
-from smp.checkpoint.peer_files import PeerFolder, Place, next_nodes, receive, send
+from smp.checkpoint.peer_files import Location, PeerFolder, next_nodes, receive, send
 from smp.checkpoint.peer_parts import manifest_of, read_parts, write_part
 from smp.checkpoint.spare_files import SpareNode
 from smp.checkpoint.storage import build_manifest, write_items
@@ -95,7 +95,7 @@ class PeerCopies:
 
     Args:
         base: a folder in memory, on every node.
-        place: of this rank.
+        location: of this rank.
         say: tells the user a line.
         timeout: of messages between nodes.
         spare: nodes that do not train, the same on all ranks.
@@ -107,19 +107,19 @@ class PeerCopies:
     def __init__(
         self,
         base: str,
-        place: Place,
+        location: Location,
         say: Callable[[str], None],
         timeout: timedelta | None = None,
         spare: Sequence[SpareNode] = (),
     ) -> None:
-        self.say, self.place, self.spare = say, place, spare
+        self.say, self.location, self.spare = say, location, spare
         # All ranks know where all are: they pair up without another message.
-        self.places: list[Place] = gather(place)
+        self.locations: list[Location] = gather(location)
         on_all_ranks(f"{base}: ", lambda: self._make(Path(base)), lambda _: None)
-        self._to = next_nodes(self.places)
+        self._to = next_nodes(self.locations)
         self._from = [r for r, to in enumerate(self._to) if to == rank()]
         # Of its own: a message in the background must not meet one of the training.
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if len(self.places) > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if len(self.locations) > 1 else None
         self._memory = StagingBuffer()
         self._plan: list[tuple[str, Item]] = []
         self._offered: list[Item] | None = None  # what the plan was made for
@@ -154,7 +154,7 @@ class PeerCopies:
                 continue
             # A file that was being sent may be cut off: only those of the right size count.
             held = {
-                self.places[r].node: frozenset(f for f, size in manifest.files.items() if names[name].get(f) == size)
+                self.locations[r].node: frozenset(f for f, size in manifest.files.items() if names[name].get(f) == size)
                 for r, names in enumerate(found)
                 if name in names
             }
@@ -162,7 +162,7 @@ class PeerCopies:
             if there.issuperset(manifest.files):
                 self._keep_only(name)
                 (self.root / name).mkdir(exist_ok=True)
-                return PeerFolder(self.root / name, self.places, held, self._group, self.spare), manifest
+                return PeerFolder(self.root / name, self.locations, held, self._group, self.spare), manifest
         self._keep_only(None)
         return None
 
@@ -201,7 +201,7 @@ class PeerCopies:
     @property
     def _leads(self) -> bool:
         """Whether this rank is the first of its node."""
-        return self.place.local_rank == min(p.local_rank for p in self.places if p.node == self.place.node)
+        return self.location.local_rank == min(p.local_rank for p in self.locations if p.node == self.location.node)
 
     def begin(self, state: Mapping[str, torch.Tensor], extra: Mapping[str, Any], rows: Mapping[str, int]) -> None:
         """Copy ``state`` to host memory, and let a thread write and send it. Waits for the copy before.
@@ -248,7 +248,7 @@ class PeerCopies:
     def _tell_size(self, shards: Mapping[str, LocalShard]) -> None:
         own = sum(t.numel() * t.element_size() for t in (shards[i.name].rows(i) for _, i in self._plan))
         most, free = max(gather(own)), shutil.disk_usage(self.root).free
-        nodes = len({place.node for place in self.places})
+        nodes = len({location.node for location in self.locations})
         where = "and in that of the next one" if nodes > 1 else "(there is no other one, whose loss it would survive)"
         self.say(
             f"copies in memory: at most {most / 1e9:,.3f} GB of a process, in {self.root} of its node {where}; "
@@ -281,7 +281,7 @@ class PeerCopies:
     def _write_part(self, save: _UnderWay) -> None:
         manifest = build_manifest([save.written], check_extra(save.extra))
         files = {_file_of(rank()): save.size} if save.written else {}
-        write_part(save.folder.local, rank(), len(self.places), replace(manifest, files=files))
+        write_part(save.folder.local, rank(), len(self.locations), replace(manifest, files=files))
 
     def _write(self, folder: LocalFolder, layout: FileLayout) -> dict[str, str]:
         data = ((slot.key, self._memory.view(slot)) for slot in layout.slots)

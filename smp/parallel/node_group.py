@@ -190,8 +190,8 @@ def within_nodes(topology: Topology) -> Callable[[Sequence[int]], str | None]:
     node of ``topology``, which knows all ranks of the default group; else that of the default group."""
 
     def backend(ranks: Sequence[int]) -> str | None:
-        together = len({topology.places[rank][0] for rank in ranks}) == 1
-        return NAME if together and len(ranks) > 1 else None
+        on_one_node = len({topology.locations[rank][0] for rank in ranks}) == 1
+        return NAME if on_one_node and len(ranks) > 1 else None
 
     return backend
 

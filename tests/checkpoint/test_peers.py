@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from smp.checkpoint import peers
 from smp.checkpoint.api import load_from
-from smp.checkpoint.peer_files import Place, next_nodes
+from smp.checkpoint.peer_files import Location, next_nodes
 from smp.checkpoint.peers import PeerCopies
 from smp.checkpoint.spare_files import SpareNode, serving, spare_nodes
 from tests.distributed import run_distributed
 
 
 def test_a_copy_is_on_another_node() -> None:
-    even = [Place(node, local) for node in range(3) for local in range(2)]
+    even = [Location(node, local) for node in range(3) for local in range(2)]
     assert next_nodes(even) == [2, 3, 4, 5, 0, 1]
-    uneven = [Place(0, 0), Place(0, 1), Place(4, 0)]
+    uneven = [Location(0, 0), Location(0, 1), Location(4, 0)]
     assert next_nodes(uneven) == [2, 2, 0]
     assert next_nodes(even[:2]) == [None, None]
 
@@ -48,10 +48,10 @@ def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def copied(rank: int, world: int, base: str, lost: list[int]) -> list[Any]:
     """Copies of two steps; then the memory of some nodes is lost, and all start anew."""
     said: list[str] = []
-    place = Place(rank // 2, rank % 2)
+    location = Location(rank // 2, rank % 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "own_folder", lambda path: path / str(place.node))
-        copies = PeerCopies(base, place, said.append)
+        patch.setattr(peers, "own_folder", lambda path: path / str(location.node))
+        copies = PeerCopies(base, location, said.append)
         assert copies.find() is None
         for iteration in (3, 6):
             copies.begin(state_of(world, iteration), {"progress": {"iteration": iteration}}, {})
@@ -60,10 +60,10 @@ def copied(rank: int, world: int, base: str, lost: list[int]) -> list[Any]:
         kept = sorted(path.name[:12] for path in copies.root.iterdir())
         copies.close(done=None)
         dist.barrier()
-        if place.local_rank == 0 and place.node in lost:
+        if location.local_rank == 0 and location.node in lost:
             shutil.rmtree(copies.root)
         dist.barrier()
-        again = PeerCopies(base, place, said.append)
+        again = PeerCopies(base, location, said.append)
         found = again.find()
         if found is None:
             return [kept, None, said]
@@ -91,7 +91,7 @@ def test_both_of_two_nodes_lost_is_no_copy(tmp_path: Path) -> None:
 def started(base: str, node: int, patch: pytest.MonkeyPatch, spare: Sequence[SpareNode] = ()) -> PeerCopies:
     """On the node of that number, of one process."""
     patch.setattr(peers, "own_folder", lambda path: path / str(node))
-    return PeerCopies(base, Place(node, 0), lambda line: None, spare=spare)
+    return PeerCopies(base, Location(node, 0), lambda line: None, spare=spare)
 
 
 def copy(copies: PeerCopies, state: dict[str, torch.Tensor], iteration: int) -> None:
@@ -186,7 +186,7 @@ def full(rank: int, world: int, base: str) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "own_folder", lambda path: path / str(rank))
-        copies = PeerCopies(base, Place(rank, 0), said.append)
+        copies = PeerCopies(base, Location(rank, 0), said.append)
         if rank == 1:
             patch.setattr(PeerCopies, "_write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
         copies.begin(state_of(world, 1), {"progress": {"iteration": 1}}, {})

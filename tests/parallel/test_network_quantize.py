@@ -96,7 +96,7 @@ def test_a_sum_is_off_by_half_a_step_of_each_sum_that_crosses(
     )
     for rank, result in enumerate(found):
         part = slice(rank * size, (rank + 1) * size)
-        home = topology.places[rank][0]
+        home = topology.locations[rank][0]
         sums = [torch.stack([given[r][part].double() for r in node]).sum(0) for node in topology.nodes]
         largest = sum(float(s.abs().max()) for node, s in enumerate(sums) if node != home)  # no block has a larger one
         rounding = 2**-22 * sum(float(x[part].abs().max()) for x in given) * world

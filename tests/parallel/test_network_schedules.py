@@ -129,12 +129,12 @@ def test_what_crosses_first_is_not_held_up_inside(nodes: int, local: int, route:
     network = Topology.even(nodes, local)
     schedule = reduce_scatter(network, [4] * network.size, route)
     for rank, actions in enumerate(schedule.actions):
-        home = network.places[rank][0]
+        home = network.locations[rank][0]
         sends = [action for action in actions if action.op is Op.SEND]
-        first = next(i for i, action in enumerate(sends) if network.places[action.peer][0] != home)
+        first = next(i for i, action in enumerate(sends) if network.locations[action.peer][0] != home)
         before = sends[:first]
         assert before and all(action.chunk == 0 for action in before)
-        assert all(network.places[action.piece][0] != home for action in before)
+        assert all(network.locations[action.piece][0] != home for action in before)
 
 
 def test_chunks_overlap_both_kinds_of_links() -> None:

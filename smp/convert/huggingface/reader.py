@@ -162,10 +162,10 @@ class Reader:
         longest = self.content.get("max_position_embeddings")
         default = self.family.defaults.get("original_max_position_embeddings")
         # Phi-3 has the original length next to rope_scaling, not in it.
-        beside = self.content.get("original_max_position_embeddings", default)
+        original = self.content.get("original_max_position_embeddings", default)
         scaling = {"original_max_position_embeddings": longest, **given}
-        if beside is not None:
-            scaling["original_max_position_embeddings"] = beside
+        if original is not None:
+            scaling["original_max_position_embeddings"] = original
         original = scaling["original_max_position_embeddings"]
         if kind == "yarn" and given.get("factor") is None and None not in (longest, original):
             self.check_number("max_position_embeddings", longest)
@@ -281,9 +281,9 @@ def written_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
     scaling = written_scaling(config)
     if scaling is None or config.rope_scaling_type != "longrope" or not is_longrope_family(family):
         return out | {"rope_scaling": scaling}
-    beside = "original_max_position_embeddings"
+    key = "original_max_position_embeddings"
     # transformers 4 takes exactly the keys type, short_factor and long_factor for Phi-3
-    return out | {beside: scaling.pop(beside), "rope_scaling": {"type": scaling.pop("rope_type"), **scaling}}
+    return out | {key: scaling.pop(key), "rope_scaling": {"type": scaling.pop("rope_type"), **scaling}}
 
 
 def written_windows(config: ModelConfig, family: Family) -> dict[str, Any]:

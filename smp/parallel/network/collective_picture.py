@@ -17,13 +17,13 @@ LONGEST = 64.0
 def messages(schedule: Schedule) -> str:
     """A line for each message and sum, in the order of their starts."""
     timeline = simulate(schedule, [16] * schedule.size, EXAMPLE)
-    places = schedule.topology.places
+    locations = schedule.topology.locations
     lines = []
     for span in sorted(timeline.spans, key=lambda s: (s.start, s.source, s.destination, s.piece)):
         if span.source == span.destination:
             lines.append(f"{span.start:5.1f}  rank {span.source}        adds up piece {span.piece}, chunk {span.chunk}")
             continue
-        crosses = places[span.source][0] != places[span.destination][0]
+        crosses = locations[span.source][0] != locations[span.destination][0]
         way = "between nodes" if crosses else "inside"
         what = f"piece {span.piece}, chunk {span.chunk}"
         lines.append(f"{span.start:5.1f}  rank {span.source} -> rank {span.destination}  {what}  {way}")
@@ -38,7 +38,7 @@ def links_over_time(schedule: Schedule, network: Topology | None = None, width: 
     """
     network = network or schedule.topology
     timeline = simulate(schedule, [16] * schedule.size, EXAMPLE, network)
-    places = network.places
+    locations = network.locations
     rows: dict[str, list[str]] = {}
     for node, _ in enumerate(network.nodes):
         rows[f"uplink of node {node}"] = ["."] * width
@@ -47,7 +47,7 @@ def links_over_time(schedule: Schedule, network: Topology | None = None, width: 
     for span in timeline.spans:
         if span.source == span.destination:
             continue
-        node, other = places[span.source][0], places[span.destination][0]
+        node, other = locations[span.source][0], locations[span.destination][0]
         # A node has one uplink; inside of a node each rank has a link of its own.
         name = f"uplink of node {node}" if node != other else f"rank {span.source} inside"
         first, last = (round(moment / LONGEST * width) for moment in (span.start, span.end))

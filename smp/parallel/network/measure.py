@@ -23,9 +23,9 @@ def measure_links(topology: Topology) -> Links:
     Args:
         topology: of the default group, with several nodes and several ranks on one of them.
     """
-    place, index = topology.places[dist.get_rank()]
+    own_node, index = topology.locations[dist.get_rank()]
     heads = [node[0] for node in topology.nodes]
-    own = topology.nodes[place]
+    own = topology.nodes[own_node]
     between = _measure(heads if index == 0 else [])
     inside = _measure(list(own) if len(own) > 1 else [])
     return Links(between=between, inside=inside)

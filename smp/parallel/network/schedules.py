@@ -79,13 +79,13 @@ class _Trees:
 
     def handler(self, piece: int, node: int) -> int:
         """The rank of a node that a piece enters it through."""
-        home, index = self.topology.places[piece]
+        home, index = self.topology.locations[piece]
         ranks = self.topology.nodes[node]
         return piece if node == home else ranks[index % len(ranks)]
 
     def away(self, piece: int, node: int) -> int:
         """How many nodes behind the piece's own, counted around."""
-        return (node - self.topology.places[piece][0]) % len(self.topology.nodes)
+        return (node - self.topology.locations[piece][0]) % len(self.topology.nodes)
 
     def hops(self, piece: int, node: int) -> int:
         """Uplinks between the owner and a node."""
@@ -96,25 +96,25 @@ class _Trees:
         count = len(self.topology.nodes)
         if self.route == "ring":
             return [(node + 1) % count] if self.away(piece, node) < count - 1 else []
-        home = self.topology.places[piece][0]
+        home = self.topology.locations[piece][0]
         # Each owner begins with the node after its own: uplinks into one node are not all busy at once.
         return [(home + step) % count for step in range(1, count)] if node == home else []
 
     def before(self, piece: int, node: int) -> int:
         """The node that this one gets a piece from."""
-        home = self.topology.places[piece][0]
+        home = self.topology.locations[piece][0]
         return (node - 1) % len(self.topology.nodes) if self.route == "ring" else home
 
     def source(self, piece: int, rank: int) -> int:
         """The rank that this one, not the owner, gets a piece from."""
-        node = self.topology.places[rank][0]
+        node = self.topology.locations[rank][0]
         # Inside of a node from its handler; the handler from the node before.
         handler = self.handler(piece, node)
         return handler if handler != rank else self.handler(piece, self.before(piece, node))
 
     def local(self, rank: int) -> tuple[int, ...]:
         """The ranks of a rank's node."""
-        return self.topology.nodes[self.topology.places[rank][0]]
+        return self.topology.nodes[self.topology.locations[rank][0]]
 
 
 def _gathers(trees: _Trees, chunks: Sequence[int], rank: int, sends: _Sends) -> list[Action]:
@@ -130,7 +130,7 @@ def _gathers(trees: _Trees, chunks: Sequence[int], rank: int, sends: _Sends) -> 
 
 
 def _gather_sends(trees: _Trees, chunks: Sequence[int], rank: int) -> list[Action]:
-    node = trees.topology.places[rank][0]
+    node = trees.topology.locations[rank][0]
     handled = [piece for piece in range(len(chunks)) if trees.handler(piece, node) == rank]
     # Chunks in the order in which they arrive: own ones first, then by chunk and hops; of equal
     # ones those of nearer nodes.
@@ -150,7 +150,7 @@ def _gather_sends(trees: _Trees, chunks: Sequence[int], rank: int) -> list[Actio
 
 def _reductions(trees: _Trees, chunks: Sequence[int], rank: int) -> list[Action]:
     """Actions of one rank: parts to the handlers of its node, and sums of those that it handles."""
-    node = trees.topology.places[rank][0]
+    node = trees.topology.locations[rank][0]
     last = len(trees.topology.nodes) - 1
     # chunks whose sums have a longer way go first, and each node begins with another one's
     # Uplinks that a sum has still to pass, on the way to its owner.
@@ -172,7 +172,7 @@ def _reductions(trees: _Trees, chunks: Sequence[int], rank: int) -> list[Action]
 
 
 def _reduction(trees: _Trees, piece: int, chunk: int, rank: int) -> list[Action]:
-    node = trees.topology.places[rank][0]
+    node = trees.topology.locations[rank][0]
     handler = trees.handler(piece, node)
     if handler != rank:
         return [Action(Op.SEND, piece, chunk, (handler,))]

@@ -64,7 +64,7 @@ class _Network:
     """Clocks of ranks and links. Actions run in the order of their times, so that links serve who comes first."""
 
     def __init__(self, schedule: Schedule, sizes: Sequence[int], links: Links, network: Topology) -> None:
-        self.schedule, self.sizes, self.links, self.places = schedule, sizes, links, network.places
+        self.schedule, self.sizes, self.links, self.locations = schedule, sizes, links, network.locations
         self.programs = [list(waits(rank, actions)) for rank, actions in enumerate(schedule.actions)]
         self.position = [0] * schedule.size
         self.queue: list[tuple[float, bool, int, int]] = []
@@ -126,7 +126,7 @@ class _Network:
     def _travel(self, now: float, message: Message) -> None:
         source, destination, *key = message
         size = self._bytes((key[0], key[1]))
-        (here, _), (there, _) = self.places[source], self.places[destination]
+        (here, _), (there, _) = self.locations[source], self.locations[destination]
         inside = here == there
         kind, link = ("rank", self.links.inside) if inside else ("node", self.links.between)
         ends = (source, destination) if inside else (here, there)

@@ -44,7 +44,7 @@ class Topology:
         return sum(len(node) for node in self.nodes)
 
     @cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
+    def locations(self) -> tuple[tuple[int, int], ...]:
         """(node, index in it) of each rank."""
         found = {rank: (a, i) for a, node in enumerate(self.nodes) for i, rank in enumerate(node)}
         return tuple(found[rank] for rank in range(self.size))
@@ -52,18 +52,18 @@ class Topology:
     @cached_property
     def crossings(self) -> int:
         """Most edges of a ring in the order of ranks that leave a node: 1 where neighbours share nodes."""
-        nodes = [node for node, _ in self.places]
+        nodes = [node for node, _ in self.locations]
         # Edges of the ring that leave a node, counted for each node.
         leaving = Counter(here for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if here != there)
         return max(leaving.values(), default=0)
 
     def beyond(self, rank: int) -> frozenset[int]:
         """The ranks of all nodes but this rank's."""
-        return frozenset(range(self.size)) - set(self.nodes[self.places[rank][0]])
+        return frozenset(range(self.size)) - set(self.nodes[self.locations[rank][0]])
 
     def name_of(self, rank: int) -> str:
         """Name of a rank's node."""
-        node = self.places[rank][0]
+        node = self.locations[rank][0]
         return self.names[node] if self.names else f"node {node}"
 
     def part(self, ranks: Sequence[int]) -> Topology:

@@ -11,7 +11,7 @@ from torch import nn
 
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.format.entries import Manifest
-from smp.checkpoint.peer_files import PeerFolder, Place
+from smp.checkpoint.peer_files import Location, PeerFolder
 from smp.checkpoint.peers import PeerCopies
 from smp.config import Config, ConfigError
 from smp.training.checkpoints.persistence import run_state
@@ -53,11 +53,11 @@ class RunCopies:
                 "--peer-snapshot-interval needs torchrun, whose workers the copies outlive: use torchrun --max-restarts"
             )
         # GROUP_RANK is torchrun's number of the node.
-        place = Place(int(os.environ.get("GROUP_RANK", "0")), process.local_rank)
+        location = Location(int(os.environ.get("GROUP_RANK", "0")), process.local_rank)
         try:
             timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
             spare = nodes_of_spares(process, timeout)
-            self._copies = PeerCopies(config.checkpoint.peer_snapshot_dir, place, say, timeout, spare)
+            self._copies = PeerCopies(config.checkpoint.peer_snapshot_dir, location, say, timeout, spare)
         except CheckpointError as error:
             raise ConfigError(f"--peer-snapshot-dir {error}") from error
         # torchrun restarts all workers of a node, also after the last step.
