@@ -188,9 +188,6 @@ class LoraRowParallelLinear(RowParallelLinear):
         return with_magnitude(y, magnitude, weight, (a, b), self.lora.scale, (self.group,))
 
 
-Adapted = LoraColumnParallelLinear | LoraRowParallelLinear | LoraExpertLinear
-
-
 def add_adapters(
     model: nn.Module, targets: Sequence[str], rank: int, alpha: float, *, dropout: float = 0.0, seed: int = 0
 ) -> dict[str, list[str]]:
