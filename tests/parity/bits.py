@@ -38,7 +38,7 @@ from tests.programs import run_program
 from tests.training.tiny_hf import WORDS, write_model, write_samples, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASURED = ("seconds ", "TFLOP/s ", "tokens/s", "peak memory ", "MFU")
+MEASURED = ("seconds ", "TFLOP/s ", "tokens/s", "peak memory ", "MFU", "goodput")
 """How names in metrics.jsonl begin that are about time and memory."""
 Tensors = dict[str, np.ndarray[Any, Any]]
 Result = dict[str, Any]
