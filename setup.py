@@ -141,7 +141,15 @@ setup(
     package_dir={"": "."},
     packages=find_packages(include=["smp", "smp.*"]),
     py_modules=["finetune", "pretrain_gpt"],
-    package_data={"smp": ["py.typed", "kernels/csrc/*.cu", "launch/templates/*.j2", "planner/published/*.yaml"]},
+    package_data={
+        "smp": [
+            "py.typed",
+            "kernels/csrc/*.cu",
+            "kernels/csrc/*.cpp",
+            "launch/templates/*.j2",
+            "planner/published/*.yaml",
+        ]
+    },
     entry_points={"console_scripts": [f"smp-{name} = smp.__main__:console" for name in NAMES["COMMANDS"]]},
     cmdclass={"build_py": BuildPackage},
     distclass=WithMachineCode if BUILD_CUDA else Distribution,

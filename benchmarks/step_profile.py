@@ -53,7 +53,13 @@ KINDS: list[tuple[str, tuple[str, ...]]] = [
     ("collectives", ("c10d::", "nccl", "ncclDev", "gloo:")),
     (
         ATTENTION,
-        ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "torch_attn::"),
+        (
+            "aten::_scaled_dot_product",
+            "aten::_flash_attention",
+            "aten::_efficient_attention",
+            "torch_attn::",
+            "smp::cpp_",
+        ),
     ),
     (HEAD, ("smp::softmax_stats", "smp::logits_to_gradient_", "aten::_log_softmax", "aten::nll_loss")),
     ("experts' products", GROUPED),

@@ -146,8 +146,8 @@ class ParallelConfig:
     kernels: Literal["auto", "torch", "triton", "cuda", "apex"] = "auto"
     """Implementation of cross-entropy, norms, SwiGLU and RoPE. auto: Triton on CUDA where --compile does not fuse them,
     else PyTorch. triton, cuda, apex: that one where it has the operation, else as auto. The choice is printed."""
-    attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Backend of PyTorch's scaled dot-product attention. auto: the first that supports the model's attention, in an
-    order that depends on the device. The choice is printed."""
+    attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math", "cpp"] = "auto"
+    """Backend of scaled dot-product attention: PyTorch's, or on a CPU this project's C++ (cpp). auto: the first that
+    supports the model's attention, in an order that depends on the device. The choice is printed."""
     distributed_timeout_minutes: float = 10.0
     """Time after which a waiting collective ends the run. Each waiting rank prints its stack first."""

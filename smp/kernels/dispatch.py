@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import torch
 from smp.config import ConfigError
 from smp.kernels.attention_cores.attention_core import AttentionCore
 from smp.kernels.attention_cores.fused_attention import DEFAULT_ATTENTION
+from smp.kernels.registry import interpreted
 
 Backend = Literal["torch", "triton", "cuda", "apex", "fla"]
 Wish = Literal["auto", "torch", "triton", "cuda", "apex"]
@@ -71,11 +71,6 @@ LONGEST_ROW = 8192
 """Most features of a row of a Triton norm: longer rows do not fit in registers (16,384 spill 600 bytes a thread)."""
 # What torch.compile fuses with its neighbours, and an operator keeps it from.
 _FUSIBLE = ("norm", "swiglu", "rope", "router", "permute")
-
-
-def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, which needs no GPU. Read when a kernel's file is imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def choose_kernels(

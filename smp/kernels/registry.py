@@ -8,17 +8,21 @@ opaque to the compiler and has no autograd formula; the functions of this packag
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from smp.kernels.dispatch import interpreted
-
 _LIBRARY = torch.library.Library("smp", "FRAGMENT")
 BODIES: dict[Any, Callable[..., Any]] = {}
 """The CPU implementation of each operator, for tools that count operations inside of it (FLOPs, memory)."""
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, which needs no GPU. Read when a kernel's file is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def define(

@@ -43,6 +43,7 @@ _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.smp.cpp_attention.default,
     torch.ops.smp.linear.default,
     torch.ops.smp.column_parallel.default,
     torch.ops.smp.row_parallel.default,

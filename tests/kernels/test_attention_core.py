@@ -17,6 +17,7 @@ from smp.kernels.attention_cores.attention_core import AttentionSpec, merge
 from smp.kernels.attention_cores.fused_attention import DefaultAttention, FusedAttention
 from smp.kernels.attention_cores.math_attention import MathAttention
 from smp.kernels.attention_cores.varlen import VarlenAttention
+from smp.kernels.cpp.library import why_not
 from smp.kernels.dropout import keyed_keep_mask
 from smp.kernels.token_layout import TokenLayout
 from tests.layers.whole import draw, error
@@ -30,9 +31,11 @@ MASKED: dict[str, Any] = {
     "flash, grouped": FusedAttention("flash", grouped=True),
     "default": DefaultAttention(),
 }
+if not why_not(torch.bfloat16):  # the test of several blocks says why where it is skipped
+    MASKED["cpp"] = FusedAttention("cpp", grouped=True)
 MATH: Any = MathAttention()
 VARLEN: Any = VarlenAttention()
-FUSED: dict[str, Any] = {name: core for name, core in MASKED.items() if name.startswith("flash")}
+FUSED: dict[str, Any] = {name: core for name, core in MASKED.items() if name.startswith(("flash", "cpp"))}
 Tensors = list[torch.Tensor]
 
 
@@ -95,6 +98,11 @@ def results(attend: Callable[..., Any], tensors: Tensors, *rest: Any) -> Tensors
     assert not lse.requires_grad
     grads = torch.autograd.grad(out, leaves, grad, allow_unused=True)
     return [out.detach(), lse, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))]
+
+
+def wide_of(core: Any) -> list[torch.dtype]:
+    """fp64, but for the core that does not compute in it."""
+    return [] if core.name == "cpp" else [torch.float64]
 
 
 def check(core: Any, layout: TokenLayout, spec: AttentionSpec, heads: int = 4, groups: int = 2, **options: Any) -> None:
@@ -182,7 +190,7 @@ def test_cores_are_the_formula(core: Any, layout: TokenLayout) -> None:
 
 @pytest.mark.parametrize("core", MASKED.values(), ids=MASKED)
 def test_cores_are_the_formula_in_other_dtypes_and_widths(core: Any) -> None:
-    for dtype in (torch.float64, torch.bfloat16):
+    for dtype in (*wide_of(core), torch.bfloat16):
         for name in ("padding", "documents", "cache"):
             check(core, LAYOUTS[name], AttentionSpec(window=3), dtype=dtype)
     check(core, LAYOUTS["documents"], AttentionSpec(), width=5)
@@ -245,7 +253,8 @@ def test_two_blocks_of_keys_merge_to_all_of_them(
 ) -> None:
     """Each block's backward pass takes out and lse of all keys; gradients of the queries add up."""
     layout = TokenLayout(2, 7, padding=2, document_ids=documents)
-    for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-12)):
+    for dtype in (torch.float32, *wide_of(core)):
+        bound = 2e-6 if dtype == torch.float32 else 1e-12
         tensors = inputs(layout, 4, 2, dtype=dtype)
         want = results(oracle, [x.double() for x in tensors], layout, spec)
         blocks = parts(layout, tensors, 3)
@@ -341,6 +350,38 @@ def test_fused_operators_have_the_bits_of_torchs_attention() -> None:
                 queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
             )
             assert torch.equal(out[: layout.num_queries], want.transpose(1, 2).flatten(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "groups", "length", "keys", "width"), [(4, 2, 130, 130, 20), (2, 1, 97, 333, 128)])
+def test_the_kernel_in_cpp_over_several_blocks_beside_its_twin(
+    dtype: torch.dtype, causal: bool, heads: int, groups: int, length: int, keys: int, width: int
+) -> None:
+    """At most a little less exact than PyTorch's kernel, and the same bits with any number of threads."""
+    if why := why_not(dtype):
+        pytest.skip(why)
+    if causal:
+        keys = length
+    layout, spec = TokenLayout(2, length, key_length=keys), AttentionSpec(causal=causal)
+    if not causal:
+        ids, seen_ids = (torch.arange(n)[None].expand(2, n) * 3 // n for n in (length, keys))
+        layout = replace(layout, document_ids=ids, key_document_ids=seen_ids)
+    tensors = inputs(layout, heads, groups, width=width, dtype=dtype)
+    exact = results(MATH, [x.double() for x in tensors], layout, spec)
+    cpp, twin = (results(FusedAttention(name, grouped), tensors, layout, spec) for name, grouped in BOTH)
+    for name, got, plain, want in zip("olqkv", cpp, twin, exact, strict=True):
+        assert error(got, want) < 2 * error(plain, want) + torch.finfo(got.dtype).eps, name
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        again = results(FusedAttention("cpp", True), tensors, layout, spec)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(cpp, again, strict=True))
+
+
+BOTH = (("cpp", True), ("flash", False))
 
 
 @pytest.mark.parametrize("core", MASKED.values(), ids=MASKED)

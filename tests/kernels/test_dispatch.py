@@ -153,6 +153,24 @@ def test_a_kernel_of_another_device_is_named(backend: Any, monkeypatch: pytest.M
         cross_entropy._softmax_stats_op(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 3, backend)
 
 
+def test_long_sequences_on_a_cpu_take_cpp_where_it_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape(heads=2, groups=1, length=128, head_dim=16, dtype=torch.bfloat16, masked=True)
+    monkeypatch.setattr(attention, "why_not", lambda dtype: "")
+    choice = choose_attention("auto", CPU, shape)
+    assert choice.core == FusedAttention("cpp", grouped=True)
+    assert str(choice) == "attention: cpp (the first of cpp, flash, math that takes this model)"
+    assert choose_attention("cpp", CPU, replace(shape, length=8)).core == choice.core
+    monkeypatch.setattr(attention, "why_not", lambda dtype: "there is no C++ compiler (g++)")
+    choice = choose_attention("auto", CPU, shape)
+    assert choice.core == FusedAttention("flash")
+    assert str(choice).endswith("cpp does not: there is no C++ compiler (g++))") and "\n" not in str(choice)
+    with pytest.raises(
+        ConfigError, match=r"--attention-backend cpp does not take .*, on cpu: there is no C\+\+ compiler"
+    ):
+        choose_attention("cpp", CPU, shape)
+    assert "cpp" not in str(choose_attention("flash", CPU, shape))
+
+
 def test_attention_is_the_first_backend_that_takes_the_shape() -> None:
     shape = AttentionShape(heads=2, groups=1, length=8, head_dim=16, dtype=torch.float32, masked=False)
     choice = choose_attention("auto", CPU, shape)

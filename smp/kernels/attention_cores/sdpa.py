@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from smp.kernels.cpp.attention import attention, attention_backward
+
 aten = torch.ops.aten
 Tensors = tuple[torch.Tensor, ...]
 
@@ -60,6 +62,20 @@ def _cpu_flash_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *tensors, 0.0, scores.causal, attn_mask=scores.mask, scale=scores.scale
     )
+
+
+def _cpp(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
+    """fp32 and bf16; fewer key/value heads than query heads."""
+    return attention(q, k, v, s.mask, s.causal, _scale(q, s))
+
+
+def _cpp_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
+    dout, q, k, v, out, lse = tensors
+    return attention_backward(dout, q, k, v, out, lse, scores.mask, scores.causal, _scale(q, scores))
+
+
+def _scale(q: torch.Tensor, scores: Scores) -> float:
+    return q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
 
 
 def _cuda_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
@@ -118,7 +134,7 @@ def _cudnn_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
     )
 
 
-CPU = {"flash": Operator(_cpu_flash, _cpu_flash_backward)}
+CPU = {"flash": Operator(_cpu_flash, _cpu_flash_backward), "cpp": Operator(_cpp, _cpp_backward)}
 CUDA = {
     "flash": Operator(_cuda_flash, _cuda_flash_backward, multiple=8),
     "efficient": Operator(_efficient, _efficient_backward, multiple=8),
@@ -134,7 +150,8 @@ def operator_for(name: str, device: torch.device) -> Operator:
     """
     known = CUDA if device.type == "cuda" else CPU
     if name not in known:
-        raise RuntimeError(f"attention backend {name} needs a CUDA device, these tensors are on {device}")
+        needed = "CPU" if name in CPU else "CUDA device"
+        raise RuntimeError(f"attention backend {name} needs a {needed}, these tensors are on {device}")
     return known[name]
 
 

@@ -19,9 +19,13 @@ from smp.kernels.attention_cores.attention_core import AttentionSpec, BlockCore
 from smp.kernels.attention_cores.fused_attention import FusedAttention
 from smp.kernels.attention_cores.math_attention import MathAttention
 from smp.kernels.attention_cores.varlen import VarlenAttention
+from smp.kernels.cpp.library import why_not
 from smp.kernels.token_layout import TokenLayout
 
-AttentionWish = Literal["auto", "flash", "cudnn", "efficient", "math"]
+AttentionWish = Literal["auto", "flash", "cudnn", "efficient", "math", "cpp"]
+CPP_LENGTH = 128
+"""Shortest sequences for which ``auto`` takes this project's C++ on a CPU: of shorter ones attention is little of a
+step, and compiling it would be most of a short run."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,12 @@ def choose_attention(
     name, taken = next(((n, s) for n in names for s in shapes if _works(n, device, s)), (None, shape))
     if name is None and wish == "auto":
         raise ConfigError(f"no attention backend of {', '.join(names)} takes {shape}, on {device.type}")
+    # Of C++ there is a reason to tell: a missing compiler, or another processor.
+    why = why_not(shape.dtype) if "cpp" in names and name != "cpp" and device.type == "cpu" else ""
     if name is None:
         raise ConfigError(
-            f"--attention-backend {wish} does not take {shape}, on {device.type}; --attention-backend auto finds one"
+            f"--attention-backend {wish} does not take {shape}, on {device.type}{why and ': ' + why}; "
+            "--attention-backend auto finds one"
         )
     first = f"the first of {', '.join(names)} that takes this model"
     if shape.changes_scores:
@@ -96,6 +103,8 @@ def choose_attention(
     core = _core(name, device, replace(shape, groups=taken.groups))
     if shape.groups < shape.heads and not (isinstance(core, FusedAttention) and core.grouped):
         reason += "; each key/value head is repeated for its query heads"
+    if why:
+        reason += f"; cpp does not: {why}"
     return AttentionChoice(core, reason)
 
 
@@ -114,7 +123,7 @@ def preferred(device: torch.device, shape: AttentionShape, deterministic: bool) 
     authors report up to 75 % more speed on an H100, PyTorch 2.5 release notes); its backward pass is not deterministic.
     With a mask it visits what the mask hides, so spans come first."""
     if device.type != "cuda":
-        return ["flash", "math"]
+        return ["cpp", "flash", "math"] if shape.length >= CPP_LENGTH else ["flash", "math"]
     if torch.cuda.get_device_capability(device) >= (9, 0) and not deterministic:
         others = ["efficient", "math"]
         return ["flash", "cudnn", *others] if shape.masked else ["cudnn", "flash", *others]
@@ -123,8 +132,10 @@ def preferred(device: torch.device, shape: AttentionShape, deterministic: bool) 
 
 def _works(name: str, device: torch.device, shape: AttentionShape) -> bool:
     """Try it: whether a kernel takes a shape depends on versions and is documented nowhere. A CPU has two backends that
-    take everything; its FlashAttention adds the gradients that query heads have for a key/value head in bf16, which is
-    less exact than adding those of repeated ones."""
+    take everything, and C++ where it can be compiled; its FlashAttention adds the gradients that query heads have for a
+    key/value head in bf16, which is less exact than adding those of repeated ones."""
+    if name == "cpp":
+        return device.type == "cpu" and not why_not(shape.dtype)
     if device.type != "cuda":
         rounds = shape.groups < shape.heads and shape.dtype == torch.bfloat16
         return name == "math" or (name == "flash" and not rounds)

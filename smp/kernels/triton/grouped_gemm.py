@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from smp.kernels.dispatch import interpreted
+from smp.kernels.registry import interpreted
 
 GROUP = 8
 """Tiles of rows that are computed with the same columns one after the other: what they read stays in the L2 cache."""

@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from smp.kernels.dispatch import LONGEST_ROW, interpreted
+from smp.kernels.dispatch import LONGEST_ROW
+from smp.kernels.registry import interpreted
 
 TILE = 2048
 """Elements of a tile: one long row, or several short ones (heads of qk-norm)."""

@@ -316,6 +316,8 @@ def _as_many(keys: torch.Tensor, queries: torch.Tensor) -> tuple[int, ...]:
 _FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.smp.cpp_attention: _attention,
+    torch.ops.smp.cpp_attention_backward: _attention_backward,
     _aten.addmm_: lambda total, a, b, *_args: 2 * a.numel() * b.shape[1],  # torch's registry has addmm only
     # by a fused kernel; PyTorch's products are counted themselves
     torch.ops.smp.grouped_product: lambda x, weight, *_: 2 * x.numel() * weight.shape[1],

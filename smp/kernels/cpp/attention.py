@@ -1,0 +1,164 @@
+"""Attention by ``csrc/attention.cpp``, for CPUs with AVX-512: what PyTorch's FlashAttention computes, in fp32 and bf16.
+
+out = softmax(scale q k^T + mask) v and its gradients, as :mod:`smp.kernels.attention_cores.sdpa` has them, with fewer
+key/value heads than query heads; products and sums are fp32 inside, and probabilities are rounded to bf16 for the
+products with them. PyTorch's kernel is its readable twin.
+
+Why it exists: PyTorch's makes its products by calls of a library for each block, and in fp32 by MKL, which is slow on
+processors that are not Intel's (docs/kernels.md has figures).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from smp.kernels.cpp.library import library
+from smp.kernels.registry import define
+
+Tensors = tuple[torch.Tensor, ...]
+_LONG = ctypes.c_int64
+
+
+class _Call(ctypes.Structure):
+    """``struct Call`` of the source."""
+
+    _fields_ = (
+        *((name, _LONG) for name in ("batch", "heads", "groups", "length", "keys", "dim", "causal", "threads")),
+        *((name, _LONG * 3) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")),
+        ("mask", _LONG * 2),
+        ("scale", ctypes.c_float),
+    )
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> Tensors:
+    """(out, lse) of q (batch, heads, length, head_dim), k and v (batch, groups, keys, head_dim), all fp32 or bf16; a
+    row that sees no key has out 0 and lse -inf.
+
+    Args:
+        mask: added to the scores, (batch or 1, 1, length, keys), of the same dtype.
+        causal: a query does not see later keys; without a mask, and with as many keys as queries.
+    """
+    return _Attention.apply(q, k, v, mask, causal, scale)
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensors:
+    """(dq, dk, dv); ``out`` and ``lse`` may be those of more keys, merged."""
+    return _backward_op(dout, q, k, v, out, lse, mask, causal, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensors:
+        q, k, v, mask, ctx.causal, ctx.scale = arguments
+        out, lse = _forward_op(q, k, v, mask, ctx.causal, ctx.scale)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, mask = ctx.saved_tensors
+        return *_backward_op(dout, q, k, v, out, lse, mask, ctx.causal, ctx.scale), None, None, None
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, length, head_dim), a view of rows of tokens: heads are put together again without a copy."""
+    batch, heads, length, width = x.shape
+    return x.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _call(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> _Call:
+    batch, heads, length, width = q.shape
+    call = _Call(batch, heads, k.shape[1], length, k.shape[2], width, int(causal), torch.get_num_threads())
+    if mask is not None:
+        call.mask = (_LONG * 2)(mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2))
+    call.scale = scale
+    return call
+
+
+def _with_strides(call: _Call, **tensors: torch.Tensor) -> _Call:
+    for name, tensor in tensors.items():
+        setattr(call, name, (_LONG * 3)(*tensor.stride()[:3]))
+    return call
+
+
+def _scratch(call: _Call, size: Any, bf16: bool) -> torch.Tensor:
+    """From torch's allocator, so that it counts as this process's memory like any tensor."""
+    return torch.empty(size(ctypes.byref(call), bf16), dtype=torch.uint8)
+
+
+def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> Tensors:
+    q, k, v, mask = _rows(q), _rows(k), _rows(v), None if mask is None else _rows(mask)
+    out, lse = _forward_fake(q)
+    call = _with_strides(_call(q, k, mask, causal, scale), q=q, k=k, v=v, out=out)
+    bf16 = q.dtype == torch.bfloat16
+    memory = _scratch(call, library().smp_attention_memory, bf16)
+    library().smp_attention_forward(ctypes.byref(call), bf16, *_pointers(q, k, v, mask, out, lse, memory))
+    return out, lse
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensors:
+    dout, q, k, v, out = map(_rows, (dout, q, k, v, out))
+    mask, lse = None if mask is None else _rows(mask), lse.contiguous()
+    dq, dk, dv = map(_like, (q, k, v))
+    call = _with_strides(_call(q, k, mask, causal, scale), q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
+    bf16 = q.dtype == torch.bfloat16
+    memory = _scratch(call, library().smp_attention_memory, bf16)
+    sums = _scratch(call, library().smp_attention_sums, bf16)
+    pointers = _pointers(dout, q, k, v, out, lse, mask, dq, dk, dv, memory, sums)
+    library().smp_attention_backward(ctypes.byref(call), bf16, *pointers)
+    return dq, dk, dv
+
+
+def _forward_fake(q: torch.Tensor, *_: Any) -> Tensors:
+    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+_forward_op = define(
+    "cpp_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)",
+    _forward_fake,
+    leaf=True,
+    CPU=_forward,
+)
+_backward_op = define(
+    "cpp_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask,"
+    " bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    lambda dout, q, k, v, *_: tuple(map(_like, (q, k, v))),
+    leaf=True,
+    CPU=_backward,
+)

@@ -1,0 +1,99 @@
+"""The shared library of ``csrc/attention.cpp``: compiled by the first run that needs it, kept for later ones.
+
+It has C functions only, so one build serves every torch, and it is loaded through ctypes. It lies in the user's cache
+folder under a name that says what it was made of; compiling takes three seconds. Threads are those of torch: both use
+GNU's OpenMP, of which a process has one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "attention.cpp"
+_SETS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
+"""Instructions that the compiler may use. Only code for bf16 has those of the last, see :func:`why_not`."""
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-mfma", *(f"-m{name}" for name in _SETS))
+
+
+class BuildError(RuntimeError):
+    """The library cannot be had; the message says in one line what is missing."""
+
+
+def why_not(dtype: torch.dtype) -> str:
+    """Why the library does not compute in ``dtype`` on this machine; "": it does, and is built."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"it does not compute in {str(dtype).removeprefix('torch.')}"
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    needed = ["fma3", "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"]
+    needed += ["avx512_bf16"] if dtype == torch.bfloat16 else []
+    if not sys.platform.startswith("linux") or not all(capabilities.get(name, False) for name in needed):
+        return "it needs Linux on a processor with AVX-512" + (" for bf16" if dtype == torch.bfloat16 else "")
+    if dtype == torch.bfloat16 and capabilities.get("amx_bf16", False):
+        return "it was not measured beside AMX, which PyTorch's takes in bf16"
+    try:
+        library()
+    except BuildError as error:
+        return str(error)
+    return ""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, built if it is not there.
+
+    Raises:
+        BuildError: it cannot be built or loaded.
+    """
+    try:
+        loaded = ctypes.CDLL(str(_built()))
+    except OSError as error:
+        raise BuildError(f"{SOURCE.name}: {error}") from None
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    # Without argtypes ctypes would pass pointers as 32-bit integers.
+    for name in ("smp_attention_memory", "smp_attention_sums"):
+        getattr(loaded, name).argtypes, getattr(loaded, name).restype = [pointer, ctypes.c_int], size
+    loaded.smp_attention_forward.argtypes = [pointer, ctypes.c_int, *[pointer] * 7]
+    loaded.smp_attention_backward.argtypes = [pointer, ctypes.c_int, *[pointer] * 12]
+    loaded.smp_attention_forward.restype = loaded.smp_attention_backward.restype = None
+    return loaded
+
+
+def cache_folder() -> Path:
+    """Where it is kept: ``$XDG_CACHE_HOME/smp``, or ``~/.cache/smp``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "smp"
+
+
+def _built() -> Path:
+    """The library's file. Of several processes one compiles, and the others wait for it."""
+    compiler = shutil.which("g++")
+    made_of = " ".join((*FLAGS, str(compiler))).encode() + SOURCE.read_bytes()
+    path = cache_folder() / f"attention-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    if compiler is None:
+        raise BuildError("there is no C++ compiler (g++)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            temporary = path.with_suffix(f".{os.getpid()}.tmp")
+            done = subprocess.run(
+                [compiler, *FLAGS, "-o", str(temporary), str(SOURCE)], capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                temporary.unlink(missing_ok=True)
+                said = next((line for line in done.stderr.splitlines() if "error" in line), "it failed")
+                raise BuildError(f"{Path(compiler).name}: {said}")
+            os.replace(temporary, path)  # whole or not at all: a killed compiler leaves no half of it
+    return path

@@ -1,0 +1,75 @@
+"""The C++ library: who builds it, what stands in its way, and where it lies."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from smp.kernels.cpp import library
+from smp.kernels.cpp.attention import _Call
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache folder in which nothing is built."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.library.cache_clear()
+    yield tmp_path / "smp"
+    library.library.cache_clear()
+
+
+def test_several_processes_build_it_once(empty: Path) -> None:
+    if why := library.why_not(torch.float32):
+        pytest.skip(why)
+    (built,) = empty.glob("*.so")
+    made = built.stat().st_mtime_ns
+    built.unlink()
+    code = "import torch; from smp.kernels.cpp.library import why_not; assert why_not(torch.float32) == ''"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    assert [path.name for path in empty.glob("*.so")] == [built.name] and built.stat().st_mtime_ns != made
+    assert not list(empty.glob("*.tmp"))
+
+
+def test_what_is_missing_is_one_line(empty: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "float64" in library.why_not(torch.float64)
+    capable = dict.fromkeys(("fma3", "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"), True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capable)
+    assert library.why_not(torch.bfloat16).endswith("AVX-512 for bf16")
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    assert library.why_not(torch.float32) == "there is no C++ compiler (g++)"
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int main( {")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capable)
+    monkeypatch.setattr(library, "SOURCE", broken)
+    if library.shutil.which("g++"):
+        why = library.why_not(torch.float32)
+        assert why.startswith("g++: ") and "error" in why and "\n" not in why
+        assert not list((tmp_path / "smp").glob("*.tmp"))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (empty.parent / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(empty.parent / "file"))
+    if library.sys.platform.startswith("linux") and library.shutil.which("g++"):
+        with pytest.raises(library.BuildError, match="attention.cpp: .*file"):
+            library.library()
+
+
+def test_the_structure_is_that_of_the_source() -> None:
+    """Its numbers in the order of the source, which ctypes cannot check."""
+    text = library.SOURCE.read_text().partition("struct Call {")[2].partition("}")[0]
+    names = re.findall(r"(\w+)(?:\[\d\])?[,;]", "\n".join(line.partition("//")[0] for line in text.splitlines()))
+    assert names == [name for name, *_ in _Call._fields_]
+    assert ctypes.sizeof(_Call) == 8 * (8 + 8 * 3 + 2 + 1)
