@@ -8,7 +8,6 @@ GNU's OpenMP, of which a process has one.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import shutil
@@ -83,6 +82,8 @@ def _built() -> Path:
         return path
     if compiler is None:
         raise BuildError("there is no C++ compiler (g++)")
+    import fcntl  # not on Windows, where this file is imported, too
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
