@@ -4,10 +4,11 @@
     python -m benchmarks.failures --minutes 60 --inprocess-restart
 
 Three nodes (torchruns) of one process each on this machine, with a copy in memory after every step and a checkpoint
-every 20. Drawn at random: what happens (a worker gets SIGKILL or SIGSTOP, a node loses worker and torchrun, a file is
+every 5. Drawn at random: what happens (a worker gets SIGKILL or SIGSTOP, a node loses worker and torchrun, a file is
 refused as on a full disk or memory), in which part of a step or of a start, and to how many at once. Rank 0 keeps the
-store of the process group, so its death is that of the store. Every loss that any start has logged is compared with
-those of one process that nobody disturbs.
+store of the process group, so its death is that of the store. Every loss and gradient norm that any start
+has logged is compared with those of one process that nobody disturbs. Workers are forked from a process that has
+imported everything, so that many failures fit into an hour.
 
 With --inprocess-restart processes that are lost are replaced while the others stay. Then a node may lose its torchrun
 alone, or the process between torchrun and worker, too: that of rank 0 keeps the store.
@@ -29,18 +30,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.training.elastic_lab import Job
+from tests.training.preloaded import STAND_IN, preloaded
 
 NODES, BOUND, PATIENCE, LONG = 3, 1e-6, 300.0, 60.0
+Logged = tuple[int, float, float]
+"""Iteration, loss and gradient norm."""
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size 97 --mock-data "
     "--seq-length 17 --init-method-std 0.2 --hidden-dropout 0.1 --global-batch-size 8 --micro-batch-size 1 "
     "--log-interval 1 --lr 0.001 --lr-decay-style constant --no-tensorboard --no-progress-bar --log-dir logs"
 )
 ELASTIC = (
-    f"--max-nodes {NODES} --min-nodes 1 --peer-snapshot-interval 1 --save ck --load auto --save-interval 20 "
+    f"--max-nodes {NODES} --min-nodes 1 --peer-snapshot-interval 1 --save ck --load auto --save-interval 5 "
     "--keep-last-k 2 --distributed-timeout-minutes 0.4"
 )
-PROGRAM = """
+PROGRAM = STAND_IN + """
 import os, signal, sys, time
 from pathlib import Path
 if "--inprocess-restart" in sys.argv and "SMP_KEEPER" not in os.environ:  # it keeps one that trains
@@ -80,7 +84,7 @@ def hooked(self, *args):
         # Under FSDP nobody calls hooks of parameters.
         last = self.model.get_submodule("layers.1")
         last.register_forward_hook(lambda module, args, x: x.register_hook(lambda _: strike("backward")) and None)
-    time.sleep(0.2)
+    time.sleep(0.1)
     return start_step(self, *args)
 trainer.Trainer.start_step = hooked
 import pretrain_gpt
@@ -118,16 +122,29 @@ class Cost:
     again: int
 
 
-def every_loss(folder: Path) -> list[tuple[int, float]]:
-    """(iteration, loss) of all starts, those that were trained twice twice."""
+def every_step(folder: Path) -> list[Logged]:
+    """Of all starts; steps that were trained twice are there twice."""
     found = []
     for path in folder.glob("logs/metrics*.jsonl"):  # of steps that were lost, too
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError):  # cut off by a kill
                 record = json.loads(line)
                 if "lm loss" in record:
-                    found.append((record["iteration"], record["lm loss"]))
+                    found.append((record["iteration"], record["lm loss"], record["grad norm"]))
     return found
+
+
+def compare(logged: list[Logged], want: dict[int, dict[str, float]]) -> str:
+    """Losses and gradient norms against those of one process, in words."""
+    words = []
+    for what, found in (
+        ("lm loss", [(i, loss) for i, loss, _ in logged]),
+        ("grad norm", [(i, norm) for i, _, norm in logged]),
+    ):
+        worst = max(abs(value - want[i][what]) / abs(want[i][what]) for i, value in found)
+        different = sum(not math.isclose(value, want[i][what], rel_tol=BOUND) for i, value in found)
+        words.append(f"{what} of {len(found)} steps: {different} different, worst {worst:.1e}")
+    return "; ".join(words)
 
 
 def strike(job: Job, failure: Failure) -> Cost:
@@ -180,12 +197,13 @@ def main() -> None:
     flags = f"{FLAGS} {ELASTIC} {INSIDE if asked.inprocess_restart else ''} --train-iters 1000000"
     costs: dict[str, list[Cost]] = {}
     hangs, jobs, kinds = 0, 0, Counter[str]()
-    with tempfile.TemporaryDirectory() as name:
-        logged: list[tuple[int, float]] = []
+    with tempfile.TemporaryDirectory() as name, preloaded(Path(name)):
+        logged: list[Logged] = []
         while time.monotonic() < deadline:
             jobs += 1
             job = Job(Path(name, str(jobs)), flags, 1, NODES)
             (job.folder / "program.py").write_text(PROGRAM)
+            failure = None
             try:
                 job.start(NODES)
                 job.until(lambda job=job: f"{NODES} nodes" in job.now() and job.iteration > 2, PATIENCE)
@@ -200,23 +218,21 @@ def main() -> None:
                 print(f"{failure}: {type(error).__name__}\n{str(error)[-3000:]}", flush=True)
             finally:
                 job.close()
-            logged += every_loss(job.folder)
-        alone = Job(Path(name, "alone"), f"{FLAGS} --train-iters {max(i for i, _ in logged)}", 1, 1, step=0)
+            logged += every_step(job.folder)
+        alone = Job(Path(name, "alone"), f"{FLAGS} --train-iters {max(i for i, _, _ in logged)}", 1, 1, step=0)
         try:
             alone.start()
             assert alone.finish(3600) == [0], alone.said()
-            want = alone.losses()
+            want = alone.records()
         finally:
             alone.close()
-    worst = max(abs(loss - want[i]) / abs(want[i]) for i, loss in logged)
-    different = sum(not math.isclose(loss, want[i], rel_tol=BOUND) for i, loss in logged)
     print(f"failures: {sum(kinds.values())} in {jobs} jobs; {dict(kinds)}")
     for what, found in costs.items():
         seconds, again = [cost.seconds for cost in found], Counter(cost.again for cost in found)
         long, median = sum(s > LONG for s in seconds), statistics.median(seconds)
         print(f"{what}: {len(found)}, median {median:.0f} s, longest {max(seconds):.0f} s, {long} above {LONG:.0f} s")
         print(f"  steps trained again: {dict(sorted(again.items()))}")
-    print(f"did not go on: {hangs}; losses compared: {len(logged)}, different: {different}, worst {worst:.1e}")
+    print(f"did not go on: {hangs}; {compare(logged, want)}")
 
 
 if __name__ == "__main__":

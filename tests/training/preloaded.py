@@ -1,0 +1,155 @@
+"""Python programs that are forked from a process which has imported all they need: hundreds of starts in a test cost
+little more than their own work.
+
+What torchrun or a keeper starts is ``stand_in``: it asks the server to fork a process with its command line,
+environment and open descriptors, passes signals on, and ends as that one ends. Where it is killed the server kills that
+one, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+ADDRESS = "PRELOADED"
+"""Environment variable with the path of the server's socket."""
+STAND_IN = f"""
+import os, signal, sys
+if "{ADDRESS}" in os.environ and not hasattr(sys, "forked"):
+    import array, json, socket
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(os.environ["{ADDRESS}"])
+    passed = [0, 1, 2, *map(int, os.environ.get("SMP_KEEPER", "").split())]
+    asked = dict(argv=sys.argv, words=sys.orig_argv, environment=dict(os.environ), folder=os.getcwd(), pid=os.getpid())
+    words = json.dumps(asked | dict(passed=passed)).encode() + b"\\n"
+    link.sendmsg([words], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))])
+    lines = link.makefile("r")
+    pid = int(lines.readline())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    code = int(lines.readline())
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if code != -signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+"""
+"""First lines of a program that is forked where there is a server."""
+MODULES = "pretrain_gpt smp.training.launch smp.training.pretraining torch.profiler._cupti_monitor"
+
+
+@contextlib.contextmanager
+def preloaded(folder: Path, modules: str = MODULES) -> Iterator[None]:
+    """Context in which programs that begin with ``STAND_IN`` are forked."""
+    path = folder / "preloaded"
+    server = subprocess.Popen([sys.executable, "-m", __name__, str(path), *modules.split()], start_new_session=True)
+    try:
+        while not path.exists():
+            if server.poll() is not None:
+                raise RuntimeError(f"the server of {modules} has ended")
+            time.sleep(0.1)
+        os.environ[ADDRESS] = str(path)
+        yield
+    finally:
+        os.environ.pop(ADDRESS, None)
+        server.terminate()
+        server.wait()
+
+
+def _serve(path: str, modules: list[str]) -> None:
+    for module in modules:
+        __import__(module)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(f"{path}.new")
+    server.listen(64)
+    os.rename(f"{path}.new", path)
+    children: dict[int, socket.socket] = {}
+    try:
+        while True:
+            ready = connection.wait([server, *children.values()], 0.02)
+            if server in ready:
+                link, _ = server.accept()
+                children[_fork(link, [server, *children.values()])] = link
+            for pid, link in list(children.items()):
+                if link in ready:  # it says nothing: it is gone
+                    os.kill(pid, signal.SIGKILL)
+                if _ended(pid, link):
+                    del children[pid]
+    finally:
+        for pid in children:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _ended(pid: int, link: socket.socket) -> bool:
+    """Whether a process has ended, which is told then."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    if found:
+        with contextlib.suppress(OSError), link:
+            link.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    return bool(found)
+
+
+def _fork(link: socket.socket, others: list[socket.socket]) -> int:
+    """Fork what is asked for; returns its process number."""
+    data, descriptors, _, _ = socket.recv_fds(link, 1 << 20, 8)
+    while not data.endswith(b"\n"):
+        data += link.recv(1 << 20)
+    if not (pid := os.fork()):
+        asked = json.loads(data)
+        for one in [link, *others]:
+            one.close()
+        _become(asked, descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    link.sendall(f"{pid}\n".encode())
+    return pid
+
+
+def _become(asked: dict[str, Any], descriptors: list[int]) -> None:
+    """Run the program as its own process would, and end."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        high = [os.dup2(descriptor, 100 + n) for n, descriptor in enumerate(descriptors)]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        for descriptor, number in zip(high, asked["passed"], strict=True):
+            os.dup2(descriptor, number, inheritable=True)
+            os.close(descriptor)
+        os.chdir(asked["folder"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        setattr(sys, "forked", True)
+        sys.argv, sys.orig_argv = asked["argv"], asked["words"]
+        parents = Path(f"/proc/{asked['pid']}/stat")
+        # As if it were where its stand-in is. "pid (name) state parent ..."
+        os.getppid = lambda: int(parents.read_text().rsplit(")", 1)[1].split()[1])
+        runpy.run_path(asked["argv"][0], run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], sys.argv[2:])
