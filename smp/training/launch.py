@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import socket
@@ -51,7 +52,9 @@ def launch(config: Config, process: Process, make_kind: Callable[[], RunKind], n
         notes: what --dry-run says besides the settings.
     """
     if process.link is not None:
-        process.link.wait()  # until the keeper needs it; imports are done by then
+        # Imports are done. What they made is for ever: a collection after a loss looks at the lost run alone.
+        gc.freeze()
+        process.link.wait()  # until the keeper needs it
     process = members(config, process)
     if process.is_spare:
         return wait_as_spare(config, process)

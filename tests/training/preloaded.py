@@ -80,7 +80,8 @@ def _serve(path: str, modules: list[str]) -> None:
             ready = connection.wait([server, *children.values()], 0.02)
             if server in ready:
                 link, _ = server.accept()
-                children[_fork(link, [server, *children.values()])] = link
+                if (pid := _fork(link, [server, *children.values()])) is not None:
+                    children[pid] = link
             for pid, link in list(children.items()):
                 if link in ready:  # it says nothing: it is gone
                     os.kill(pid, signal.SIGKILL)
@@ -101,11 +102,15 @@ def _ended(pid: int, link: socket.socket) -> bool:
     return bool(found)
 
 
-def _fork(link: socket.socket, others: list[socket.socket]) -> int:
+def _fork(link: socket.socket, others: list[socket.socket]) -> int | None:
     """Fork what is asked for; returns its process number."""
     data, descriptors, _, _ = socket.recv_fds(link, 1 << 20, 8)
-    while not data.endswith(b"\n"):
-        data += link.recv(1 << 20)
+    while data and not data.endswith(b"\n"):
+        data += (more := link.recv(1 << 20))
+        data = data if more else b""
+    if not data:  # it was killed before it had said anything
+        link.close()
+        return None
     if not (pid := os.fork()):
         asked = json.loads(data)
         for one in [link, *others]:
@@ -113,7 +118,8 @@ def _fork(link: socket.socket, others: list[socket.socket]) -> int:
         _become(asked, descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
-    link.sendall(f"{pid}\n".encode())
+    with contextlib.suppress(OSError):  # it is gone, and so is what was forked for it, soon
+        link.sendall(f"{pid}\n".encode())
     return pid
 
 
