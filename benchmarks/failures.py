@@ -29,6 +29,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.training.cut_lab import CUT, CutJob
 from tests.training.elastic_lab import Job
 from tests.training.preloaded import STAND_IN, preloaded
 
@@ -37,14 +38,14 @@ Logged = tuple[int, float, float]
 """Iteration, loss and gradient norm."""
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size 97 --mock-data "
-    "--seq-length 17 --init-method-std 0.2 --hidden-dropout 0.1 --global-batch-size 8 --micro-batch-size 1 "
+    "--seq-length 17 --init-method-std 0.2 --hidden-dropout 0.1 --global-batch-size 4 --micro-batch-size 1 "
     "--log-interval 1 --lr 0.001 --lr-decay-style constant --no-tensorboard --no-progress-bar --log-dir logs"
 )
 ELASTIC = (
     f"--max-nodes {NODES} --min-nodes 1 --peer-snapshot-interval 1 --save ck --load auto --save-interval 5 "
     "--keep-last-k 2 --distributed-timeout-minutes 0.4"
 )
-PROGRAM = STAND_IN + """
+PROGRAM = f"""{STAND_IN}{CUT}""" + """
 import os, signal, sys, time
 from pathlib import Path
 if "--inprocess-restart" in sys.argv and "SMP_KEEPER" not in os.environ:  # it keeps one that trains
@@ -55,12 +56,14 @@ from smp.training import trainer
 from smp.training.checkpoints import saving
 
 def strike(part):
-    for what in ("kill", "stop", "full"):
+    for what in ("kill", "stop", "full", "cut"):
         order = Path(f"{what}-{part}-{os.environ['RANK']}")
         if order.exists():
             order.unlink(missing_ok=True)
             if what == "full":
                 raise OSError(28, "No space left on device")
+            if what == "cut":
+                return cut()
             os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
 
 def before(module, name, part):
@@ -103,8 +106,10 @@ class Failure:
     victims: tuple[int, ...]
 
     @staticmethod
-    def drawn(rng: random.Random, inside: bool) -> Failure:
-        """Any of them."""
+    def drawn(rng: random.Random, inside: bool, cut: bool) -> Failure:
+        """Any of them; ``cut``: a link, and nothing else."""
+        if cut:
+            return Failure("cut", rng.choice(PARTS), (rng.randrange(NODES),))
         whats = ("kill", "kill", "kill", "kill", "stop", "full", "node", "agent", "keeper")
         what = rng.choice(whats if inside else ("kill", "kill", "stop", "full", "node"))
         part = rng.choice(("snapshot", "save")) if what == "full" else rng.choice(PARTS)
@@ -173,6 +178,7 @@ def strike(job: Job, failure: Failure) -> Cost:
             (job.folder / "kill-forward-0").touch()  # or there would be none
         began += job.until(lambda: not any(order.exists() for order in orders), PATIENCE)
         before = job.iteration
+    off = job.cut_off() if isinstance(job, CutJob) else None
     if failure.what == "full":
         job.until(lambda: job.iteration > before + 2, PATIENCE)
         return Cost(0.0, 0)
@@ -180,6 +186,11 @@ def strike(job: Job, failure: Failure) -> Cost:
     job.until(lambda: "resumed from" in job.since(mark), PATIENCE)
     job.until(lambda: job.iteration > before, PATIENCE)
     seconds = time.monotonic() - began
+    if isinstance(job, CutJob) and off is not None:
+        job.until(lambda: f"{NODES - 1} nodes" in job.now(), PATIENCE)
+        job.until(lambda: job.nodes[off].poll() is not None, PATIENCE)  # it has lost the rendezvous
+        job.mend(off)
+        job.start()
     job.until(lambda: f"{NODES} nodes" in job.now(), PATIENCE)
     job.until(lambda: job.iteration > before + 2, PATIENCE)
     at = [int(line.rsplit(" ", 1)[1]) for line in job.since(mark).splitlines() if "resumed from" in line]
@@ -191,6 +202,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--inprocess-restart", action="store_true", help="replace processes that are lost")
+    parser.add_argument("--cut", action="store_true", help="cut a node's link, and nothing else (needs root)")
     asked = parser.parse_args()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # a process that was stopped hears no SIGTERM
     rng, deadline = random.Random(asked.seed), time.monotonic() + 60 * asked.minutes
@@ -201,14 +213,14 @@ def main() -> None:
         logged: list[Logged] = []
         while time.monotonic() < deadline:
             jobs += 1
-            job = Job(Path(name, str(jobs)), flags, 1, NODES)
+            job = (CutJob if asked.cut else Job)(Path(name, str(jobs)), flags, 1, NODES)
             (job.folder / "program.py").write_text(PROGRAM)
             failure = None
             try:
                 job.start(NODES)
-                job.until(lambda job=job: f"{NODES} nodes" in job.now() and job.iteration > 2, PATIENCE)
+                job.until(lambda job=job: f"{NODES} nodes" in job.now() and job.iteration > 8, PATIENCE)
                 while time.monotonic() < deadline:
-                    failure = Failure.drawn(rng, asked.inprocess_restart)
+                    failure = Failure.drawn(rng, asked.inprocess_restart, asked.cut)
                     kinds[f"{failure.what}, {failure.part}"] += 1
                     cost = strike(job, failure)
                     costs.setdefault(failure.what, []).append(cost)

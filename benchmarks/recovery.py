@@ -3,7 +3,7 @@ from the memory of nodes and from a file, in turn.
 
     python -m benchmarks.recovery --times 5
 
-Two processes on this machine; each kind has a job of its own, which is started once, and they are struck in turn.
+Two processes on this machine; each kind has a job of its own, which is struck five times before the next kind's turn.
 Phases, each in seconds after the kill. By a restart: "detected", torchrun has seen it; "met", new worker processes
 exist (torchrun has stopped the others and met again); "state", the copy or checkpoint is loaded (Python, torch, data
 and model come before); "step", the first new step is logged. Inside the process: "detected", the other process has
@@ -43,6 +43,8 @@ KINDS = {
 COSTS = {"without": "", "copies": "--peer-snapshot-interval 10", "copies and keeper": INSIDE.format(10)}
 PHASES = ("detected", "let go", "met", "state", "step")
 _TOLD = re.compile(r"rank \d+: restart \d+ in process: after the loss let go ([\d.]+) s, all there ([\d.]+) s, state")
+EACH = 5
+"""Failures of one job, before the next kind has its turn."""
 FIRST, STEPS = 20, 200
 """Of a run whose steps are measured: those that are not, and those that are."""
 
@@ -90,19 +92,31 @@ def table(found: Mapping[str, list[dict[str, float]]]) -> None:
 def recoveries(times: int, folder: Path) -> None:
     """One job at a time: others that train meanwhile would take its processors."""
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    for number in range(times):
+    for number in range(0, times, EACH):
         for kind, flags in KINDS.items():  # interleaved
             job = started(folder / f"{kind}{number}", flags, 0.05)
             try:
-                job.reach(6)
-                if kind == "in process":
-                    job.until(lambda job=job: all(len(children_of(keeper)) > 1 for keeper in job.workers(0)))
-                    time.sleep(10)  # those that are held ready have imported what there is
-                found[kind].append(recover(job, kind == "in process"))
-                print(kind, {phase: round(seconds, 2) for phase, seconds in found[kind][-1].items()}, flush=True)
+                for _ in range(min(EACH, times - number)):
+                    job.reach(job.iteration + 6)
+                    if kind == "in process":
+                        job.until(lambda job=job: all(len(children_of(keeper)) > 1 for keeper in job.workers(0)))
+                        for keeper in job.workers(0):
+                            wait_until_idle(children_of(keeper)[-1])
+                    found[kind].append(recover(job, kind == "in process"))
+                    print(kind, {phase: round(seconds, 2) for phase, seconds in found[kind][-1].items()}, flush=True)
             finally:
                 job.close()
     table(found)
+
+
+def wait_until_idle(pid: int) -> None:
+    """Wait until a process that is held ready has imported what there is."""
+    ticks, before = -1, -2
+    while ticks > before + 1:
+        time.sleep(1)
+        before = ticks
+        # utime and stime, behind "pid (name)".
+        ticks = sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
 
 
 def costs(times: int, folder: Path) -> None:

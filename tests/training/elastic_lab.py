@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
+
+from tests.training.preloaded import TORCHRUN, forked_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -67,26 +69,39 @@ class Job:
         self.folder, self.flags, self.step, self.each = folder, flags, step, each
         self.range = f"{least}:{most}"
         (folder / "program.py").write_text(PROGRAM.format(entry=entry))
+        (folder / "torchrun.py").write_text(TORCHRUN)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.endpoint = f"127.0.0.1:{self.store.port}"
         self.nodes: list[subprocess.Popen[bytes]] = []
 
     def start(self, count: int = 1) -> None:
         """Start nodes."""
         launcher = (
-            f"-m torch.distributed.run --nnodes {self.range} --nproc-per-node {self.each} --rdzv-backend c10d "
-            f"--rdzv-endpoint 127.0.0.1:{self.store.port} --rdzv-id job --rdzv-conf {QUICK} --max-restarts 100000 "
+            f"--nnodes {self.range} --nproc-per-node {self.each} --rdzv-backend c10d "
+            f"--rdzv-endpoint {self.endpoint} --rdzv-id job --rdzv-conf {QUICK} --max-restarts 100000 "
             "--monitor-interval 0.1 program.py"
         )
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "STEP": str(self.step)}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         for _ in range(count):
             log = (self.folder / f"node{len(self.nodes)}.txt").open("wb")
-            words = [sys.executable, *launcher.split(), *shlex.split(self.flags)]
+            before, own, more = self.where(len(self.nodes))
+            torchrun = [sys.executable, str(self.folder / "torchrun.py"), *own, *launcher.split()]
+            words = [*before, *torchrun, *shlex.split(self.flags)]
             self.nodes.append(
                 subprocess.Popen(
-                    words, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
+                    words,
+                    cwd=self.folder,
+                    env=environment | more,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
             )
+
+    def where(self, number: int) -> tuple[Sequence[str], Sequence[str], dict[str, str]]:
+        """Of the node that is started as this one: words before its torchrun, options of that, and environment."""
+        return (), (), {}
 
     def records(self) -> dict[int, dict[str, Any]]:
         """What metrics.jsonl says of each iteration."""
@@ -175,7 +190,7 @@ class Job:
 
     def workers(self, node: int) -> list[int]:
         """Their process numbers."""
-        return children_of(self.nodes[node].pid)
+        return children_of(forked_of(self.nodes[node].pid))
 
     def trainers(self, node: int) -> list[int]:
         """With --inprocess-restart, of each worker the process that trains: the first that it started, of those that

@@ -9,6 +9,7 @@ one, too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import runpy
@@ -36,6 +37,7 @@ if "{ADDRESS}" in os.environ and not hasattr(sys, "forked"):
     link.sendmsg([words], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))])
     lines = link.makefile("r")
     pid = int(lines.readline())
+    open(os.environ["{ADDRESS}"] + "." + str(os.getpid()), "w").write(str(pid))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os.kill(pid, number))
     code = int(lines.readline())
@@ -45,7 +47,11 @@ if "{ADDRESS}" in os.environ and not hasattr(sys, "forked"):
     os._exit(code)
 """
 """First lines of a program that is forked where there is a server."""
-MODULES = "pretrain_gpt smp.training.launch smp.training.pretraining torch.profiler._cupti_monitor"
+TORCHRUN = f"""{STAND_IN}
+import runpy
+runpy.run_module("torch.distributed.run", run_name="__main__")
+"""
+MODULES = "pretrain_gpt smp.training.launch smp.training.pretraining torch.distributed.launcher.api torch.profiler._cupti_monitor"
 
 
 @contextlib.contextmanager
@@ -66,6 +72,16 @@ def preloaded(folder: Path, modules: str = MODULES) -> Iterator[None]:
         server.wait()
 
 
+def forked_of(pid: int) -> int:
+    """The process that was forked for a stand-in; without a server the process itself."""
+    if (address := os.environ.get(ADDRESS)) is None:
+        return pid
+    while not (found := Path(f"{address}.{pid}")).exists() or not (text := found.read_text()):
+        os.kill(pid, 0)  # raises where it is gone
+        time.sleep(0.01)
+    return int(text)
+
+
 def _serve(path: str, modules: list[str]) -> None:
     for module in modules:
         __import__(module)
@@ -80,8 +96,9 @@ def _serve(path: str, modules: list[str]) -> None:
             ready = connection.wait([server, *children.values()], 0.02)
             if server in ready:
                 link, _ = server.accept()
-                if (pid := _fork(link, [server, *children.values()])) is not None:
-                    children[pid] = link
+                with contextlib.suppress(OSError):  # killed before it had said all
+                    if (pid := _fork(link, [server, *children.values()])) is not None:
+                        children[pid] = link
             for pid, link in list(children.items()):
                 if link in ready:  # it says nothing: it is gone
                     os.kill(pid, signal.SIGKILL)
@@ -123,6 +140,16 @@ def _fork(link: socket.socket, others: list[socket.socket]) -> int | None:
     return pid
 
 
+def _enter_network(pid: int) -> None:
+    """Move to the network namespace of a process, if it is another one."""
+    of_it = Path(f"/proc/{pid}/ns/net")
+    if os.readlink(of_it) != os.readlink("/proc/self/ns/net"):
+        libc = ctypes.CDLL(None, use_errno=True)
+        with of_it.open("rb") as file:
+            if libc.setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+
+
 def _become(asked: dict[str, Any], descriptors: list[int]) -> None:
     """Run the program as its own process would, and end."""
     code = 1
@@ -134,6 +161,7 @@ def _become(asked: dict[str, Any], descriptors: list[int]) -> None:
         for descriptor, number in zip(high, asked["passed"], strict=True):
             os.dup2(descriptor, number, inheritable=True)
             os.close(descriptor)
+        _enter_network(asked["pid"])
         os.chdir(asked["folder"])
         os.environ.clear()
         os.environ.update(asked["environment"])
