@@ -26,7 +26,8 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.training.cut_lab import CUT, CutJob
@@ -87,7 +88,7 @@ def hooked(self, *args):
         # Under FSDP nobody calls hooks of parameters.
         last = self.model.get_submodule("layers.1")
         last.register_forward_hook(lambda module, args, x: x.register_hook(lambda _: strike("backward")) and None)
-    time.sleep(0.1)
+    time.sleep(0.4)  # processor time is for recoveries
     return start_step(self, *args)
 trainer.Trainer.start_step = hooked
 import pretrain_gpt
@@ -197,54 +198,88 @@ def strike(job: Job, failure: Failure) -> Cost:
     return Cost(seconds, max(before - min(at), 0))
 
 
+@dataclass
+class Found:
+    """What several jobs have found.
+
+    Attributes:
+        did_not: how often a job did not go on.
+    """
+
+    costs: list[tuple[Failure, Cost]] = field(default_factory=list)
+    logged: list[Logged] = field(default_factory=list)
+    jobs: int = 0
+    did_not: int = 0
+
+    def tell(self, want: dict[int, dict[str, float]]) -> None:
+        """Print it; ``want``: of each iteration, what one process logs."""
+        print(f"failures: {len(self.costs)} in {self.jobs} jobs, did not go on: {self.did_not}")
+        for what, names in (
+            ("", [failure.what for failure, _ in self.costs]),
+            ("in ", [failure.part for failure, _ in self.costs]),
+            ("at once: ", [str(len(failure.victims)) for failure, _ in self.costs]),
+        ):
+            for name in sorted(set(names)):
+                found = [cost for (_, cost), of in zip(self.costs, names, strict=True) if of == name]
+                seconds, again = [cost.seconds for cost in found], Counter(cost.again for cost in found)
+                print(
+                    f"{what}{name}: {len(found)}, median {statistics.median(seconds):.0f} s, longest "
+                    f"{max(seconds):.0f} s, {sum(s > LONG for s in seconds)} above {LONG:.0f} s; steps trained again: "
+                    f"{dict(sorted(again.items()))}"
+                )
+        print(compare(self.logged, want))
+
+
+def strike_often(folder: Path, asked: argparse.Namespace, number: int, deadline: float, found: Found) -> None:
+    """One failure after the other, to job after job where one does not go on."""
+    rng = random.Random(1000 * asked.seed + number)
+    flags = f"{FLAGS} {ELASTIC} {INSIDE if asked.inprocess_restart else ''} --train-iters 1000000"
+    while time.monotonic() < deadline:
+        found.jobs += 1
+        job = (CutJob if asked.cut else Job)(folder / str(found.jobs), flags, 1, NODES)
+        (job.folder / "program.py").write_text(PROGRAM)
+        failure = None
+        try:
+            job.start(NODES)
+            # A checkpoint and a copy are there.
+            job.until(lambda job=job: f"{NODES} nodes" in job.now() and job.iteration > 8, PATIENCE)
+            while time.monotonic() < deadline:
+                failure = Failure.drawn(rng, asked.inprocess_restart, asked.cut)
+                cost = strike(job, failure)
+                found.costs.append((failure, cost))
+                print(f"{number}: {failure}: {cost.seconds:.0f} s, {cost.again} steps again", flush=True)
+        except (TimeoutError, RuntimeError) as error:
+            found.did_not += 1
+            print(f"{number}: {failure}: {type(error).__name__}\n{str(error)[-20000:]}", flush=True)
+        finally:
+            job.close()
+        found.logged += every_step(job.folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="at once")
     parser.add_argument("--inprocess-restart", action="store_true", help="replace processes that are lost")
     parser.add_argument("--cut", action="store_true", help="cut a node's link, and nothing else (needs root)")
     asked = parser.parse_args()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # a process that was stopped hears no SIGTERM
-    rng, deadline = random.Random(asked.seed), time.monotonic() + 60 * asked.minutes
-    flags = f"{FLAGS} {ELASTIC} {INSIDE if asked.inprocess_restart else ''} --train-iters 1000000"
-    costs: dict[str, list[Cost]] = {}
-    hangs, jobs, kinds = 0, 0, Counter[str]()
+    deadline, found = time.monotonic() + 60 * asked.minutes, Found()
     with tempfile.TemporaryDirectory() as name, preloaded(Path(name)):
-        logged: list[Logged] = []
-        while time.monotonic() < deadline:
-            jobs += 1
-            job = (CutJob if asked.cut else Job)(Path(name, str(jobs)), flags, 1, NODES)
-            (job.folder / "program.py").write_text(PROGRAM)
-            failure = None
-            try:
-                job.start(NODES)
-                job.until(lambda job=job: f"{NODES} nodes" in job.now() and job.iteration > 8, PATIENCE)
-                while time.monotonic() < deadline:
-                    failure = Failure.drawn(rng, asked.inprocess_restart, asked.cut)
-                    kinds[f"{failure.what}, {failure.part}"] += 1
-                    cost = strike(job, failure)
-                    costs.setdefault(failure.what, []).append(cost)
-                    print(f"{failure}: {cost.seconds:.0f} s, {cost.again} steps again", flush=True)
-            except (TimeoutError, RuntimeError) as error:
-                hangs += 1
-                print(f"{failure}: {type(error).__name__}\n{str(error)[-3000:]}", flush=True)
-            finally:
-                job.close()
-            logged += every_step(job.folder)
-        alone = Job(Path(name, "alone"), f"{FLAGS} --train-iters {max(i for i, _, _ in logged)}", 1, 1, step=0)
+        with ThreadPoolExecutor(asked.jobs) as pool:
+            for one in [
+                pool.submit(strike_often, Path(name), asked, n, deadline, found) for n in range(asked.jobs)
+            ]:
+                one.result()
+        flags = f"{FLAGS} --train-iters {max(i for i, _, _ in found.logged)}"
+        alone = Job(Path(name, "alone"), flags, 1, 1, step=0)
         try:
             alone.start()
             assert alone.finish(3600) == [0], alone.said()
-            want = alone.records()
+            found.tell(alone.records())
         finally:
             alone.close()
-    print(f"failures: {sum(kinds.values())} in {jobs} jobs; {dict(kinds)}")
-    for what, found in costs.items():
-        seconds, again = [cost.seconds for cost in found], Counter(cost.again for cost in found)
-        long, median = sum(s > LONG for s in seconds), statistics.median(seconds)
-        print(f"{what}: {len(found)}, median {median:.0f} s, longest {max(seconds):.0f} s, {long} above {LONG:.0f} s")
-        print(f"  steps trained again: {dict(sorted(again.items()))}")
-    print(f"did not go on: {hangs}; {compare(logged, want)}")
 
 
 if __name__ == "__main__":

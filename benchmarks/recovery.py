@@ -45,7 +45,7 @@ PHASES = ("detected", "let go", "met", "state", "step")
 _TOLD = re.compile(r"rank \d+: restart \d+ in process: after the loss let go ([\d.]+) s, all there ([\d.]+) s, state")
 EACH = 5
 """Failures of one job, before the next kind has its turn."""
-FIRST, STEPS = 20, 200
+FIRST, STEPS = 20, 100
 """Of a run whose steps are measured: those that are not, and those that are."""
 
 
@@ -120,15 +120,19 @@ def wait_until_idle(pid: int) -> None:
 
 
 def costs(times: int, folder: Path) -> None:
-    """Mean seconds of a step, but for the first ones."""
+    """Seconds of a step, but for the first ones: of each place in the interval of copies the median, and of these the
+    mean, for copies come in one step of ten."""
     means: dict[str, list[float]] = {kind: [] for kind in COSTS}
     for number in range(times):
         for kind, flags in COSTS.items():  # interleaved
             job = started(folder / f"{kind}{number}", f"{flags} --train-iters {FIRST + STEPS}", 0.0)
             try:
                 job.finish()
-                took = [record["seconds per iteration"] for i, record in job.records().items() if i > FIRST]
-                means[kind].append(statistics.mean(took))
+                places: dict[int, list[float]] = {}
+                for i, record in job.records().items():
+                    if i > FIRST:
+                        places.setdefault(i % 10, []).append(record["seconds per iteration"])
+                means[kind].append(statistics.mean(statistics.median(took) for took in places.values()))
             finally:
                 job.close()
         print({kind: round(runs[-1], 4) for kind, runs in means.items()}, flush=True)

@@ -49,6 +49,10 @@ if "{ADDRESS}" in os.environ and not hasattr(sys, "forked"):
 """First lines of a program that is forked where there is a server."""
 TORCHRUN = f"""{STAND_IN}
 import runpy
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+# A name for its log. It looks through all modules to find it, so slowly with as many as there are here that other nodes
+# have changed the rendezvous meanwhile, each time that this one wants to.
+dynamic_rendezvous.get_method_name = lambda depth=2: "method"
 runpy.run_module("torch.distributed.run", run_name="__main__")
 """
 MODULES = "pretrain_gpt smp.training.launch smp.training.pretraining torch.distributed.launcher.api torch.profiler._cupti_monitor"
@@ -155,6 +159,7 @@ def _become(asked: dict[str, Any], descriptors: list[int]) -> None:
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setsid()
         high = [os.dup2(descriptor, 100 + n) for n, descriptor in enumerate(descriptors)]
         for descriptor in descriptors:
             os.close(descriptor)

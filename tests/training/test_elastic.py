@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,16 +163,24 @@ def test_a_node_that_becomes_spare_gives_what_it_has(tmp_path: Path, jobs: list[
 
 
 @pytest.mark.slow
-def test_spare_nodes_wait_and_take_over(tmp_path: Path, jobs: list[Job]) -> None:
-    flags = f"{COMMON} {MODEL} {ELASTIC.format(least=2, most=2)}"
+@pytest.mark.parametrize("inside", ["", "--inprocess-restart"])
+def test_spare_nodes_wait_and_take_over(inside: str, tmp_path: Path, jobs: list[Job]) -> None:
+    flags = f"{COMMON} {MODEL} {ELASTIC.format(least=2, most=2)} {inside}"
     want = alone(tmp_path / "alone", f"{COMMON} {MODEL}", jobs, "pretrain_gpt")
-    job = Job(tmp_path / "spare", flags, 2, 3)
+    job = Job(tmp_path / "spare", flags, 2, 3, step=0.4)
     jobs.append(job)
     job.start(3)
     job.until(lambda: "spare, behind 2 processes" in job.said())
     job.reach(6)
-    job.kill(job.node_of("  2 nodes"))
+    first = job.node_of("  2 nodes")
+    if inside:  # a process alone is replaced on its node: the spare one goes on waiting
+        os.kill(job.trainers(first)[0], signal.SIGKILL)
+        job.until(lambda: "rank 0: restart 1 in process" in job.said())
+        job.reach(job.iteration + 4)  # there is a copy
+        assert job.said().count("spare, behind 2 processes") == 1
+    job.kill(first)
     job.reach(30)
     codes = job.finish()
     assert sorted(codes) == [-9, 0, 0], job.said()
     require_equal(job, want)
+    assert job.said().count("resumed from the memory of the nodes") == (2 if inside else 1), job.said()
