@@ -46,7 +46,9 @@ ELASTIC = (
     f"--max-nodes {NODES} --min-nodes 1 --peer-snapshot-interval 1 --save ck --load auto --save-interval 5 "
     "--keep-last-k 2 --distributed-timeout-minutes 0.4"
 )
-PROGRAM = f"""{STAND_IN}{CUT}""" + """
+PROGRAM = (
+    f"""{STAND_IN}{CUT}"""
+    + """
 import os, signal, sys, time
 from pathlib import Path
 if "--inprocess-restart" in sys.argv and "SMP_KEEPER" not in os.environ:  # it keeps one that trains
@@ -94,6 +96,7 @@ trainer.Trainer.start_step = hooked
 import pretrain_gpt
 sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
+)
 INSIDE = "--inprocess-restart --inprocess-heartbeat-timeout 8 --inprocess-barrier-timeout 45"
 PARTS = ("forward", "backward", "collective", "update", "snapshot", "save", "recovery")
 
@@ -189,7 +192,9 @@ def strike(job: Job, failure: Failure) -> Cost:
     seconds = time.monotonic() - began
     if isinstance(job, CutJob) and off is not None:
         job.until(lambda: f"{NODES - 1} nodes" in job.now(), PATIENCE)
-        job.until(lambda: job.nodes[off].poll() is not None, PATIENCE)  # it has lost the rendezvous
+        with contextlib.suppress(OSError):  # it may have ended
+            job.kill(off)  # torchrun waits for a store that it has lost for minutes
+        job.nodes[off].wait()
         job.mend(off)
         job.start()
     job.until(lambda: f"{NODES} nodes" in job.now(), PATIENCE)
@@ -268,9 +273,7 @@ def main() -> None:
     deadline, found = time.monotonic() + 60 * asked.minutes, Found()
     with tempfile.TemporaryDirectory() as name, preloaded(Path(name)):
         with ThreadPoolExecutor(asked.jobs) as pool:
-            for one in [
-                pool.submit(strike_often, Path(name), asked, n, deadline, found) for n in range(asked.jobs)
-            ]:
+            for one in [pool.submit(strike_often, Path(name), asked, n, deadline, found) for n in range(asked.jobs)]:
                 one.result()
         flags = f"{FLAGS} --train-iters {max(i for i, _, _ in found.logged)}"
         alone = Job(Path(name, "alone"), flags, 1, 1, step=0)

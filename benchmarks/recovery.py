@@ -3,7 +3,7 @@ from the memory of nodes and from a file, in turn.
 
     python -m benchmarks.recovery --times 5
 
-Two processes on this machine; each kind has a job of its own, which is struck five times before the next kind's turn.
+Two processes on this machine; each kind has a job of its own, which is struck four times before the next kind's turn.
 Phases, each in seconds after the kill. By a restart: "detected", torchrun has seen it; "met", new worker processes
 exist (torchrun has stopped the others and met again); "state", the copy or checkpoint is loaded (Python, torch, data
 and model come before); "step", the first new step is logged. Inside the process: "detected", the other process has
@@ -11,13 +11,16 @@ noticed it; "let go", that has let go of groups and model; "met", both are there
 
     python -m benchmarks.recovery --cost --times 20
 
-What the means of recovery cost while nothing fails: seconds of a step without copies and without a keeper, and with
-both (an interval of 10), in turn.
+What the means of recovery cost while nothing fails, with a copy every 10 steps: for how long copies stop training, and
+the processor time of their threads, of the keepers, of the processes that are held ready, and of the threads besides
+training, as shares of the time of a step. (Two runs of which one has no copies differ by more, on any machine with
+other work.)
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -40,13 +43,32 @@ KINDS = {
     "restart, memory": "--peer-snapshot-interval 1",
     "restart, file": "--save ck --load auto --save-interval 1 --keep-last-k 2",
 }
-COSTS = {"without": "", "copies": "--peer-snapshot-interval 10", "copies and keeper": INSIDE.format(10)}
 PHASES = ("detected", "let go", "met", "state", "step")
 _TOLD = re.compile(r"rank \d+: restart \d+ in process: after the loss let go ([\d.]+) s, all there ([\d.]+) s, state")
-EACH = 5
+EACH = 4
 """Failures of one job, before the next kind has its turn."""
-FIRST, STEPS = 20, 100
-"""Of a run whose steps are measured: those that are not, and those that are."""
+STEPS = 100
+"""Of a run that is measured while nothing fails."""
+TIMED = """
+import os, sys, time
+if "SMP_KEEPER" in os.environ:
+    from smp.checkpoint import peers
+    from smp.training.faults import copies
+    file = open("copies" + os.environ["RANK"], "a", buffering=1)
+    def timed(of, name, word, clock):
+        inner = getattr(of, name)
+        def outer(*args, **more):
+            began = clock()
+            try:
+                return inner(*args, **more)
+            finally:
+                file.write(f"{word} {clock() - began}\\n")
+        setattr(of, name, outer)
+    timed(copies.RunCopies, "make", "stop", time.perf_counter)
+    timed(copies.RunCopies, "poll", "stop", time.perf_counter)
+    timed(peers.PeerCopies, "_work", "thread", time.thread_time)
+"""
+"""First lines of a program: what copies take."""
 
 
 def recover(job: Job, inside: bool) -> dict[str, float]:
@@ -120,27 +142,57 @@ def wait_until_idle(pid: int) -> None:
 
 
 def costs(times: int, folder: Path) -> None:
-    """Seconds of a step, but for the first ones: of each place in the interval of copies the median, and of these the
-    mean, for copies come in one step of ten."""
-    means: dict[str, list[float]] = {kind: [] for kind in COSTS}
+    """For how long copies stop training, and what processor time their threads, the keepers, the processes that are
+    held ready, and the other threads use; of the time of a run."""
+    shares: dict[str, list[float]] = {}
     for number in range(times):
-        for kind, flags in COSTS.items():  # interleaved
-            job = started(folder / f"{kind}{number}", f"{flags} --train-iters {FIRST + STEPS}", 0.0)
-            try:
-                job.finish()
-                places: dict[int, list[float]] = {}
-                for i, record in job.records().items():
-                    if i > FIRST:
-                        places.setdefault(i % 10, []).append(record["seconds per iteration"])
-                means[kind].append(statistics.mean(statistics.median(took) for took in places.values()))
-            finally:
-                job.close()
-        print({kind: round(runs[-1], 4) for kind, runs in means.items()}, flush=True)
-    for kind, runs in means.items():
-        against = statistics.median(run / first for run, first in zip(runs, means["without"], strict=True))
-        print(
-            f"{kind:20} {statistics.median(runs):.4f} s a step, median of {times}; {against:.3f} of without, in pairs"
+        job = Job(
+            folder / f"cost{number}", f"{FLAGS} {INSIDE.format(10)} --global-batch-size 16", 1, 1, step=0.0, each=2
         )
+        (job.folder / "program.py").write_text(TIMED + (job.folder / "program.py").read_text())
+        job.start()
+        try:
+            job.reach(6)
+            job.until(lambda job=job: all(len(children_of(keeper)) > 1 for keeper in job.workers(0)))
+            keepers, trainers = job.workers(0), job.trainers(0)
+            ready = [children_of(keeper)[-1] for keeper in keepers]
+            for pid in ready:
+                wait_until_idle(pid)
+
+            def spent(of: tuple[list[int], ...] = (keepers, ready, trainers), job: Job = job) -> dict[str, float]:
+                stops, threads = zip(*(copies_of(path) for path in job.folder.glob("copies*")), strict=True)
+                own = {"keepers": used(of[0]), "held ready": used(of[1]), "other threads": used(of[2], True)}
+                return {"copies stop training": sum(stops), "threads of copies": sum(threads)} | own
+
+            job.reach(job.iteration + 1)
+            first, began, before = job.iteration, time.monotonic(), spent()
+            job.reach(first + STEPS)
+            seconds, after = time.monotonic() - began, spent()
+            print(f"{STEPS} steps in {seconds:.1f} s:", end=" ")
+            for kind, of_it in after.items():
+                shares.setdefault(kind, []).append((of_it - before[kind]) / len(keepers) / seconds)
+        finally:
+            job.close()
+        print({kind: f"{100 * found[-1]:.2f} %" for kind, found in shares.items()}, flush=True)
+    for kind, found in shares.items():
+        print(f"{kind:20} {100 * statistics.median(found):.2f} % of a step, median of {times}")
+
+
+def copies_of(path: Path) -> tuple[float, float]:
+    """Seconds so far in which copies have stopped a rank, and of processor time in their threads."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return tuple(sum(float(line[1]) for line in lines if line[0] == kind) for kind in ("stop", "thread"))  # type: ignore[return-value]
+
+
+def used(pids: list[int], threads: bool = False) -> float:
+    """Seconds of processor time of processes so far, or of their threads but the first ones."""
+    ticks = 0
+    for pid in pids:
+        of = [path for path in Path(f"/proc/{pid}/task").iterdir() if path.name != str(pid)] if threads else []
+        for path in of if threads else [Path(f"/proc/{pid}")]:
+            with contextlib.suppress(OSError):  # it has ended
+                ticks += sum(map(int, (path / "stat").read_text().rsplit(")", 1)[1].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

@@ -3,15 +3,12 @@ iproute2; the machine's own network is not touched."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-from torch.distributed import TCPStore
 
 from tests.training.elastic_lab import Job
 

@@ -17,10 +17,11 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from tests.training.preloaded import TORCHRUN, forked_of
+from tests.training.preloaded import STAND_IN, TORCHRUN, forked_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
+{stand_in}
 import os, sys, time
 if "--inprocess-restart" not in sys.argv or "SMP_KEEPER" in os.environ:  # else it keeps one that trains
     from smp.training import trainer
@@ -68,7 +69,7 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.flags, self.step, self.each = folder, flags, step, each
         self.range = f"{least}:{most}"
-        (folder / "program.py").write_text(PROGRAM.format(entry=entry))
+        (folder / "program.py").write_text(PROGRAM.format(stand_in=STAND_IN, entry=entry))
         (folder / "torchrun.py").write_text(TORCHRUN)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.endpoint = f"127.0.0.1:{self.store.port}"

@@ -55,7 +55,10 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 dynamic_rendezvous.get_method_name = lambda depth=2: "method"
 runpy.run_module("torch.distributed.run", run_name="__main__")
 """
-MODULES = "pretrain_gpt smp.training.launch smp.training.pretraining torch.distributed.launcher.api torch.profiler._cupti_monitor"
+MODULES = (
+    "pretrain_gpt smp.training.launch smp.training.pretraining torch.distributed.launcher.api "
+    "torch.profiler._cupti_monitor"
+)
 
 
 @contextlib.contextmanager
@@ -170,7 +173,7 @@ def _become(asked: dict[str, Any], descriptors: list[int]) -> None:
         os.chdir(asked["folder"])
         os.environ.clear()
         os.environ.update(asked["environment"])
-        setattr(sys, "forked", True)
+        sys.__dict__["forked"] = True  # what STAND_IN asks for
         sys.argv, sys.orig_argv = asked["argv"], asked["words"]
         parents = Path(f"/proc/{asked['pid']}/stat")
         # As if it were where its stand-in is. "pid (name) state parent ..."
