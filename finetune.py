@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from smp.config import Config, LoggingConfig
 from smp.config.command_line.entry_points import FINETUNE
 from smp.data.tuning.build import PromptData, TuningData
-from smp.training.entry import run_command
+from smp.training.entry import importing, run_command
 from smp.training.inprocess.link import has_keeper
 from smp.training.process import Process
 from smp.training.tuning.settings import read_finetune_settings, uncounted
@@ -51,8 +51,9 @@ def run(settings: Settings, process: Process, callbacks: Sequence[StepCallback] 
             samples = data.preview(config.data.preview, colours=sys.stdout is not None and sys.stdout.isatty())
             print("\n".join([*data.lines, *samples]))
         return 0
-    from smp.training.launch import launch  # imports torch, which takes seconds
-    from smp.training.tuning.kinds import tuning_kind
+    with importing():  # torch, which takes seconds
+        from smp.training.launch import launch
+        from smp.training.tuning.kinds import tuning_kind
 
     def parts() -> RunKind:
         assert data is not None, "only a dry run may have none"

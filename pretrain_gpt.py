@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from smp.config import Config, LoggingConfig
 from smp.models.presets import PRESETS
-from smp.training.entry import run_command
+from smp.training.entry import importing, run_command
 from smp.training.process import Process
 from smp.training.settings import in_own_flags, read_settings
 
@@ -38,8 +38,9 @@ def run(
     callbacks: Sequence[StepCallback] = (),
 ) -> int:
     """Build and run."""
-    from smp.training.launch import launch  # imports torch, which takes seconds
-    from smp.training.pretraining import Pretraining
+    with importing():  # torch, which takes seconds
+        from smp.training.launch import launch
+        from smp.training.pretraining import Pretraining
 
     def parts() -> RunKind:
         made = (kind or Pretraining)(config)

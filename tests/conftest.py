@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,18 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; spawned ranks i
 
 settings.register_profile("any speed", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("any speed")
+
+
+# Modules and thousands of tests stay until the end. The collector would walk them again and again while they are
+# imported, and after that whenever it, or a test, looks for garbage; and once more when the interpreter ends.
+gc.disable()
+atexit.register(gc.freeze)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,20 +9,31 @@ from __future__ import annotations
 import contextlib
 import gc
 
-import pytest  # noqa: F401
-import torch._dynamo
-import torch._inductor.compile_fx
-import torch.distributed.checkpoint  # noqa: F401
 
-import finetune  # noqa: F401
-import pretrain_gpt  # noqa: F401
-import tests.distributed  # noqa: F401
-from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
-from smp.config.command_line.fields import settings
+def bring() -> None:
+    """Import it, without the collector, which would walk all that is there again and again."""
+    import pytest  # noqa: F401
+    import torch._dynamo
+    import torch._inductor.compile_fx
+    import torch.distributed.checkpoint  # noqa: F401
 
-with contextlib.suppress(ImportError):  # which tests can do without
-    from transformers import LlamaForCausalLM  # noqa: F401
-for entry_point in (PRETRAIN, FINETUNE):
-    settings(entry_point)  # read from the schema's source once
+    import finetune  # noqa: F401
+    import pretrain_gpt  # noqa: F401
+    import smp.training.launch
+    import smp.training.pretraining
+    import smp.training.tuning.kinds  # noqa: F401
+    import tests.distributed  # noqa: F401
+    from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
+    from smp.config.command_line.fields import settings
+
+    with contextlib.suppress(ImportError):  # which tests can do without
+        from transformers import LlamaForCausalLM  # noqa: F401
+    for entry_point in (PRETRAIN, FINETUNE):
+        settings(entry_point)  # read from the schema's source once
+
+
+gc.disable()
+bring()
+gc.enable()
 gc.collect()
 gc.freeze()  # no rank's garbage collector walks, and so copies, what all share

@@ -57,7 +57,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     Raises:
         ConfigError: its sizes do not fit together.
     """
-    check_ranges(Config(model=model))
+    check_ranges(Config(model=model), "model")
     # transformers has the architecture: nothing is derived here.
     if model.is_foreign:
         return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -40,6 +41,9 @@ from smp.training.settings import report, report_own
 
 LAST_WORDS = 5.0
 """Seconds that a process which ends itself has for a status file and a line on stderr."""
+# An interpreter that ends looks for garbage among all that torch has brought, for most of a second; the system takes
+# back all of it at once.
+atexit.register(gc.freeze)
 _CODES: dict[Status, int] = {"done": 0, "requeue": 0, "failed": 1, "bad_config": 2}
 
 

@@ -114,9 +114,23 @@ def _flag_value(setting: Setting, given: str | bool | list[str]) -> Any:
     return setting.parse(given, setting.flag)
 
 
+class _SettingsParser(CommandParser):
+    """A parser with a flag for each setting. Help texts are read from the schema's source where they are printed: a run
+    needs none of them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.flags: list[tuple[argparse.Action, Setting]] = []
+
+    def format_help(self) -> str:
+        for action, setting in self.flags:
+            action.help = _help(setting)
+        return super().format_help()
+
+
 def _parser(entry: EntryPoint, epilog: str) -> CommandParser:
     """A parser with every setting as a flag; flags that are not given are absent from the namespace."""
-    parser = CommandParser(
+    parser = _SettingsParser(
         usage="%(prog)s [--config recipe.yaml] [--flag value ...]",
         description="A flag overrides --config, which overrides the named size of --model. 'none' unsets a value.",
         epilog=epilog,
@@ -136,7 +150,8 @@ def _parser(entry: EntryPoint, epilog: str) -> CommandParser:
         )
     sections = {g: parser.add_argument_group(g, title_of(entry, g).replace("``", "")) for g in entry.groups}
     for setting in settings(entry).values():
-        sections[setting.group].add_argument(setting.flag, help=_help(setting), **_argument(setting))
+        action = sections[setting.group].add_argument(setting.flag, **_argument(setting))
+        parser.flags.append((action, setting))
     return parser
 
 

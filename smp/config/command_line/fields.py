@@ -204,7 +204,8 @@ def entry_point_of(config: Config) -> EntryPoint:
     return PRETRAIN if config.objective is None else FINETUNE
 
 
-def group_classes(entry: EntryPoint = PRETRAIN) -> dict[str, type]:
+@cache
+def group_classes(entry: EntryPoint = PRETRAIN) -> Mapping[str, type]:
     """Dataclass of each group of an entry point by name, in order."""
     hints = get_type_hints(Config)
     # Groups that only some entry points have are declared Optional.

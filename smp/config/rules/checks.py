@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from smp.config.batch import BatchSizes
 from smp.config.blend import parse_split
-from smp.config.command_line.fields import entry_point_of, given, require, said_without_effect, settings, without_effect
+from smp.config.command_line.entry_points import EntryPoint
+from smp.config.command_line.fields import (
+    Setting,
+    entry_point_of,
+    given,
+    require,
+    said_without_effect,
+    settings,
+    without_effect,
+)
 from smp.config.layer_pattern import attends, has_mlp
 from smp.config.layout import Layout
 from smp.config.lr_schedule import lengths
@@ -57,13 +68,21 @@ _ANY = ("off_policy_mask_threshold", "reward_model_weight")
 _BELOW = {"num_layers": 2**16, "num_experts": 2**16, "distributed_timeout_minutes": 10**6}
 
 
-def check_ranges(config: Config) -> None:
-    """Check each number by itself."""
-    table = settings(entry_point_of(config))
-    for name in sorted(table, key=lambda name: name != "train_iters"):  # first: recipes derive others from it
-        setting = table[name]
+@cache
+def _numbers(entry: EntryPoint) -> tuple[Setting, ...]:
+    # train_iters first: recipes derive others from it.
+    table = sorted(settings(entry).values(), key=lambda setting: setting.name != "train_iters")
+    return tuple(setting for setting in table if setting.type in (int, float))
+
+
+def check_ranges(config: Config, group: str | None = None) -> None:
+    """Check each number by itself, of all groups or of one."""
+    for setting in _numbers(entry_point_of(config)):
+        if group not in (None, setting.group):
+            continue
+        name = setting.name
         value = getattr(getattr(config, setting.group), name, None)  # None: the run has no such group
-        if setting.type not in (int, float) or value is None:
+        if value is None:
             continue
         if name in _FRACTIONS:
             require(0 <= value < 1, f"{setting.flag} {value} must be at least 0 and below 1")

@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -157,14 +158,22 @@ def resolved(**values: Any) -> ModelConfig:
 
 def of_kinds(values: Mapping[str, Any]) -> ModelConfig:
     """Settings from a file, each checked to be of its setting's type; else ConfigError."""
-    hints = get_type_hints(ModelConfig)
     for name, value in values.items():
-        # ``int | None`` -> (int, NoneType)
-        kinds = get_args(hints[name]) or (hints[name],)
-        words = [word for kind in (hints[name], *kinds) if get_origin(kind) is Literal for word in get_args(kind)]
+        kinds, words = _kinds()[name]
         if value not in words and not _is_of(value, kinds):
             raise ConfigError(f"--{name.replace('_', '-')} {value!r} is not a value of this setting")
     return ModelConfig(**values)
+
+
+@cache
+def _kinds() -> dict[str, tuple[tuple[Any, ...], list[Any]]]:
+    """Types of each setting of a model, and words that it may be."""
+    found = {}
+    for name, hint in get_type_hints(ModelConfig).items():
+        # ``int | None`` -> (int, NoneType)
+        kinds = get_args(hint) or (hint,)
+        found[name] = kinds, [word for kind in (hint, *kinds) if get_origin(kind) is Literal for word in get_args(kind)]
+    return found
 
 
 def resolved_external(values: Mapping[str, Any], where: str) -> ModelConfig:

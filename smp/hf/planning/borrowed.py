@@ -14,6 +14,7 @@ from torch import nn
 from smp.config.schema import ConfigError
 from smp.hf.adapters import layer_under
 from smp.hf.planning.rows import REPLICATE, SUMMED, pattern_of
+from smp.hf.sources import source_of
 
 _KIND = ("dtype", "device", "shape", "size", "dim", "ndim")
 _NOT_ITS_KIND = rf"\b(?!\.(?:{'|'.join(_KIND)})\b)"
@@ -147,6 +148,6 @@ def _source_of(kind: type) -> str:
 @cache  # of a class with many modules, read once
 def _source(what: Any) -> str:
     try:
-        return inspect.getsource(what)
+        return source_of(what)
     except (OSError, TypeError):  # made without a file: what it reads stays a DTensor, which torch refuses aloud
         return ""

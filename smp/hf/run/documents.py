@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from smp.hf.sources import source_of
 from smp.models.foreign import blocks_of
 
 _MASKS = re.compile(r"create_(causal|sliding_window_causal|chunked_causal)_mask|create_masks_for_generate")
@@ -38,7 +39,7 @@ def refusal_of_documents(module: Any) -> str:
         return f"{said} takes no positions, by which transformers tells documents apart; {more}"
     decoder = next((m for m in module.modules() if any(c is blocks_of(module)[0][1] for c in _in_lists(m))), module)
     # Whether masks see positions is only in the source of the decoder's forward: read, not run.
-    given = _positions_given(inspect.getsource(type(decoder).forward))
+    given = _positions_given(source_of(type(decoder).forward))
     if not given:
         return f"{said} makes its masks by itself, which know of no documents; {more}"
     if not all(given):

@@ -17,7 +17,6 @@ A reads what the layer reads, after the point where gradients of that are summed
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from smp.config import ConfigError
 from smp.hf.modules import Cut, summed_over
 from smp.hf.planning.rows import LATENT
 from smp.hf.products import take_product
+from smp.hf.sources import source_of
 from smp.kernels.matmul import linear
 from smp.layers.adapters.dora import begin_magnitudes, matrix_of, row_norms
 from smp.layers.adapters.lora import Lora
@@ -103,7 +103,7 @@ def _read_by_owner(owner: type) -> frozenset[str]:
     found: set[str] = set()
     for kind in (kind for kind in owner.__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module):
         try:
-            found |= set(_READ.findall(inspect.getsource(kind)))
+            found |= set(_READ.findall(source_of(kind)))
         except (OSError, TypeError):  # a class without a file
             continue
     return frozenset(found)
