@@ -23,6 +23,23 @@ gc.disable()
 atexit.register(gc.freeze)
 
 
+DEAREST = (
+    *("training/test_any_model.py", "training/test_reinforcement_runs.py", "parity/test_pipeline.py"),
+    *("training/test_finetune_parity.py", "parity/test_matrix.py", "training/test_fake_step.py"),
+    *("training/test_environments.py", "training/test_pretrain.py", "training/", "parity/"),
+)
+"""Files and folders that run first, the dearest in front: a worker that begins one of them last keeps the others
+waiting. See docs/measurements/tests.md."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return next((i for i, name in enumerate(DEAREST) if f"/tests/{name}" in path), len(DEAREST))
+
+    items.sort(key=place)  # within a place as they were collected
+
+
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()

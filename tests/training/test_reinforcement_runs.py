@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from smp.training.reporting.goodput import FILE
 from smp.training.trainer import Progress, StepResult
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE, tensor_errors
+from tests.programs import run_program
 from tests.training.flag_runs import clean_process, proves
 from tests.training.rl_lab import STEPS, flags, write_inputs, write_reward_model
 from tests.training.tuning_lab import QUIET, Recording, together, tune, tune_all
@@ -162,7 +160,9 @@ ELSEWHERE = {
 }
 
 
-def test_a_run_killed_in_each_phase_ends_as_an_undisturbed_one(folder: Path, tmp_path: Path) -> None:
+def test_a_run_killed_in_each_phase_ends_as_an_undisturbed_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGKILL of a process in an update, while it samples, while it scores; after each the same command line goes on,
     to the last bit, and so does another layout, with the same texts and rewards."""
     (tmp_path / "deadly.py").write_text(DEADLY_REWARD)
@@ -174,9 +174,8 @@ def test_a_run_killed_in_each_phase_ends_as_an_undisturbed_one(folder: Path, tmp
         return flags(folder, method, f"{saved} --resume {QUIET}")
 
     def start(name: str, phase: str) -> int:
-        line = [sys.executable, str(tmp_path / "killed.py"), phase, *words(name).split()]
-        environment = {**os.environ, "PYTHONPATH": str(Path(finetune.__file__).parent), "PHASE": phase}
-        done = subprocess.run(line, env=environment, capture_output=True, text=True)
+        monkeypatch.setenv("PHASE", phase)
+        done = run_program(tmp_path / "killed.py", [phase, *words(name).split()], tmp_path)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
         return done.returncode
 
