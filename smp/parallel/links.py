@@ -75,7 +75,8 @@ class Links:
         return self._ranks[rank]
 
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
-        """Begin to send; the tensor must stay as it is until the work is done."""
+        """Begin to send; the tensor must stay as it is until the work is done. It may be done only once the other rank
+        waits for the message: wait for what this rank receives first."""
         tag = None if self._boxes is None else self._boxes.send(tensor, to)
         if self._boxes is not None and tag is None:
             return CompletedWork([tensor])
@@ -88,7 +89,7 @@ class Links:
     def receive(self, into: torch.Tensor, source: int) -> dist.Work:
         """Begin to receive; ``into`` is filled once the work is waited for."""
         if self._boxes is not None:
-            return self._boxes.receive(into, source, lambda tag: self._over_group(into, source, tag).wait())
+            return self._boxes.receive(into, source, lambda tag: self._over_group(into, source, tag))
         return self._over_group(into, source, 0)
 
     def _over_group(self, into: torch.Tensor, source: int, tag: int) -> dist.Work:

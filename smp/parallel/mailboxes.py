@@ -4,6 +4,9 @@ Each channel, from one rank to another, has a list of its messages and room for 
 copies the tensor there and goes on: the message is delivered while the other one computes. Who receives copies it out,
 and the room is free again. A message that finds no room, or is larger than that, goes over gloo, and the list says so:
 how much there is room for changes how fast a message is, never whether it arrives.
+
+A rank that waits for a message or for room in the list learns within moments that the other one's process ended, that
+it left the group, or that a collective of the group failed there.
 """
 
 from __future__ import annotations
@@ -19,7 +22,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp.parallel.shared_memory import DTYPES, HEADER, AbsentRankError, close_all, has_ended, numbers_of, share
+from smp.parallel.shared_memory import (
+    DTYPES,
+    HEADER,
+    LEFT,
+    WHY,
+    AbsentRankError,
+    close_all,
+    has_ended,
+    numbers_of,
+    share,
+)
 from smp.parallel.shared_numbers import AbsentError
 
 Channel = tuple[int, int]  # source, destination
@@ -47,6 +60,7 @@ class Mailboxes:
         channels: the same on all ranks.
         memory: numbers of all channels after HEADER, then their rooms.
         processes: descriptors of the other ranks' processes, by rank.
+        gone: why a rank has told that it does not go on, in :data:`WHY`; 0: it has not.
         timeout: of a message.
     """
 
@@ -57,9 +71,11 @@ class Mailboxes:
         channels: Iterable[Channel],
         memory: mmap.mmap,
         processes: dict[int, int],
+        gone: Callable[[int], int],
         timeout: timedelta,
     ) -> None:
-        self._rank, self._size, self._processes, self._timeout = rank, size, processes, timeout.total_seconds()
+        self._rank, self._size, self._timeout = rank, size, timeout.total_seconds()
+        self._processes, self._gone = processes, gone
         self._numbers, ordered = numbers_of(memory, size), sorted(channels)
         self._starts = {channel: HEADER // 8 + i * _NUMBERS for i, channel in enumerate(ordered)}
         with torch.inference_mode(False):
@@ -76,7 +92,7 @@ class Mailboxes:
         if number - values[start + _TAKEN] >= LISTED:
             self._wait(start + _TAKEN, number - LISTED + 1, to, "has not received")
         used = start + _USED
-        fits = x.nbytes <= ROOM and x.dtype in DTYPES and x.device.type == "cpu"
+        fits = _fits(x)
         room = next((i for i in range(ROOMS) if fits and not values[used + i]), _GLOO)
         if room != _GLOO:
             # Numbers last: a rank that sees them sees the bytes (x86 keeps the order of stores).
@@ -86,14 +102,17 @@ class Mailboxes:
         self._numbers.publish(start + _SENT, number + 1)
         return _tag(number) if room == _GLOO else None
 
-    def receive(self, into: torch.Tensor, source: int, over_gloo: Callable[[int], Any]) -> ReceivedWork:
-        """The next message of a rank; ``over_gloo`` is called with its tag where it comes by gloo."""
+    def receive(self, into: torch.Tensor, source: int, over_gloo: Callable[[int], dist.Work]) -> ReceivedWork:
+        """The next message of a rank; ``over_gloo`` begins to receive one with this tag by gloo."""
         channel = source, self._rank
         number = self._counts[channel]
         self._counts[channel] += 1
-        return ReceivedWork(self, channel, number, into, over_gloo)
+        # What fits in no room comes by gloo, which moves nothing before both ends have begun: a sender may wait for its
+        # message to be received before this rank waits for it.
+        begun = None if _fits(into) else over_gloo(_tag(number))
+        return ReceivedWork(self, channel, number, into, lambda: begun or over_gloo(_tag(number)))
 
-    def take(self, channel: Channel, number: int, into: torch.Tensor, over_gloo: Callable[[int], Any]) -> None:
+    def take(self, channel: Channel, number: int, into: torch.Tensor, over_gloo: Callable[[], dist.Work]) -> None:
         """Wait for a message and copy it.
 
         Raises:
@@ -113,7 +132,7 @@ class Mailboxes:
                 f"({into.dtype})"
             )
         if room == _GLOO:
-            over_gloo(_tag(number))
+            over_gloo().wait()
         else:
             into.detach().copy_(self._rooms[channel][room, : into.nbytes].view(into.dtype).view(into.shape))
             values[start + _USED + room] = 0
@@ -121,13 +140,12 @@ class Mailboxes:
 
     def _wait(self, at: int, least: int, other: int, what: str) -> None:
         def absent(passed: float) -> str:
-            ended = has_ended(self._processes[other], passed)
-            if not ended and passed < self._timeout:
+            gone = self._gone(other) or LEFT * has_ended(self._processes[other], passed)
+            if not gone and passed < self._timeout:
                 return ""
-            why = "its process ended" if ended else "it is late, or waits for one that is"
             return (
                 f"after {passed:.1f} s on rank {self._rank} of {self._size} on {socket.gethostname()}: rank {other} of "
-                f"the group {what}: {why}"
+                f"the group {what}: {WHY[gone]}"
             )
 
         try:
@@ -140,7 +158,7 @@ class ReceivedWork(dist.Work):
     """The handle of a message that is received where it is waited for."""
 
     def __init__(
-        self, boxes: Mailboxes, channel: Channel, number: int, into: torch.Tensor, over_gloo: Callable[[int], Any]
+        self, boxes: Mailboxes, channel: Channel, number: int, into: torch.Tensor, over_gloo: Callable[[], dist.Work]
     ) -> None:
         super().__init__()
         self._boxes, self._channel, self._number, self._over_gloo = boxes, channel, number, over_gloo
@@ -154,6 +172,11 @@ class ReceivedWork(dist.Work):
 
     def is_completed(self) -> bool:
         return self._into is None
+
+
+def _fits(x: torch.Tensor) -> bool:
+    """Whether a message can go through a room; the same on both ends."""
+    return x.nbytes <= ROOM and x.dtype in DTYPES and x.device.type == "cpu"
 
 
 def _describe(x: torch.Tensor, room: int) -> int:
@@ -185,4 +208,4 @@ def open_mailboxes(group: Any, channels: Iterable[Channel], timeout: timedelta |
         if group.rank() == 0:
             print("note: messages of the pipeline go by gloo: the system has no memory for them", file=sys.stderr)
         return None
-    return Mailboxes(group.rank(), group.size(), known, *found, timeout or group.network.timeout)
+    return Mailboxes(group.rank(), group.size(), known, *found, group.memory.gone, timeout or group.network.timeout)

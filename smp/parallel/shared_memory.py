@@ -36,11 +36,11 @@ _LINE, _GONE, _CALL = 16, 1, 2
 """Numbers (int64) of one rank, in cache lines of their own, and where in them is what: first the sequence number, at
 _GONE why the rank will not come any more, at _CALL and after it which collective it calls with this sequence number
 and which with the one before, alternating like the slots."""
-_LEFT, _FAILED = 1, 2
+LEFT, _FAILED = 1, 2
 """Values at _GONE."""
-_WHY = {
+WHY = {
     0: "it is late, or waits for one that is",
-    _LEFT: "its process ended, or it left the group",
+    LEFT: "its process ended, or it left the group",
     _FAILED: "a collective of the group failed or was interrupted there",
 }
 HEADER, _SECRET = 1 << 16, 32
@@ -225,8 +225,12 @@ class Memory:
     def leave(self) -> None:
         """Tell the other ranks that this one will not come any more, so that they do not wait for it."""
         if not self._failure:
-            self._go(_LEFT)
+            self._go(LEFT)
         self._close()
+
+    def gone(self, other: int) -> int:
+        """Why a rank has told the others that it will not come any more, see :data:`WHY`; 0: it has not."""
+        return self._numbers.values[other * _LINE + _GONE]
 
     def _go(self, why: int) -> None:
         """Tell the others that this rank does not come any more."""
@@ -301,7 +305,7 @@ class Memory:
 
         def absent(passed: float) -> str:
             # A process that was killed writes nothing: its pidfd becomes readable.
-            gone = self._numbers.values[other * _LINE + _GONE] or _LEFT * has_ended(self.processes[other], passed)
+            gone = self.gone(other) or LEFT * has_ended(self.processes[other], passed)
             return _absence(_in_words(self._call), passed, self, other, gone) if gone or passed > limit() else ""
 
         try:
@@ -331,7 +335,7 @@ def _in_words(call: int) -> str:
 def _absence(what: str, passed: float, here: Memory, other: int, gone: int) -> str:
     return (
         f"{what} failed after {passed:.1f} s on rank {here.rank} of {here.size} on {socket.gethostname()}: "
-        f"rank {other} of the group has not come: {_WHY[gone]}"
+        f"rank {other} of the group has not come: {WHY[gone]}"
     )
 
 

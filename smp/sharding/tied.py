@@ -39,9 +39,10 @@ class TiedMatrix:
         assert isinstance(self._weight.grad, DTensor), "every step uses both ends"
         own = self._weight.grad.to_local()
         other = torch.empty_like(own)
-        # Both are posted before either is waited for: the ends would block each other otherwise.
-        messages = self._links.send(own, self._other), self._links.receive(other, self._other)
-        for message in messages:
-            message.wait()
+        # Both are posted before either is waited for, and what is sent is waited for last: the ends would block each
+        # other otherwise.
+        sent = self._links.send(own, self._other)
+        self._links.receive(other, self._other).wait()
+        sent.wait()
         # a + b and b + a have the same bits, so both ends have the same gradient, and stay equal.
         own.add_(other)

@@ -108,7 +108,7 @@ def exchange_for_ever(rank: int, world: int, path: str, seed: int) -> None:
     channels = [(r, (r + 1) % world) for r in range(world)]
     found = share(rank, world, dist.PrefixStore("messages", store), _rooms_at(world) + world * ROOMS * ROOM)
     assert memory is not None and found is not None
-    boxes = Mailboxes(rank, world, channels, *found, timedelta(seconds=HANGS))
+    boxes = Mailboxes(rank, world, channels, *found, memory.gone, timedelta(seconds=HANGS))
     choice, limit = random.Random(seed), lambda: HANGS
     calls: tuple[Callable[[torch.Tensor], None], ...] = (
         lambda x: memory.all_reduce(x, limit),
@@ -125,7 +125,7 @@ def exchange_for_ever(rank: int, world: int, path: str, seed: int) -> None:
 def pass_on(boxes: Mailboxes, x: torch.Tensor, to: int, source: int) -> None:
     """A message to the next rank of a ring, and one of the rank before."""
     boxes.send(x, to)
-    boxes.receive(x, source, lambda tag: None).wait()
+    boxes.receive(x, source, lambda tag: dist.Work()).wait()
 
 
 def end_in_error(rank: int, world: int, path: str, seed: int) -> None:

@@ -24,9 +24,8 @@ from tests.distributed import run_distributed
 LIMIT = 2.0
 
 
-def ring(world: int, seconds: float = 60) -> Links:
-    group = dist.new_group(backend=node_group.NAME)
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+def ring(world: int, seconds: float = 60, group: dist.ProcessGroup | None = None) -> Links:
+    mesh = DeviceMesh.from_group(group or dist.new_group(backend=node_group.NAME), "cpu", mesh_dim_names=("pp",))
     around = {(rank, (rank + step) % world) for rank in range(world) for step in (1, -1)}
     return Links(mesh, around, timedelta(seconds=seconds))
 
@@ -73,9 +72,14 @@ def test_messages_arrive_in_their_order_whatever_room_there_is(rooms: int) -> No
     assert all(0 < over_gloo < messages for over_gloo, messages in found)
 
 
+def refuse() -> float:
+    raise ValueError("a limit")
+
+
 def lose(rank: int, world: int, how: str) -> str:
-    """Rank 1 ends, or is late. What it sent before arrives."""
-    links = ring(world, LIMIT if how == "late" else 60)
+    """Rank 1 ends, leaves its groups, is interrupted in a collective, or is late. What it sent before arrives."""
+    group: Any = dist.new_group(backend=node_group.NAME)
+    links = ring(world, LIMIT if how == "late" else 600, group)
     store = dist.distributed_c10d._get_default_store()
     x = torch.full((10,), 7.0)
     if rank == 1:
@@ -83,6 +87,11 @@ def lose(rank: int, world: int, how: str) -> str:
         store.set("process", str(os.getpid()))
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "left":
+            dist.destroy_process_group(group)
+        if how == "interrupted":
+            with pytest.raises(ValueError, match="a limit"):
+                group.memory.barrier(refuse)
         store.wait(["gave up"])
         return ""
     store.wait(["process"])
@@ -97,11 +106,16 @@ def lose(rank: int, world: int, how: str) -> str:
 
 
 def test_a_message_that_does_not_come_is_an_error_that_names_the_rank() -> None:
-    said = run_distributed(lose, 2, "late")[0]
-    assert "rank 1 of the group has not sent: it is late" in said
+    for how, why in (
+        ("late", "it is late"),
+        ("left", "its process ended, or it left the group"),
+        ("interrupted", "a collective of the group failed or was interrupted there"),
+    ):
+        said = run_distributed(lose, 2, how)[0]
+        assert f"rank 1 of the group has not sent: {why}" in said
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code -9") as caught:
         run_distributed(lose, 2, "killed")
-    assert "rank 0:" not in str(caught.value)  # it got its error, long before its timeout of 60 seconds
+    assert "rank 0:" not in str(caught.value)  # it got its error, long before its timeout of 600 seconds
 
 
 def other_sizes(rank: int, world: int) -> str:
@@ -132,3 +146,19 @@ def without_room(rank: int) -> str:
 def test_a_message_of_another_size_is_an_error_and_one_without_memory_goes_by_gloo() -> None:
     said = run_distributed(other_sizes, 2)
     assert said[0].startswith("note: messages of the pipeline go by gloo") and not said[1]
+
+
+def both_ways(rank: int, world: int, size: int) -> None:
+    """Both send at once; who waits first for what it sends still gets what the other one sends."""
+    mailboxes.ROOM = 1 << 9
+    links, into = ring(world, LIMIT), torch.zeros(size)
+    sent, received = links.send(torch.full((size,), float(rank)), 1 - rank), links.receive(into, 1 - rank)
+    sent.wait()
+    received.wait()
+    assert into.unique().tolist() == [1.0 - rank]
+    dist.barrier()
+
+
+@pytest.mark.parametrize("size", [100, 1_000_000])
+def test_large_messages_in_both_directions_do_not_wait_for_each_other(size: int) -> None:
+    run_distributed(both_ways, 2, size)
