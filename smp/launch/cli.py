@@ -158,8 +158,8 @@ def _instead(words: list[str], removed: tuple[str, ...], recipe: Recipe) -> tupl
     known = settings(FINETUNE if recipe.task == "finetune" else PRETRAIN)
     lines = []
     for word in removed:
-        others = compose([other for other in words if other != word])
         try:
+            others = compose([other for other in words if other != word])
             said = read_recipe(others.tree["recipes"], others.source.stem).settings
         except ConfigError:  # which the word is given against
             continue

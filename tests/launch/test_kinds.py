@@ -144,3 +144,11 @@ def test_a_key_that_is_taken_away_says_what_is_used(files: Path, name: str, word
     made = prepare([f"recipes={source}", "cluster=slurm", "base_results_dir=/fsx", word])
     lines = [said for said in describe(*made) if "takes away" in said]
     assert lines == [] if line is None else lines[0].startswith(f"{word} takes away what the recipe says: {line}")
+
+
+def test_a_key_whose_reference_cannot_be_resolved_may_be_taken_away(files: Path) -> None:
+    text = (files / "llmft.yaml").read_text()
+    (files / "llmft.yaml").write_text(text.replace("learning_rate: 0.0001", "learning_rate: ${oc.env:SMP_NO_SUCH}"))
+    with pytest.raises(ConfigError, match="SMP_NO_SUCH"):
+        recipe(files, "llmft")
+    assert "lr" not in recipe(files, "llmft", "~" + ARGS + "learning_rate").settings
