@@ -241,8 +241,10 @@ def _elements(x: torch.Tensor, rows: Sequence[int], size: int) -> list[int]:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """(elements), contiguous: a view of x, or a copy of a strided tensor or of a negated or conjugated view."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    """(elements), with a stride of 1: a view of x, or a copy of a strided tensor or of a negated or conjugated view."""
+    plain = x.detach().resolve_conj().resolve_neg().contiguous()
+    # A tensor with one element, or none, is contiguous whatever its strides say; views of other dtypes ask for 1.
+    return plain.as_strided((plain.numel(),), (1,))
 
 
 def _copy_into(result: torch.Tensor, x: torch.Tensor) -> None:

@@ -210,6 +210,10 @@ def exchange(rank: int, world: int) -> None:
         assert (
             shifted.to(torch.complex64) == torch.full((100,), (rank - 1) % world + 1).to(dtype).to(torch.complex64)
         ).all()
+    for count in (0, 1):  # as few elements, whose strides say nothing
+        lone, into_lone = torch.full((4,), float(rank))[::3][:count], torch.zeros(4)[::3][:count]
+        dist.all_to_all_single(into_lone, lone, [count, 0][:: 1 - 2 * rank], [count, 0][:: 1 - 2 * rank], group=group)
+        assert into_lone.tolist() == [float(rank)] * count
     assert set(group.counts) == {"memory all-to-all", "memory shift"}
     if rank == 0:  # it sends itself two, and expects one
         with pytest.raises(CollectiveError, match="rank 0 sends 8 bytes to rank 0, which expects 4"):
