@@ -99,9 +99,11 @@ class ShardedStages:
     @torch.no_grad()
     def backward_weight(self, stage: int, pending: list[WeightGradients]) -> None:
         """Compute deferred weight gradients of a stage, whose weights are gathered, and accumulate them."""
-        # In the order in which the backward pass left them.
-        for compute in pending:
-            for layer, gradient in compute():
+        # In the order in which the backward pass left them, and popped: a block's inputs and gradients of results are
+        # freed before the next block's gradients are made.
+        pending.reverse()
+        while pending:
+            for layer, gradient in pending.pop()():
                 _add_gradient(layer.weight, gradient)
         for unit in self._units[stage]:
             for group in _groups(unit):

@@ -119,6 +119,7 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
         backward=1 << 10,
         input_part=1 << 14,
         weight_part=1 << 15,
+        embedding=0,
         head=1 << 11,
         block=1 << 3,
         experts=0,
@@ -148,6 +149,7 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
     assert split.in_pass(Op.BACKWARD) == split.in_backward and split.in_pass(Op.FORWARD) == split.in_forward
     there = (1 << 5) + (1 << 7)
     assert split.in_pass(Op.BACKWARD_INPUT) == there + (1 << 14) + (1 << 4), "no gradient of a weight comes"
+    assert replace(split, embedding=1 << 16).in_pass(Op.BACKWARD_INPUT) == there + (1 << 16) + (1 << 4), "but that"
     assert split.in_pass(Op.BACKWARD_WEIGHT) == there + (1 << 15) + (1 << 6)
     assert replace(split, ends=1 << 16).in_pass(Op.BACKWARD_WEIGHT) == (1 << 16) + (1 << 6), "their reduction"
 

@@ -134,6 +134,7 @@ def estimate_memory(
     per_token, around = _activations_per_token(config, layout, b, share)
     rope = _rope_per_token(config)
     received = b * config.model.hidden_size // slices * (layout.pp > 1)  # the gradient of the next stage
+    embeds = any(part.embedding for part in share.parts)
 
     backward = _backward_per_token(config, layout, b, share)
     later = _pending_per_token(config, layout, b, share)
@@ -161,6 +162,7 @@ def estimate_memory(
         backward=tokens * backward,
         input_part=tokens * max(0, backward - later),
         weight_part=0 if weights.partly else (b % 4) * sum(share.blocks) // len(share.parts),
+        embedding=0 if weights.partly or not embeds else (b % 4) * share.vocabulary,
         **gathered_at_moments(config, layout, share, tuned, weights),
         **gradients_at_moments(config, layout, share, tuned, weights),
     )
@@ -211,10 +213,15 @@ def _most_in_passes(
         waiting = state.losses - state.has_loss
         left = to_the_end(state.others, state.pending, waiting)
         sharded = sum(part.gathered for i, part in enumerate(of_parts) if i not in state.unsharded)
+        # Made by the first stage's input part, and there until its weight part adds it to its sum.
+        first = state.part == 0
+        waits = (state.op is Op.BACKWARD_WEIGHT and first) or (state.op is Op.FORWARD and state.pending > 0)
+        embedding = moments.embedding * waits
         there = replace(
             moments,
-            waiting=before,
-            gradients=before + comes,
+            waiting=before + embedding,
+            gradients=before + comes + embedding,
+            embedding=moments.embedding * first,
             late=own.first if comes else 0,
             activations=activations(state.activations, state.pending, waiting),
             to_the_end=left,

@@ -30,6 +30,7 @@ class Moments:
         backward: activations' gradients, and what is replayed.
         input_part, weight_part: what a backward pass in two parts has in flight: activations' gradients that are not
             pending yet, and a stage's gradients in compute precision, which are added to their sums at its end.
+        embedding: its gradient in compute precision between both parts, which no block's weight part makes; or 0.
         head: the gradient of the output matrix on its way to its reduction.
         block: that of the largest block; with expert parallelism without its experts, which are a unit of their own.
         experts: what is there when the experts' gradients begin their reduction, before those of the rest come; or 0.
@@ -58,6 +59,7 @@ class Moments:
     backward: int
     input_part: int
     weight_part: int
+    embedding: int
     head: int
     block: int
     experts: int
@@ -78,7 +80,8 @@ class Moments:
             case Op.FORWARD:
                 return self.in_forward
             case Op.BACKWARD_INPUT:
-                return self.waiting + self.activations + self.in_blocks + self.input_part
+                # The embedding's gradient comes last, when no block's is in flight any more.
+                return self.waiting + self.activations + self.in_blocks + max(self.input_part, self.embedding)
             case Op.BACKWARD_WEIGHT:
                 made = self.activations + self.in_blocks + self.weight_part
                 return self.gradients + max(made, self.ends)
