@@ -1,8 +1,8 @@
 """Times of single operators and collectives on this machine's CPU, as a training step calls them.
 
 Each distinct call is timed once, in as many processes as will train: two processes that compute at the same time share
-memory and caches, and their collectives are gloo's. Inputs rotate over copies that a core's own cache does not hold,
-as in a step, where other operators come in between.
+memory and caches. Arguments are as near to the processor as in a step (:mod:`smp.planner.operands`). Times are of the
+processor, not of the clock: what else a machine does is no part of a call.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from smp.config import Config, Layout
 from smp.models.presets import PRESETS
 from smp.parallel.node_group import NAME
-from smp.planner.record import Calls, Collective, Items, NotANumber, Operator, TensorLike, recorded_step
+from smp.planner.exchange_times import Exchanges
+from smp.planner.operands import FarMemory, Operands, fill_again
+from smp.planner.record import Calls, Collective, Operator, recorded_step
 from smp.training.cost.meter import FREE
 from smp.training.host_memory import keep_freed_memory
 from smp.training.pretraining import Pretraining
@@ -36,12 +37,8 @@ from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 
 Timed = Operator | Collective
-ROTATED = 8 << 20
-"""Total bytes of the copies of inputs; at most ``COPIES`` of them."""
-COPIES = 8
-REPEATS = 7
-"""Measured calls of a collective. An operator is called for ``PATIENCE`` seconds, 3 to 100 times."""
 PATIENCE = 0.02
+"""Seconds for which an operator is called, 3 to 100 times."""
 SMALL = (
     "--num-layers 4 --hidden-size {size} --ffn-hidden-size {size} --num-attention-heads {heads} --seq-length 128 "
     "--vocab-size 512 --mock-data --train-iters 99 --no-tensorboard --no-progress-bar "
@@ -55,12 +52,14 @@ class MachineTimes:
     """Measured times on this machine, in seconds.
 
     Attributes:
-        calls: of each operator and collective, the latter without a group.
+        calls: processor time of each operator and collective, the latter without a group.
         host: between two operators, by :func:`kind_of` the layout.
+        cores: that processes have between them; 0: one for each of their threads.
     """
 
     calls: Mapping[Timed, float]
     host: Mapping[str, float]
+    cores: float = 0
 
     def of(self, call: Timed) -> float:
         """Seconds of a call; 0 for calls that launch nothing, whose time is the host's."""
@@ -80,7 +79,7 @@ class MachineTimes:
 
 def alike(call: Timed) -> Timed:
     """The call without its group: all groups of this machine's processes are equally fast."""
-    return Collective("", call.kind, call.ranks, call.size) if isinstance(call, Collective) else call
+    return replace(call, group="") if isinstance(call, Collective) else call
 
 
 def is_free(call: Timed) -> bool:
@@ -114,9 +113,29 @@ def calibrate(processes: int, steps: Iterable[Calls], kinds: Iterable[str], *, t
     kinds = sorted(set(kinds))
     small = {kind: _small_calls(kind, processes) for kind in kinds}
     wanted = timed_calls([*steps, *small.values()])
-    # Rank 0's times: all processes run the same calls at the same time.
-    calls, seconds = run_processes(_calibrate, processes, threads, wanted, kinds)[0]
-    return MachineTimes(calls, {kind: host_time(small[kind], calls, seconds[kind]) for kind in kinds})
+    found = run_processes(_calibrate, processes, threads, wanted, kinds)
+    calls, seconds = slowest([calls for calls, _ in found]), found[0][1]
+    return machine_times(processes, threads, calls, {kind: (small[kind], seconds[kind]) for kind in kinds})
+
+
+def slowest(ranks: Sequence[Mapping[Timed, float]]) -> dict[Timed, float]:
+    """Of each call the seconds of the rank that takes longest: the others wait for it at the next collective."""
+    return {call: max(times[call] for times in ranks) for call in ranks[0]}
+
+
+def machine_times(
+    processes: int, threads: int, calls: Mapping[Timed, float], small: Mapping[str, tuple[Calls, float]]
+) -> MachineTimes:
+    """What was measured in so many processes.
+
+    Args:
+        calls: seconds of each.
+        small: by kind, calls and seconds of a step of the small model.
+    """
+    cores = len(os.sched_getaffinity(0)) / threads  # processes that run at the same time
+    turns = max(processes / cores, 1.0)
+    host = {kind: host_time(step, calls, seconds / turns) for kind, (step, seconds) in small.items()}
+    return MachineTimes(calls, host, cores)
 
 
 def _small_calls(kind: str, processes: int) -> Calls:
@@ -170,6 +189,8 @@ def _work(
     rank: int, processes: int, threads: int, folder: str, answer: Connection, fn: Callable[..., Any], rest: Any
 ) -> None:
     torch.set_num_threads(threads)
+    # As torchrun does: whether a rank that waits looks or sleeps depends on how many the machine has.
+    os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "WORLD_SIZE": str(processes)}
     # The allocator keeps memory, or page faults would be measured in every call.
     keep_freed_memory()  # as a run does
     os.chdir(folder)
@@ -218,101 +239,29 @@ def time_calls(wanted: Sequence[Timed]) -> dict[Timed, float]:
     """Seconds of each call. All processes of the group call it with the same list."""
     # Products of ones in place run into denormal numbers after a while, which are slow.
     torch.set_flush_denormal(True)
+    far = FarMemory()
+    exchanges = Exchanges(far)
     # Every process times the calls in the same order, since collectives need all of them.
-    return {call: _time_collective(call) if isinstance(call, Collective) else _time(call) for call in wanted}
+    return {call: exchanges.time(call) if isinstance(call, Collective) else _time(call, far) for call in wanted}
 
 
 @torch.no_grad()
-def _time(call: Operator) -> float:
+def _time(call: Operator, far: FarMemory) -> float:
     namespace, name, overload = call.name.split(".")
     run = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    copies = [_inputs(call)]
-    # By storages: views of one tensor are one.
-    size = sum(tensor.untyped_storage().nbytes() for tensor in tree_leaves(copies) if isinstance(tensor, torch.Tensor))
-    # As many copies as make ROTATED bytes: a small operand would stay in the core's cache.
-    copies += [_inputs(call) for _ in range(min(COPIES, ROTATED // max(size, 1)) - 1)]
+    operands = Operands(call, far)
     times, begin = list[float](), time.perf_counter()
-    in_place = call.name.split(".")[1].endswith("_")
-    results = [None] * len(copies)  # kept for a while: the next result is written to other memory, as in a step
+    results = [None] * operands.turns  # kept for a while: the next result is written to other memory, as in a step
     # At least 4: the first call is left out of the mean.
     while len(times) < 4 or (len(times) < 100 and time.perf_counter() - begin < PATIENCE):
-        turn = len(times) % len(copies)
-        arguments, keywords = copies[turn]
+        turn = len(times) % operands.turns
+        arguments, keywords = operands.of(turn)
         results[turn] = None
-        started = time.perf_counter()
+        # Of this thread, which takes part in all that the operator's threads do.
+        started = time.thread_time()
         result = run(*arguments, **keywords)
-        times.append(time.perf_counter() - started)
+        times.append(time.thread_time() - started)
         results[turn] = result
-        if in_place:
-            _fill_again(arguments)
-    return statistics.fmean(times[1:])  # mean, not median: a step is the sum of many calls, interrupted ones too
-
-
-def _fill_again(arguments: Any) -> None:
-    """Fill floating-point inputs with 1 again: repeated exponentials soon give infinities, which are slow."""
-    for tensor in tree_leaves(arguments):
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-            tensor.fill_(1)
-
-
-def _inputs(call: Operator) -> tuple[list[Any], dict[str, Any]]:
-    arguments, keywords = [_made(value) for value in call.arguments], {name: _made(v) for name, v in call.keywords}
-    if call.name == "aten.repeat_interleave.Tensor" and keywords.get("output_size"):
-        arguments[0][0] = keywords["output_size"]  # counts, whose sum it checks
-    return arguments, keywords
-
-
-def _made(value: Any) -> Any:
-    """An argument from its description. Floats are 1, which products keep; integers 0, a valid index of everything."""
-    if isinstance(value, Items):
-        return [_made(item) for item in value.items]
-    if isinstance(value, NotANumber):
-        return math.nan
-    if not isinstance(value, TensorLike):
-        return value
-    # The recorded strides: a transposed operand takes another kernel.
-    tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
-    storage = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-    storage.fill_(1 if value.dtype.is_floating_point or value.dtype == torch.bool else 0)
-    return tensor
-
-
-def _time_collective(call: Collective) -> float:
-    run = _collective(call)
-    # The first call makes connections.
-    run()
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    # Median: another process may have delayed one.
-    return statistics.median(times)
-
-
-def _collective(call: Collective) -> Callable[[], Any]:
-    """A function that runs the collective over all processes, on floats of as many bytes. A smaller group is assumed to
-    be as slow."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    # Rounded up to whole floats per rank.
-    part = torch.ones(-(-call.size // (4 * ranks)))
-    whole = torch.ones(part.numel() * ranks)
-    if call.kind == "all-gather":
-        return lambda: dist.all_gather_into_tensor(whole, part)
-    if call.kind == "reduce-scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole)
-    if call.kind == "all-to-all":
-        other = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(other, whole)
-    if call.kind == "all-reduce":
-        return lambda: dist.all_reduce(whole)
-    assert call.kind == "send", f"{call.kind} is no collective that a step has"
-
-    def message() -> None:
-        """Even ranks send to odd ones."""
-        if rank % 2 == 0 and rank + 1 < ranks:
-            dist.send(whole, rank + 1)
-        elif rank % 2:
-            dist.recv(whole, rank - 1)
-
-    return message
+        if run._schema.is_mutable:
+            fill_again((arguments, keywords))
+    return statistics.fmean(times[1:])  # mean, not median: a step is the sum of many calls, slow ones too

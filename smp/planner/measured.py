@@ -1,8 +1,10 @@
 """Step time on this machine's CPU, from measured times of the step's calls.
 
 Without a pipeline a step is the sum of its operators and collectives, and of the host's time between them: the host is
-the device, and gloo's collectives need the same cores that compute, so nothing is hidden behind anything. With a
-pipeline each action's calls are summed, and the simulator plays the schedule with these times.
+the device, and collectives through memory are copies that the ranks make themselves, so nothing is hidden behind
+anything. With a pipeline each action's calls are summed, and the schedule is played with these times. More processes
+than processors take turns: without a pipeline all of them have the same to do, with one those that wait for a message
+leave the processor to the others.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from smp.config import Config, Layout
-from smp.pipeline.actions import COMPUTE, Op
-from smp.pipeline.simulate_schedule import StageCosts, simulate
+from smp.pipeline.actions import RECEIVE, SEND, Op
 from smp.pipeline.stage_plan import Plan, plan_pipeline
 from smp.planner.devices import Device
 from smp.planner.machine import MachineTimes, Timed, calibrate, kind_of
+from smp.planner.processors import play
 from smp.planner.record import Calls, Collective, Place, recorded_step
 from smp.planner.search import Candidate
 from smp.planner.seconds import StepTime
@@ -76,8 +78,15 @@ def step_time(recorded: Recorded, times: MachineTimes) -> StepTime:
     """Step time of the slowest rank."""
     host = times.host[kind_of(recorded.layout)]
     if recorded.plan is None:
-        return _step(_parts(recorded.ranks[0], times, host), 0.0)
+        parts = _parts(recorded.ranks[0], times, host)
+        turns = _turns(recorded.layout.world_size, times)
+        return _step(Counter({part: turns * seconds for part, seconds in parts.items()}), 0.0)
     return _pipeline(recorded, recorded.plan, times, host)
+
+
+def _turns(processes: float, times: MachineTimes) -> float:
+    """How much longer processes take that all compute than one that has a processor for itself."""
+    return max(processes / times.cores, 1.0) if times.cores else 1.0
 
 
 def _parts(calls: Calls, times: MachineTimes, host: float) -> Counter[str]:
@@ -105,39 +114,30 @@ def _step(parts: Counter[str], bubble: float) -> StepTime:
 
 
 def _pipeline(recorded: Recorded, plan: Plan, times: MachineTimes, host: float) -> StepTime:
-    """Step time with a pipeline: each action's calls are summed, and the simulator adds waits and messages."""
+    """Step time with a pipeline: each action's calls are summed, and playing the schedule adds waits."""
+    schedule, replicas = plan.training, recorded.layout.world_size // recorded.layout.pp
     seconds: defaultdict[tuple[Op, int], float] = defaultdict(float)
     inside, outside, link = list[Counter[str]](), list[Counter[str]](), 0.0
     for calls in recorded.ranks:
         own = {key: n for key, n in calls.items() if not _is_message(key[1])}
-        # One time for all messages, that of the slowest: the simulator knows no other.
+        # One time for all messages, that of the slowest.
         link = max([link, *(times.of(call) for _, call in calls if _is_message(call))])
-        # The simulator works with actions: what runs outside of them (clipping, update) is added
-        # after it.
+        # What runs outside of actions (clipping, update) is added after them.
         for (place, call), number in own.items():
             if place.op is not None and place.stage is not None:
                 seconds[place.op, place.stage] += number * (times.of(call) + host)
-        inside.append(_parts({key: n for key, n in own.items() if key[0].op in COMPUTE}, times, host))
+        inside.append(_parts({key: n for key, n in own.items() if key[0].op is not None}, times, host))
         outside.append(_parts({key: n for key, n in own.items() if key[0].op is None}, times, host))
-    schedule = plan.training
-    costs = [_costs(seconds, stage, schedule.micro_batches) for stage in range(schedule.stages)]
-    # What waits for what is known by the schedule; the sums above know only how long each thing takes.
-    timeline = simulate(schedule, costs, link)
-    busiest = max(range(schedule.ranks), key=lambda rank: timeline.work[rank])
-    return _step(inside[busiest] + outside[busiest], timeline.step_time - timeline.work[busiest])
+    # Both of a message's copies: the one into memory and the one out of it.
+    count = Counter((action.op, action.stage) for actions in schedule.actions for action in actions)
+    costs = {key: total / count[key] for key, total in seconds.items()}
+    costs |= {(op, stage): link / 2 for op in SEND | RECEIVE for stage in range(schedule.stages)}
+    end = play(schedule, costs, lambda busy: 1 / _turns(busy * replicas, times))
+    rank = max(range(schedule.ranks), key=lambda rank: sum(inside[rank].values()))
+    last = max(outside, key=lambda parts: sum(parts.values()))
+    after = {part: _turns(recorded.layout.world_size, times) * taken for part, taken in last.items()}
+    return _step(inside[rank] + Counter(after), end - sum(inside[rank].values()))
 
 
 def _is_message(call: Timed) -> bool:
     return isinstance(call, Collective) and call.kind == "send"
-
-
-def _costs(seconds: defaultdict[tuple[Op, int], float], stage: int, micro_batches: int) -> StageCosts:
-    """Costs of a stage per micro-batch, from the seconds of all its actions."""
-    whole = seconds[Op.BACKWARD, stage] / 2  # a schedule may split some backward passes; the sum of both ways counts
-    return StageCosts(
-        seconds[Op.FORWARD, stage] / micro_batches,
-        (seconds[Op.BACKWARD_INPUT, stage] + whole) / micro_batches,
-        (seconds[Op.BACKWARD_WEIGHT, stage] + whole) / micro_batches,
-        seconds[Op.UNSHARD, stage],
-        seconds[Op.REDUCE, stage],
-    )

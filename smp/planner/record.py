@@ -7,29 +7,41 @@ once (:mod:`smp.planner.machine`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from smp.config import Config, Layout
+from smp.kernels.experts.grouped import products_of_even_experts
 from smp.pipeline.actions import Action, Op
 from smp.pipeline.stage_plan import Plan
 from smp.training.build import choose_backends
 from smp.training.cost.fake_step import fake_step
-from smp.training.cost.meter import Key, Meter
+from smp.training.cost.meter import FREE, Key, Meter
+
+FAR = 8 << 20
+"""Bytes that a step reads or writes after which what it touched before is taken to be in no cache any more: a core has
+a megabyte or two of its own, and of the 16 or 32 MiB that cores share each process has a part."""
 
 
 @dataclass(frozen=True)
 class TensorLike:
-    """A tensor without its values."""
+    """A tensor without its values.
+
+    Attributes:
+        far: nothing touched its memory for so long that it is in no cache any more: weights, gradients of another
+            micro-batch, the optimizer's state.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    far: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,12 +80,14 @@ class Collective:
         kind: as :class:`smp.training.cost.meter.Meter` names it.
         ranks: that take part.
         size: bytes of the tensor, all parts together.
+        far: the group's last one was so long ago that the memory which its ranks share is in no cache any more.
     """
 
     group: str
     kind: str
     ranks: int
     size: int
+    far: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,23 +116,64 @@ class CallRecorder(Meter):
 
     _action: Action | None = None
 
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        super().__init__(groups)
+        self._passed = 0  # bytes that were read or written so far
+        # what ``_passed`` was when a storage was last read or written, and a group last exchanged something
+        self._touched: dict[int | str, int] = {}
+
     def _place(self) -> Place | None:
         if (phase := self.current_phase) is None:
             return None
         return Place(phase) if self._action is None else Place(phase, self._action.op, self._action.stage)
 
-    def _ran(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _body(self, func: Any, args: Any) -> Callable[..., Any] | None:
+        """With a product for each expert: each reads weights of its own."""
+        return products_of_even_experts(func, args) or super()._body(func, args)
+
+    def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         # Marks of the profiler are operators of their own, and take no time.
-        if func.namespace != "profiler" and (place := self._place()) is not None:
+        if func.namespace == "profiler":
+            return
+        free = func._opname in FREE
+        if (place := self._place()) is not None:
+            is_far = _nowhere if free else self._is_far
             # Sorted: two calls with the same keywords are one.
-            keywords = tuple((name, like(value)) for name, value in sorted(kwargs.items()))
-            call = place, Operator(str(func), tuple(like(value) for value in args), keywords)
+            keywords = tuple((name, like(value, is_far)) for name, value in sorted(kwargs.items()))
+            call = place, Operator(str(func), tuple(like(value, is_far) for value in args), keywords)
             self.counts.calls[call] += 1
+        # Memory of an empty tensor was freed at some time; for a large buffer that is long ago.
+        if not free and not func._opname.startswith(("empty", "new_empty")):
+            self._touch(args, kwargs, result)
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            self._touched.pop(storage._cdata, None)  # of one that was there before
+        super()._made(storage)
+
+    def _communicated(self, name: str, args: Any, result: Any) -> None:
+        super()._communicated(name, args, result)
+        self._touch(args, result)
+
+    def _is_far(self, tensor: torch.Tensor) -> bool:
+        """Whether more than FAR bytes passed since its memory was touched; at first nothing was."""
+        return self._is_old(tensor.untyped_storage()._cdata)
+
+    def _is_old(self, key: int | str) -> bool:
+        return self._passed - self._touched.get(key, 0) > FAR
+
+    def _touch(self, *values: Any) -> None:
+        """Note that a call read or wrote these tensors' memory, each once."""
+        tensors = {x.untyped_storage()._cdata: x for x in tree_iter(values) if isinstance(x, torch.Tensor)}
+        for storage, tensor in tensors.items():
+            self._touched[storage] = self._passed
+            self._passed += tensor.numel() * tensor.itemsize
 
     def _sent(self, key: Key, ranks: int, size: int) -> None:
         # Within a group of one rank nothing is sent.
         if (place := self._place()) is not None and ranks > 1:
-            self.counts.calls[place, Collective(*key, ranks, size)] += 1
+            self.counts.calls[place, Collective(*key, ranks, size, self._is_old(key[0]))] += 1
+        self._touched[key[0]] = self._passed
 
     def posted(self, receive: Action) -> None:
         """Messages are counted where they are sent."""
@@ -135,12 +190,16 @@ class CallRecorder(Meter):
             self._action = None
 
 
-def like(value: Any) -> Any:
+def _nowhere(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def like(value: Any, is_far: Callable[[torch.Tensor], bool] = _nowhere) -> Any:
     """An argument as a value that can be compared and pickled."""
     if isinstance(value, torch.Tensor):
-        return TensorLike(tuple(value.shape), tuple(value.stride()), value.dtype)
+        return TensorLike(tuple(value.shape), tuple(value.stride()), value.dtype, is_far(value))
     if isinstance(value, list | tuple):
-        return Items(tuple(like(item) for item in value))
+        return Items(tuple(like(item, is_far) for item in value))
     if isinstance(value, float) and math.isnan(value):
         return NotANumber()
     return value

@@ -11,11 +11,12 @@ import torch
 
 from smp.config import Layout
 from smp.models.presets import PRESETS
-from smp.pipeline.actions import Op
-from smp.planner import machine
+from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Op, Schedule
+from smp.planner import machine, operands
 from smp.planner.devices import DEVICES
 from smp.planner.machine import MachineTimes, Timed, alike, host_time, is_free, kind_of, time_calls, timed_calls
 from smp.planner.measured import Recorded, step_time
+from smp.planner.processors import play
 from smp.planner.record import Calls, Collective, Operator, Place, TensorLike, like
 from smp.planner.step_time import StepModel
 from smp.training.settings import read_settings
@@ -31,6 +32,12 @@ FORWARD, BACKWARD = Place("forward"), Place("backward")
 def recorded(flags: str, world: int) -> Recorded:
     config = read_settings(shlex.split(SMALL + flags), PRESETS, world)
     return Recorded.of(config, Layout.from_config(config.parallel, world))
+
+
+def plan_of(flags: str, world: int) -> Schedule:
+    plan = recorded(flags, world).plan
+    assert plan is not None
+    return plan.training
 
 
 def products(calls: Calls, place: Place | None = None) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
@@ -118,8 +125,8 @@ def test_a_pipeline_is_simulated_with_the_times_of_its_actions() -> None:
     free = {call: 0.0 if isinstance(call, Collective) and call.kind == "send" else 1.0 for call in times.calls}
     without = step_time(pipeline, MachineTimes(free, times.host))
     assert step.bubble > without.bubble > link and step.products == without.products
-    # rank 0 waits at least for the other's first and last pass
-    busy = [sum(n for (place, c), n in calls.items() if place.op and not is_free(c)) for calls in pipeline.ranks]
+    # the slower rank waits at least for the other's first and last pass
+    busy = [sum(n for (p, c), n in calls.items() if p.op in COMPUTE and not is_free(c)) for calls in pipeline.ranks]
     assert without.bubble >= min(busy) / 4
 
 
@@ -156,21 +163,71 @@ def test_every_call_of_a_step_can_be_timed() -> None:
 
 
 def test_an_argument_is_made_as_it_was() -> None:
-    made = machine._made(TensorLike((3, 4), (1, 3), torch.bfloat16))
+    made = operands._made(TensorLike((3, 4), (1, 3), torch.bfloat16))
     assert made.shape == (3, 4) and made.stride() == (1, 3) and made.dtype is torch.bfloat16 and (made == 1).all()
-    spread = machine._made(TensorLike((3, 4), (0, 1), torch.int64))
+    spread = operands._made(TensorLike((3, 4), (0, 1), torch.int64))
     assert spread.stride() == (0, 1) and (spread == 0).all()
 
 
 def test_counts_add_up_to_the_size_that_is_given_with_them() -> None:
     counts = TensorLike((3,), (1,), torch.int64)
-    arguments, keywords = machine._inputs(Operator("aten.repeat_interleave.Tensor", (counts,), (("output_size", 8),)))
+    arguments, keywords = operands._inputs(Operator("aten.repeat_interleave.Tensor", (counts,), (("output_size", 8),)))
     assert len(torch.ops.aten.repeat_interleave.Tensor(*arguments, **keywords)) == 8
+
+
+def test_weights_of_a_large_step_are_far_and_what_was_just_computed_is_near() -> None:
+    """Of a step that touches more than caches hold the products read their weights from memory; a small step's stay."""
+    flags = "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1024 --seq-length 64 --micro-batch-size 4"
+    for words, expected in ((flags, True), ("", False)):
+        calls = recorded(words, 1).ranks[0]
+        linear = [call for place, call in calls if getattr(call, "name", "") == "aten.mm.default" and place == FORWARD]
+        linear += [call for place, call in calls if getattr(call, "name", "") == "smp.linear.default"]
+        first, second = linear[1].arguments[:2]  # the second: the first one's input waited for its embedding
+        assert (first.far, second.far) == (False, expected), words
+
+
+def test_far_arguments_come_from_memory_that_was_not_used_before() -> None:
+    far = operands.FarMemory()
+    value = TensorLike((1024, 1024), (1024, 1), torch.float32, far=True)
+    call = Operator("aten.add.Tensor", (value, TensorLike((1024, 1024), (1024, 1), torch.float32)), ())
+    made = operands.Operands(call, far)
+    places = [made.of(turn % made.turns)[0] for turn in range(6)]
+    assert len({one.data_ptr() for one, _ in places}) == 6 and len({one.data_ptr() for _, one in places}) == made.turns
+    assert all((one == 1).all() for pair in places for one in pair)
+
+
+def test_a_step_goes_on_when_its_slowest_rank_has_come() -> None:
+    one, two = Operator("aten.mm.default", (), ()), Operator("aten.add.Tensor", (), ())
+    assert machine.slowest([{one: 1.0, two: 2.0}, {one: 1.5, two: 0.5}]) == {one: 1.5, two: 2.0}
+
+
+def test_more_processes_than_processors_take_turns() -> None:
+    """Without a pipeline all of them compute; with one the others go on while a rank waits."""
+    plain, pipeline = recorded("", 4), recorded("--pipeline-model-parallel-size 2 --micro-batch-size 1", 4)
+    times = all_one(plain, pipeline)
+    shared = MachineTimes(times.calls, times.host, cores=2)
+    assert step_time(plain, shared).total == pytest.approx(2 * step_time(plain, times).total)
+    alone, turns = step_time(pipeline, times).total, step_time(pipeline, shared).total
+    assert alone < turns < 2 * alone
+
+
+def test_a_schedule_is_played_with_what_ranks_do_themselves() -> None:
+    """Ranks that run alone are twice as fast as two at a time, and copy their messages themselves."""
+    schedule = plan_of("--pipeline-model-parallel-size 2 --micro-batch-size 4", 2)
+    costs = {(op, stage): 1.0 for op in (Op.FORWARD, Op.BACKWARD) for stage in (0, 1)}
+    assert play(schedule, costs, lambda ranks: 1.0) == pytest.approx(4)
+    assert play(schedule, costs, lambda ranks: 1 / ranks) == pytest.approx(4)
+    messages = {(op, stage): 0.25 for op in SEND | RECEIVE for stage in (0, 1)}
+    assert play(schedule, costs | messages, lambda ranks: 1.0) == pytest.approx(4 + 4 * 0.25)
+    two = plan_of("--pipeline-model-parallel-size 2 --micro-batch-size 2", 2)
+    # Forward passes of rank 0 and rank 1 overlap once, backward passes as well: 1F1B's 2 x (2 + 1) of a unit each.
+    assert play(two, costs, lambda ranks: 1.0) == pytest.approx(6)
+    assert play(two, costs, lambda ranks: 1 / ranks) == pytest.approx(8)
 
 
 def test_nan_is_found_again_after_it_came_from_another_process() -> None:
     times = {like(float("nan")): 1.0}
-    assert times[pickle.loads(pickle.dumps(like(float("nan"))))] == 1.0 and math.isnan(machine._made(like(math.nan)))
+    assert times[pickle.loads(pickle.dumps(like(float("nan"))))] == 1.0 and math.isnan(operands._made(like(math.nan)))
 
 
 def test_groups_are_alike() -> None:

@@ -169,7 +169,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_trial:
             return func(*args, **kwargs)
-        if (body := _body(func, args)) is not None:
+        if (body := self._body(func, args)) is not None:
             # Inside of a dispatch the mode is off; what the body calls is to be counted.
             with self:
                 return body(*args, **kwargs)
@@ -193,10 +193,14 @@ class Meter(TorchDispatchMode):
             if func._opname in _KINDS:
                 self._communicated(func._opname, args, result)
         else:
-            self._ran(func, args, kwargs)
+            self._ran(func, args, kwargs, result)
         return result
 
-    def _ran(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _body(self, func: Any, args: Any) -> Callable[..., Any] | None:
+        """What a call counts as; None: as itself."""
+        return _body(func, args)
+
+    def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Hook for subclasses that record an operation with its arguments."""
 
     def _sent(self, key: Key, ranks: int, size: int) -> None:
@@ -258,7 +262,9 @@ class Meter(TorchDispatchMode):
             x, _, rows, _ = args
             row = x[:1].numel() * x.itemsize
             entry.sent += (sum(rows) - rows[group.rank()]) * row
-            self._sent(key, size, sum(rows) * row)
+            # All rows from one rank are a shift around a ring, which a run on CPUs has a collective of its own for.
+            whole = sum(rows) * row
+            self._sent((key[0], "shift") if size > 1 and max(rows) == sum(rows) else key, size, whole)
             return
         tensors = [tensor for tensor in tree_iter(args) if isinstance(tensor, torch.Tensor)]
         # Of input and output the larger one is the whole.
