@@ -106,7 +106,7 @@ def test_a_run_equals_a_plain_loop_of_transformers(runs: dict[str, dict[str, Any
 
 def test_prompt_and_answer_are_the_tokens_that_transformers_gives(folder: Path) -> None:
     theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), open_tokenizer(folder)
-    assert tokenizer.behind == [tokenizer.eos]
+    assert tokenizer.after == [tokenizer.eos]
     [(ids, trained)] = ApartEncoder(tokenizer, None, 0).sample({"prompt": "what is 7? ", "completion": "it is seven"})
     assert ids[~trained].tolist() == theirs("what is 7? ").input_ids
     assert ids[trained].tolist() == theirs(text_target="it is seven").input_ids
@@ -126,7 +126,7 @@ def test_prompt_and_answer_are_the_tokens_that_transformers_gives(folder: Path) 
 def test_the_token_that_a_decoder_begins_with_is_not_repeated(folder: Path) -> None:
     """A tokenizer that puts one in front of texts (Gemma's), which T5Gemma's decoder begins with."""
     tokenizer = open_tokenizer(folder)
-    tokenizer.before, tokenizer.behind = [0], []
+    tokenizer.before, tokenizer.after = [0], []
     [(ids, trained)] = ApartEncoder(tokenizer, None, 0).sample({"prompt": "a", "completion": "b"})
     assert ids.tolist() == [0, *tokenizer.encode("a"), *tokenizer.encode("b"), tokenizer.eos]
     assert trained.tolist() == [False, False, True, True]

@@ -11,6 +11,7 @@ import torch
 
 import finetune
 from smp.config import ConfigError
+from smp.hf.run.documents import refuse_new_cache
 from smp.models.foreign import vision_part
 from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
@@ -18,9 +19,10 @@ from tests.parity.result import TOLERANCE
 from tests.programs import run_program
 from tests.training.any_model_lab import LR, largest_error, tune_types
 from tests.training.flag_runs import clean_process, proves
-from tests.training.tiny_vision import write_vision_type
+from tests.training.tiny_vision import MAKERS, write_vision_type
 from tests.training.tuning_lab import together
 from tests.training.vision_lab import load, vision_loop
+from tests.training.vision_table import cell, measure, noise
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
@@ -92,6 +94,33 @@ def test_a_run_equals_a_plain_loop_of_transformers(runs: Runs, folder: Path) -> 
     assert max(largest_error(packed, vision_loop(folder, packed["batches"])).values()) <= TOLERANCE
     near = max(abs(a - b) / b for a, b in zip(runs["bf16, shard 2"]["losses"], want["losses"], strict=True))
     assert near < 0.02
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+def test_models_that_do_not_name_use_cache_keep_packed_documents_apart(kind: str, tmp_path: Path) -> None:
+    """With a cache, which they made where nobody said use_cache, transformers makes masks that know of no documents."""
+    folder = write_vision_type(tmp_path / kind, kind)
+    flags = flags_of(folder, "--packing best-fit --recompute-granularity full --train-iters 2")
+    ((run,),) = run_distributed(tune_types, 1, [flags])
+    assert max(largest_error(run, vision_loop(folder, run["batches"])).values()) <= TOLERANCE
+
+
+def test_a_decoder_that_would_make_a_cache_in_training_is_refused(folder: Path) -> None:
+    decoder = load(folder).get_decoder()
+    decoder.register_forward_pre_hook(refuse_new_cache, with_kwargs=True)
+    with pytest.raises(ConfigError, match="Qwen2_5_VLTextModel makes a cache of keys and values in training"):
+        decoder(torch.zeros(1, 4, dtype=torch.long))
+    decoder(torch.zeros(1, 4, dtype=torch.long), use_cache=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_type_equals_a_plain_loop(kind: str, tmp_path: Path) -> None:
+    for column, error in measure([kind], tmp_path)[kind].items():
+        if isinstance(error, str):
+            assert cell(error).startswith(("refused", "not measured")), (column, error)
+        else:
+            assert error <= max(TOLERANCE, 10 * noise(tmp_path / kind)), (column, error)
 
 
 def test_some_micro_batches_have_no_image_and_others_several(runs: Runs) -> None:

@@ -54,8 +54,9 @@ def _qwen(kind: str) -> Made:
     special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     tokenizer = tokenizer_of(special)
     ids = dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True))
-    sizes = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 8} if kind != "qwen3_vl" else {}
-    side = 14 if kind != "qwen3_vl" else 16
+    old = kind.startswith("qwen2")
+    sizes = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 8} if old else {}
+    side = 14 if old else 16
     images = transformers.Qwen2VLImageProcessorPil(
         patch_size=side,
         size={"shortest_edge": (2 * side) ** 2, "longest_edge": (2 * side) ** 2 * 8},
@@ -67,16 +68,28 @@ def _qwen(kind: str) -> Made:
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     if kind == "qwen2_5_vl":
         vision |= {"fullatt_block_indexes": [1], "window_size": 56}
-        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_ids(ids))
-        processor = transformers.Qwen2_5_VLProcessor
     elif kind == "qwen2_vl":
         vision |= {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
-        config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **_ids(ids))
-        processor = transformers.Qwen2VLProcessor
     else:
-        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-        config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **_ids(ids))
-        processor = transformers.Qwen3VLProcessor
+        vision |= {"num_position_embeddings": 64}
+        vision |= {"deepstack_visual_indexes": [0]} if "qwen3_vl" in kind else {}
+    if "qwen3_5" in kind:
+        text |= {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+        text["rope_parameters"] |= {"partial_rotary_factor": 0.5, "mrope_interleaved": True}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    if kind.endswith("_moe"):
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        text |= {"shared_expert_intermediate_size": 24} if "qwen3_5" in kind else {}
+    config_class, processor = {
+        "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLProcessor),
+        "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLProcessor),
+        "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLProcessor),
+        "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLProcessor),
+        "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3VLProcessor),
+        "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3VLProcessor),
+    }[kind]
+    config = config_class(text_config=text, vision_config=vision, **_ids(ids))
     place = "<|vision_start|><|image_pad|><|vision_end|>"
     return config, image_class(processor)(images, tokenizer, None, chat_template=TEMPLATE.replace("IMAGE", place))
 
@@ -248,7 +261,7 @@ def _mistral3() -> Made:
     return config, made
 
 
-def _glm4v() -> Made:
+def _glm4v(kind: str) -> Made:
     import transformers as hf
 
     special = [
@@ -263,9 +276,13 @@ def _glm4v() -> Made:
     ids = dict(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True))
     images = hf.Glm4vImageProcessorPil(patch_size=14, size={"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 16})
     vision = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 14, "image_size": 56, "out_hidden_size": 32}
-    config = hf.Glm4vConfig(
+    text = _text(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]})
+    if kind == "glm4v_moe":
+        text |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+        text |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
+    config = (hf.Glm4vMoeConfig if kind == "glm4v_moe" else hf.Glm4vConfig)(
         vision_config={**vision, "intermediate_size": 48},
-        text_config=_text(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}),
+        text_config=text,
         image_token_id=ids["<|image|>"],
         video_token_id=ids["<|video|>"],
         image_start_token_id=ids["<|begin_of_image|>"],
@@ -278,19 +295,116 @@ def _glm4v() -> Made:
     return config, made
 
 
+def _gemma4(kind: str) -> Made:
+    """Its two sorts: dense with embeddings per layer and keys that later layers reuse, or with experts."""
+    import transformers as hf
+
+    names = {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"}
+    names |= {"boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"}
+    tokenizer = tokenizer_of([*names.values(), "<|video|>"], extra_special_tokens=names)
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(text) for name, text in names.items()}
+    for name, number in ids.items():
+        setattr(tokenizer, name, number)
+    # 70 is the smallest number of soft tokens that it takes: pictures of up to 70 * 2 * 2 patches
+    images = hf.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
+    vision = {**_TOWER, "num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2, "patch_size": 4}
+    sorts = ["sliding_attention", "full_attention"] * 2
+    text = _text(head_dim=8, global_head_dim=16, sliding_window=16, num_hidden_layers=4, layer_types=sorts)
+    text |= {"vocab_size_per_layer_input": 320, "use_bidirectional_attention": "vision"}
+    if kind == "gemma4_moe":
+        text |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+        text |= {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2}
+    else:
+        text |= {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
+    config = hf.Gemma4Config(
+        text_config=text,
+        vision_config={**vision, "position_embedding_size": 64},
+        audio_config=None,
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
+        **{("eoa_token_index" if name == "eoa_token_id" else name): number for name, number in ids.items()},
+    )
+    made = image_class(hf.Gemma4Processor)(None, images, tokenizer, None, image_seq_length=70)
+    made.chat_template = _chat("<|image|>")
+    return config, made
+
+
+def _llava_next(kind: str) -> Made:
+    import transformers as hf
+
+    tokenizer = tokenizer_of(["<image>", "<video>"])
+    one = kind == "llava_onevision"
+    grid = [[28, 28], [28, 56], [56, 28]]
+    sizes: dict[str, Any] = {"image_grid_pinpoints": grid}
+    images = (
+        hf.LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, **sizes)
+        if one
+        else hf.LlavaNextImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, **sizes)
+    )
+    tower = "siglip_vision_model" if one else "clip_vision_model"
+    vision = {"model_type": tower, **_TOWER, "image_size": 28, "patch_size": 14}
+    vision |= {"vision_use_head": False} if one else {}
+    named = {"vision_feature_select_strategy": "full" if one else "default", "vision_feature_layer": -1}
+    config = (hf.LlavaOnevisionConfig if one else hf.LlavaNextConfig)(
+        text_config={"model_type": "qwen2" if one else "llama", **_text()},
+        vision_config=vision,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=grid,
+        **({"video_token_index": tokenizer.convert_tokens_to_ids("<video>")} if one else {}),
+        **named,
+    )
+    strategy = named["vision_feature_select_strategy"]
+    if one:
+        made = image_class(hf.LlavaOnevisionProcessor)(
+            images, tokenizer, None, num_image_tokens=4, vision_feature_select_strategy=strategy
+        )
+    else:
+        made = image_class(hf.LlavaNextProcessor)(
+            images, tokenizer, patch_size=14, vision_feature_select_strategy=strategy, num_additional_image_tokens=1
+        )
+    made.chat_template = _chat("<image>\n")
+    return config, made
+
+
+def _paligemma() -> Made:
+    import transformers as hf
+
+    tokenizer = tokenizer_of(["<image>"])
+    images = hf.SiglipImageProcessorPil(size={"height": 28, "width": 28})
+    images.image_seq_length = 4
+    vision = {"model_type": "siglip_vision_model", **_TOWER, "image_size": 28, "patch_size": 14}
+    config = hf.PaliGemmaConfig(
+        text_config={"model_type": "gemma", **_text(head_dim=8)},
+        vision_config={**vision, "vision_use_head": False, "projection_dim": 32},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=32,
+    )
+    made = image_class(hf.PaliGemmaProcessor)(images, tokenizer)
+    made.chat_template = _chat("<image>")
+    return config, made
+
+
 MAKERS: dict[str, Callable[[], Made]] = {
     "qwen2_vl": lambda: _qwen("qwen2_vl"),
     "qwen2_5_vl": lambda: _qwen("qwen2_5_vl"),
     "qwen3_vl": lambda: _qwen("qwen3_vl"),
+    "qwen3_vl_moe": lambda: _qwen("qwen3_vl_moe"),
+    "qwen3_5": lambda: _qwen("qwen3_5"),
+    "qwen3_5_moe": lambda: _qwen("qwen3_5_moe"),
     "llava": _llava,
+    "llava_next": lambda: _llava_next("llava_next"),
+    "llava_onevision": lambda: _llava_next("llava_onevision"),
     "gemma3": _gemma3,
+    "gemma4": lambda: _gemma4("gemma4"),
+    "gemma4_moe": lambda: _gemma4("gemma4_moe"),
+    "paligemma": _paligemma,
     "idefics3": lambda: _idefics3("idefics3"),
     "smolvlm": lambda: _idefics3("smolvlm"),
     "mllama": _mllama,
     "llama4": _llama4,
     "internvl": _internvl,
     "mistral3": _mistral3,
-    "glm4v": _glm4v,
+    "glm4v": lambda: _glm4v("glm4v"),
+    "glm4v_moe": lambda: _glm4v("glm4v_moe"),
 }
 
 
@@ -303,7 +417,8 @@ def write_vision_type(folder: Path, kind: str) -> Path:
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1:  # large enough that every part shows in the loss
+            # Large enough that every part shows in the loss; Gemma 4 amplifies rounding then, by 1e3 in five steps.
+            if parameter.ndim > 1 and not kind.startswith("gemma4"):
                 parameter.mul_(3.0)
             elif parameter.numel() == 1:  # a gate, which is closed in the beginning
                 parameter.fill_(0.7)
@@ -315,7 +430,7 @@ def write_vision_type(folder: Path, kind: str) -> Path:
 
 _SETTINGS = (
     *("patch_size", "vision_feature_select_strategy", "num_additional_image_tokens", "image_seq_length"),
-    *("image_seq_len", "spatial_merge_size"),
+    *("image_seq_len", "spatial_merge_size", "num_image_tokens"),
 )
 """What some classes of processors take beside their parts."""
 

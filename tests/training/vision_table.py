@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from smp.models.foreign import vision_part
 from tests.distributed import run_distributed
 from tests.training.any_model_lab import LR, largest_error, tune_types
@@ -35,6 +37,8 @@ WORDS = {
     "between its layers": "refused: images between layers",
     "is a vision-language model": "refused",
     "kept whole": "refused",
+    "of all tokens, with the residual stream": "refused: embeddings of all tokens in each layer",
+    "documents in one sequence": "refused",
 }
 
 
@@ -78,6 +82,21 @@ def _error(runs: Any, folder: Path, kind: str, column: str) -> float | str:
     return max(largest_error(result, vision_loop(folder, batches, frozen)).values())
 
 
+def noise(folder: Path, batches: Any = None) -> float:
+    """The largest relative error of a plain loop whose first weights have noise of 1e-7 of each: what rounding alone
+    does to a tiny model that amplifies it, as Gemma 4's does."""
+    if batches is None:
+        flags = f"--load {folder} --data-path {folder}/vl.jsonl --log-dir {folder}/logs {STEPS} --packing off"
+        common = "--weight-decay 0 --model-implementation transformers"
+        ((run,),) = run_distributed(tune_types, 1, [f"{flags} {common}"], timeout=1500)
+        batches = run["batches"]
+    model = load(folder).train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 1e-7 * torch.randn_like(p))
+    return max(largest_error(vision_loop(folder, batches, model=model), vision_loop(folder, batches)).values())
+
+
 def cell(value: float | str) -> str:
     """A number, or a few words for the reason that a run has said."""
     words = next((word for part, word in WORDS.items() if isinstance(value, str) and part in value), None)
@@ -96,3 +115,4 @@ if __name__ == "__main__":
         for some in sys.argv[1:] or MAKERS:
             found |= measure([some], Path(scratch))
             print(table(found), flush=True)
+            print(f"noise of 1e-7 in the first weights of {some}: {shown(noise(Path(scratch) / some))}", flush=True)

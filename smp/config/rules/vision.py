@@ -42,7 +42,10 @@ def check_vision(config: Config) -> None:
 _MASKS = "this type counts positions, or makes masks, over whole sequences"
 
 
-PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "internvl", "idefics3")
+PACKED = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"),
+    *("llava", "llava_next", "llava_onevision", "internvl", "idefics3", "smolvlm", "mistral3"),
+)
 """Model types whose masks follow from positions, and whose positions can be those of each sample."""
 
 

@@ -103,7 +103,7 @@ def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
     vocabulary = getattr(text, "vocab_size", None)
     if width is None or not isinstance(vocabulary, int):
         raise ConfigError(f"{where}: {config.model_type} names no width or no vocabulary: it is no language model")
-    head = getattr(text, "head_dim", None)
+    head = _number(text, ("head_dim",), None)
     return ModelConfig(
         # Sorted keys: equal descriptions are equal texts.
         transformers_config=json.dumps(content, sort_keys=True),
@@ -112,7 +112,7 @@ def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
         ffn_hidden_size=4 * width,
         num_attention_heads=heads or 1,
         num_query_groups=heads or 1,
-        kv_channels=head if isinstance(head, int) and head > 0 else max(width // (heads or 1), 1),
+        kv_channels=head or max(width // (heads or 1), 1),
         max_position_embeddings=_number(text, _LENGTH, None) or UNLIMITED,
         vocab_size=vocabulary,
         untie_embeddings_and_output_weights=not getattr(text, "tie_word_embeddings", False),
@@ -172,8 +172,15 @@ def require_classifier(model: ModelConfig) -> None:
 
 
 def _number(config: Any, names: tuple[str, ...], otherwise: int | None) -> int | None:
-    found = (getattr(config, name, None) for name in names)
+    found = (_largest(config, name) for name in names)
     return next((number for number in found if isinstance(number, int) and number > 0), otherwise)
+
+
+def _largest(config: Any, name: str) -> Any:
+    """A setting; the largest of all layers where layers differ (Gemma 4), which transformers then refuses to name."""
+    if name not in (getattr(config, "per_layer_attributes", None) or ()):
+        return getattr(config, name, None)
+    return max(getattr(layer, name) for layer in config.per_layer_config)
 
 
 def differences(trained: ModelConfig, asked: ModelConfig) -> list[str]:

@@ -170,6 +170,8 @@ OWN: dict[str, dict[str, str]] = {
         "biogpt.layers.*.self_attn_layer_norm": REPLICATE,
         "biogpt.layers.*.final_layer_norm": REPLICATE,
     },
+    # Norms of a head's width, which transformers' plan leaves out.
+    "qwen3_vl_moe": {f"model.language_model.layers.*.self_attn.{norm}_norm": SUMMED for norm in "qk"},
     "roberta": _bert("roberta", "lm_head"),
     "xlm-roberta": _bert("roberta", "lm_head"),
     "camembert": _bert("roberta", "lm_head"),

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from smp.config import ConfigError
 from smp.hf.sources import source_of
 from smp.models.foreign import blocks_of
 
@@ -23,6 +24,8 @@ _STATES = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|LinearAttention|Lightning|Rwkv|RWKV|Recurrent|ShortConv|LSTM|Retention"
 )
 """Words in the names of classes that carry state from token to token."""
+CACHES = ("past_key_values", "cache_params")
+"""Names of the arguments by which a decoder takes a cache."""
 
 
 def refusal_of_documents(module: Any) -> str:
@@ -45,6 +48,31 @@ def refusal_of_documents(module: Any) -> str:
     if not all(given):
         return f"{said} makes its masks without positions, by which transformers tells documents apart; {more}"
     return ""
+
+
+def refuse_new_caches(module: Any) -> None:
+    """Let decoders raise ConfigError where they would make a cache of keys and values by themselves.
+
+    Training needs none: recompute would write each layer's keys twice, and with a cache transformers makes masks that
+    know of no documents.
+    """
+    lists = [block for _, block in blocks_of(module)]
+    for part in module.modules():
+        if any(layer is block for layer in _in_lists(part) for block in lists):
+            part.register_forward_pre_hook(refuse_new_cache, with_kwargs=True)
+
+
+def refuse_new_cache(decoder: Any, args: Any, given: dict[str, Any]) -> None:
+    """A forward pre-hook of a decoder, see :func:`refuse_new_caches`."""
+    if "use_cache" not in inspect.signature(type(decoder).forward).parameters:
+        return
+    asked = given.get("use_cache")
+    makes = getattr(decoder.config, "use_cache", False) if asked is None else asked
+    if makes and all(given.get(name) is None for name in CACHES):
+        raise ConfigError(
+            f"--model-implementation transformers: {type(decoder).__name__} makes a cache of keys and values in "
+            "training, since its model does not pass on use_cache: set it to false in config.json"
+        )
 
 
 def _positions_given(source: str) -> list[bool]:

@@ -23,7 +23,7 @@ from smp.hf.loading.first_values import FirstValues
 from smp.hf.planning.module_plan import dropouts
 from smp.hf.run.apart import Shift
 from smp.hf.run.cross_attention import attends_across, hide_filler, keep_apart
-from smp.hf.run.documents import refusal_of_documents
+from smp.hf.run.documents import CACHES, refusal_of_documents, refuse_new_caches
 from smp.hf.run.head import OutputMatrix, check_scores, row_of
 from smp.hf.run.images import document_positions, take_pixels, with_filler
 from smp.hf.run.lora import TokenNumbers, offer
@@ -37,9 +37,6 @@ from smp.models.micro_batch import MicroBatch, OwnCache
 from smp.models.protocol import Model, OutputShard
 from smp.parallel.context import ParallelContext
 from smp.parallel.dtensor_box import local_box, local_part
-
-_CACHES = ("past_key_values", "cache_params")
-"""Names of the cache argument of forward passes."""
 
 
 class TransformersModel(Model):
@@ -90,9 +87,11 @@ class TransformersModel(Model):
             check_scores(module)
         self._blocks = [_as_block(layer) for layer in [*tower_blocks(module), *(b for _, b in blocks_of(module))]]
         names = inspect.signature(type(module).forward).parameters
-        # A cache would be filled in training, too, and kept.
-        self._asked = {"use_cache": False} if "use_cache" in names else {}
-        takes = [name for name in _CACHES if name in names and not config.scalar_head]
+        # A cache would be filled in training, too, and kept; with one, transformers does not keep documents apart.
+        passes_on = any(given.kind is inspect.Parameter.VAR_KEYWORD for given in names.values())
+        self._asked = {"use_cache": False} if "use_cache" in names or passes_on else {}
+        refuse_new_caches(module)
+        takes = [name for name in CACHES if name in names and not config.scalar_head]
         self._cache_name = takes[0] if takes and module._supports_default_dynamic_cache() else ""
         self._shift = Shift(module) if reads_apart(module) else None
         if self._shift is not None:
