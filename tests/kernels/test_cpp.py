@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from smp.kernels.attention_cores.sdpa import CPU, Scores
 from smp.kernels.cpp import library
-from smp.kernels.cpp.attention import _Call
+from smp.kernels.cpp.attention import _Call, attention
 
 
 @pytest.fixture
@@ -65,6 +66,25 @@ def test_a_folder_that_cannot_be_written_is_one_line(empty: Path, monkeypatch: p
     if library.sys.platform.startswith("linux") and library.shutil.which("g++"):
         with pytest.raises(library.BuildError, match="attention.cpp: .*file"):
             library.library()
+
+
+def test_another_dtype_is_never_read_as_one_of_its_own() -> None:
+    """A model that was made for fp32, and is .double() by now, has PyTorch's numbers; the operator itself refuses."""
+    if why := library.why_not(torch.float32):
+        pytest.skip(why)
+    q, k, v = (torch.randn(1, 2, 128, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    scores = Scores(True, None, None)
+    out, lse = CPU["cpp"].forward(q, k, v, scores)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+    dout = torch.randn_like(out)
+    got = CPU["cpp"].backward(dout, q, k, v, out, lse, scores=scores)
+    for gradient, expected in zip(got, torch.autograd.grad(want, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(TypeError, match="one of fp32 and bf16, not torch.float64"):
+        attention(q, k, v, None, True, 1.0)
+    with pytest.raises(TypeError, match=r"not torch.bfloat16, torch.float32"):
+        attention(q.float(), k.bfloat16(), v.float(), None, True, 1.0)
 
 
 def test_the_structure_is_that_of_the_source() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.cpp.attention import attention, attention_backward
+from smp.kernels.cpp.attention import DTYPES, attention, attention_backward
 
 aten = torch.ops.aten
 Tensors = tuple[torch.Tensor, ...]
@@ -65,12 +65,17 @@ def _cpu_flash_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
 
 
 def _cpp(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
-    """fp32 and bf16; fewer key/value heads than query heads."""
+    """fp32 and bf16; fewer key/value heads than query heads. A model that has got another dtype since it was built
+    (``.double()``) goes to PyTorch's kernel."""
+    if q.dtype not in DTYPES:
+        return _cpu_flash(q, k, v, s)
     return attention(q, k, v, s.mask, s.causal, _scale(q, s))
 
 
 def _cpp_backward(*tensors: torch.Tensor, scores: Scores) -> Tensors:
     dout, q, k, v, out, lse = tensors
+    if q.dtype not in DTYPES:
+        return _cpu_flash_backward(*tensors, scores=scores)
     return attention_backward(dout, q, k, v, out, lse, scores.mask, scores.causal, _scale(q, scores))
 
 

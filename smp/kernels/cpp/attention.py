@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from smp.kernels.cpp.library import library
+from smp.kernels.cpp.library import DTYPES, library
 from smp.kernels.registry import define
 
 Tensors = tuple[torch.Tensor, ...]
@@ -86,6 +86,13 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _require_dtype(*tensors: torch.Tensor | None) -> None:
+    # C++ reads memory: another dtype would be read as one of these.
+    kinds = {tensor.dtype for tensor in tensors if tensor is not None}
+    if len(kinds) != 1 or not kinds <= set(DTYPES):
+        raise TypeError(f"attention in C++ takes one of fp32 and bf16, not {', '.join(sorted(map(str, kinds)))}")
+
+
 def _call(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> _Call:
     batch, heads, length, width = q.shape
     call = _Call(batch, heads, k.shape[1], length, k.shape[2], width, int(causal), torch.get_num_threads())
@@ -113,6 +120,7 @@ def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> Tensors:
+    _require_dtype(q, k, v, mask)
     q, k, v, mask = _rows(q), _rows(k), _rows(v), None if mask is None else _rows(mask)
     out, lse = _forward_fake(q)
     call = _with_strides(_call(q, k, mask, causal, scale), q=q, k=k, v=v, out=out)
@@ -133,6 +141,7 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> Tensors:
+    _require_dtype(dout, q, k, v, out, mask)
     dout, q, k, v, out = map(_rows, (dout, q, k, v, out))
     mask, lse = None if mask is None else _rows(mask), lse.contiguous()
     dq, dk, dv = map(_like, (q, k, v))

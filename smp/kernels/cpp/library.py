@@ -25,13 +25,17 @@ _SETS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-mfma", *(f"-m{name}" for name in _SETS))
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""That it computes in."""
+
+
 class BuildError(RuntimeError):
     """The library cannot be had; the message says in one line what is missing."""
 
 
 def why_not(dtype: torch.dtype) -> str:
     """Why the library does not compute in ``dtype`` on this machine; "": it does, and is built."""
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in DTYPES:
         return f"it does not compute in {str(dtype).removeprefix('torch.')}"
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     needed = ["fma3", "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"]
