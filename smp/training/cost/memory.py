@@ -213,14 +213,14 @@ def _most_in_passes(
         waiting = state.losses - state.has_loss
         left = to_the_end(state.others, state.pending, waiting)
         sharded = sum(part.gathered for i, part in enumerate(of_parts) if i not in state.unsharded)
-        # Made by the first stage's input part, and there until its weight part adds it to its sum.
+        # Made by the first stage's input part, and there until its weight part has added it to its sum. In the weight
+        # part it takes no more than the inputs of blocks that are freed meanwhile, which the formula counts to its end.
         first = state.part == 0
-        waits = (state.op is Op.BACKWARD_WEIGHT and first) or (state.op is Op.FORWARD and state.pending > 0)
-        embedding = moments.embedding * waits
+        embedding = moments.embedding * (state.op is Op.FORWARD and state.pending > 0)
         there = replace(
             moments,
             waiting=before + embedding,
-            gradients=before + comes + embedding,
+            gradients=before + comes,
             embedding=moments.embedding * first,
             late=own.first if comes else 0,
             activations=activations(state.activations, state.pending, waiting),
