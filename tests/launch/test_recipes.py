@@ -446,7 +446,7 @@ def test_the_launcher_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; sys.path.insert(0, '.'); from smp.launch.cli import main; "
     code += "sys.exit(main(['recipes=laptop/debug', 'dry_run=true', 'base_results_dir=/dev/null/x']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode in (1, 2) and done.stderr.startswith("error: /dev/null"), done.stderr
+    assert done.returncode in (1, 2) and done.stderr.startswith("error: base_results_dir: /dev/null"), done.stderr
 
 
 @pytest.mark.parametrize(
