@@ -106,6 +106,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "checks.py").write_text("def is_right(completions, **columns):\n    return [0.0] * len(completions)\n")
     pair = {"prompt": "what is the answer", "chosen": "forty two", "rejected": "one two three"}
     (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 20)
+    (folder / "qa.jsonl").write_text('{"prompt": "what is it?", "completion": "it"}\n' * 20)
     (folder / "topology.json").write_text('{"nodes": [[0, 1], [2, 3]]}')
     page = (ROOT / "docs/configuration.md").read_text("utf-8")
     [recipe] = re.findall(r"^```yaml\n(# my_run.yaml.*?)^```", page, flags=re.MULTILINE | re.DOTALL)

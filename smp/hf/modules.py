@@ -318,7 +318,10 @@ def _called_with_plain_parameters(module: Any, call: Callable[..., Any], *args: 
     # resting: as DTensors.
     resting_ones = [(child, name) for child, name in cut.borrowed if name not in child.smp_cut.lent]
     borrowed = [(child, name) for child, name in resting_ones if _gathered(home_of(child, name)[name])]
-    read = [*((module, name) for name in cut.step.cuts), *borrowed]
+    # The module's forward pass may call a method that others call, too (LLaVA-NeXT's get_image_features): its own
+    # parameters are plain already.
+    own = (name for name in cut.step.cuts if name in cut.lent or isinstance(home_of(module, name)[name], DTensor))
+    read = [*((module, name) for name in own), *borrowed]
     homes = [home_of(owner, name) for owner, name in read]
     # Put back in the finally block: an exception in a forward pass must not leave plain tensors in
     # the model.

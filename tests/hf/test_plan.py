@@ -79,7 +79,7 @@ def tiny(config: str, **changes: object) -> nn.Module:
             'rows={"model.layers.*.mlp.experts": "replicate"} leaves it whole on every rank',
         ),
         ("MixtralConfig", {"num_local_experts": 3}, 2, REPLICATED, ""),
-        ("MixtralConfig", {"router_jitter_noise": 0.1}, 2, None, "config.router_jitter_noise is 0.1: noise under"),
+        ("MixtralConfig", {"router_jitter_noise": 0.1}, 2, None, "mlp.jitter_noise is 0.1: noise under"),
         ("MixtralConfig", {}, 2, {"model.layers.*.mlp.gate": "experts"}, "has not the interface experts("),
         ("ApertusConfig", {}, 2, None, ""),
         ("LlamaConfig", {"activation_dropout": 0.2}, 2, None, "config.activation_dropout is 0.2"),
@@ -88,7 +88,7 @@ def tiny(config: str, **changes: object) -> nn.Module:
             {"router_jitter_noise": 0.0, "input_jitter_noise": 0.1},
             2,
             None,
-            "config.input_jitter_noise is 0.1: noise under",
+            "mlp.input_jitter_noise is 0.1: noise under",
         ),
     ],
 )

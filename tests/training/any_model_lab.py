@@ -25,7 +25,9 @@ def write_type(folder: Path, kind: str, **changes: Any) -> Path:
 
     config = architectures.tiny(CONFIG_MAPPING[kind])
     for name, value in {"vocab_size": VOCAB, **changes}.items():
-        setattr(config, name, value)
+        for part in (config, getattr(config, "encoder", None), getattr(config, "decoder", None)):
+            if hasattr(part, name):  # T5Gemma's two parts have configurations of their own
+                setattr(part, name, value)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # T5's files have it, its class has not
     torch.manual_seed(0)

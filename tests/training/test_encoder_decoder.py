@@ -13,15 +13,17 @@ import torch
 
 import finetune
 from smp.config import ConfigError
-from smp.convert.huggingface.foreign import choose_model
+from smp.convert.huggingface.foreign import UNLIMITED, choose_model
 from smp.data.tuning.apart import ApartEncoder
 from smp.data.tuning.chat_template import ChatTemplate
 from smp.data.tuning.messages import BadSampleError
 from smp.data.tuning.tokenizer import open_tokenizer
 from smp.hf.run.apart import Shift
+from smp.models.foreign import parts_of
 from smp.models.micro_batch import MicroBatch
 from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
+from tests.hf import architectures
 from tests.parity.result import TOLERANCE
 from tests.training.any_model_lab import LR, largest_error, load, lora_loop, plain_loop, tune_types, write_type
 from tests.training.flag_runs import clean_process
@@ -30,6 +32,7 @@ from tests.training.tuning_lab import together
 from tools.generate import main as generate
 
 transformers = pytest.importorskip("transformers")
+CONFIG_MAPPING = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
 
 COMMON = (
     f"--seq-length 48 --micro-batch-size 2 --global-batch-size 8 --lr {LR} --optimizer sgd --weight-decay 0 "
@@ -104,6 +107,19 @@ def test_a_run_equals_a_plain_loop_of_transformers(runs: dict[str, dict[str, Any
         assert max(errors.values()) <= TOLERANCE, (layout, errors)
 
 
+def test_an_encoder_and_a_decoder_with_configurations_of_their_own(tmp_path: Path) -> None:
+    """T5Gemma: layers with the name of Mllama's, which attend to images there; logits that are capped."""
+    gemma = write_type(tmp_path / "t5gemma", "t5gemma")
+    words = [flags_of(gemma, "--tensor-model-parallel-size 2"), flags_of(gemma, "--lora-rank 4 --lora-alpha 8")]
+    ranks = run_distributed(tune_types, 2, words)
+    cut, adapted = (together([rank[i] for rank in ranks]) for i in range(2))
+    assert max(largest_error(cut, plain_loop(gemma, cut["batches"])).values()) <= TOLERANCE
+    # Each of two ranks has read half of a batch.
+    batches = [[*mine, *other] for mine, other in zip(*(rank[1]["batches"] for rank in ranks), strict=True)]
+    want = lora_loop(gemma, adapted | {"batches": batches}, scale=2.0)
+    assert max(largest_error(adapted, want).values()) <= TOLERANCE
+
+
 def test_prompt_and_answer_are_the_tokens_that_transformers_gives(folder: Path) -> None:
     theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), open_tokenizer(folder)
     assert tokenizer.after == [tokenizer.eos]
@@ -136,6 +152,22 @@ def test_the_token_that_a_decoder_begins_with_is_not_repeated(folder: Path) -> N
     tokenizer.before = [0]
     [(ids, _)] = ApartEncoder(tokenizer, None, 2).sample({"prompt": "a", "completion": "b"})
     assert ids[2] == 0, "BART's answers begin with one that its decoder does not begin with"
+
+
+def test_positions_that_a_type_does_not_read_limit_no_text() -> None:
+    """T5's and FLAN-T5's files have an n_positions of 512, of the data that they were trained on."""
+    t5 = choose_model({**transformers.T5Config().to_dict(), "n_positions": 512}, "config.json")
+    assert t5.max_position_embeddings == UNLIMITED
+    gpt = choose_model(transformers.GPT2Config(n_positions=96).to_dict(), "config.json", "transformers")
+    assert gpt.max_position_embeddings == 96
+
+
+def test_layers_of_both_parts_are_counted() -> None:
+    for kind in ("t5", "t5gemma", "t5gemma2", "pegasus_x"):
+        content = architectures.tiny(CONFIG_MAPPING[kind]).to_json_string(use_diff=False)
+        model = choose_model(json.loads(content), "config.json")
+        assert model.transformers_config is not None
+        assert model.num_layers == len(parts_of(model.transformers_config).blocks), kind
 
 
 def test_a_row_is_taken_apart_where_its_answer_begins(folder: Path) -> None:
@@ -188,6 +220,7 @@ def test_what_needs_one_sequence_is_refused_by_name(folder: Path) -> None:
 def test_other_encoders_with_a_decoder_are_refused_with_the_reason(implementation: str) -> None:
     for name, said in {
         "MBartConfig": "the tokenizer of mbart marks languages",
+        "ProphetNetConfig": "prophetnet learns several next tokens at once",
         "WhisperConfig": "whisper is an encoder with a decoder, and does not read texts alone",
     }.items():
         content = getattr(transformers, name)().to_dict()
@@ -199,4 +232,4 @@ def test_other_encoders_with_a_decoder_are_refused_with_the_reason(implementatio
 
 def test_it_is_trained_and_not_used_by_tools(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(["--load", str(folder), "--prompt", "a"]) != 0
-    assert "an encoder with a decoder is trained here, and not used" in capsys.readouterr().err
+    assert "the tools write no texts with an encoder and a decoder" in capsys.readouterr().err

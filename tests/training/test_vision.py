@@ -102,6 +102,7 @@ def test_models_that_do_not_name_use_cache_keep_packed_documents_apart(kind: str
     folder = write_vision_type(tmp_path / kind, kind)
     flags = flags_of(folder, "--packing best-fit --recompute-granularity full --train-iters 2")
     ((run,),) = run_distributed(tune_types, 1, [flags])
+    assert max(len(b.document_ids.unique()) for step in run["batches"] for b in step) > 2
     assert max(largest_error(run, vision_loop(folder, run["batches"])).values()) <= TOLERANCE
 
 
@@ -135,6 +136,15 @@ def test_frozen_parts_stay_as_they_are(runs: Runs, folder: Path) -> None:
     assert {vision_part(name) for name in want["final"]} == {"language_model"}
     for layout in ("frozen", "frozen, shard 2"):
         assert max(largest_error(runs[layout], want).values()) <= TOLERANCE, layout
+
+
+def test_a_line_says_what_is_trained(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = f"{flags_of(folder, '--freeze-vision-model --train-iters 1')} --log-dir {tmp_path} --no-tensorboard"
+    with clean_process():
+        assert finetune.main(words.split()) == 0
+    sizes = {name: p.numel() for name, p in load(folder).named_parameters()}
+    trained = sum(size for name, size in sizes.items() if vision_part(name) != "vision_model")
+    assert f"trained parameters: {trained:,} of {sum(sizes.values()):,}" in capfd.readouterr().out
 
 
 def test_adapters_are_on_the_language_model_and_equal_those_on_two_ranks(runs: Runs) -> None:

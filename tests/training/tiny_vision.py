@@ -365,24 +365,6 @@ def _llava_next(kind: str) -> Made:
     return config, made
 
 
-def _paligemma() -> Made:
-    import transformers as hf
-
-    tokenizer = tokenizer_of(["<image>"])
-    images = hf.SiglipImageProcessorPil(size={"height": 28, "width": 28})
-    images.image_seq_length = 4
-    vision = {"model_type": "siglip_vision_model", **_TOWER, "image_size": 28, "patch_size": 14}
-    config = hf.PaliGemmaConfig(
-        text_config={"model_type": "gemma", **_text(head_dim=8)},
-        vision_config={**vision, "vision_use_head": False, "projection_dim": 32},
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        projection_dim=32,
-    )
-    made = image_class(hf.PaliGemmaProcessor)(images, tokenizer)
-    made.chat_template = _chat("<image>")
-    return config, made
-
-
 MAKERS: dict[str, Callable[[], Made]] = {
     "qwen2_vl": lambda: _qwen("qwen2_vl"),
     "qwen2_5_vl": lambda: _qwen("qwen2_5_vl"),
@@ -396,7 +378,6 @@ MAKERS: dict[str, Callable[[], Made]] = {
     "gemma3": _gemma3,
     "gemma4": lambda: _gemma4("gemma4"),
     "gemma4_moe": lambda: _gemma4("gemma4_moe"),
-    "paligemma": _paligemma,
     "idefics3": lambda: _idefics3("idefics3"),
     "smolvlm": lambda: _idefics3("smolvlm"),
     "mllama": _mllama,

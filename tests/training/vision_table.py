@@ -38,7 +38,7 @@ WORDS = {
     "is a vision-language model": "refused",
     "kept whole": "refused",
     "of all tokens, with the residual stream": "refused: embeddings of all tokens in each layer",
-    "documents in one sequence": "refused",
+    "and --reset-attention-mask": "refused",
 }
 
 

@@ -33,8 +33,8 @@ def check_foreign(config: Config) -> None:
         require(not flags, f"{', '.join(flags)}: {_ONLY_HERE}; leave it out")
     require(
         not (config.has_adapters and config.checkpoint.save_hf),
-        "--save-hf: adapters of a model that transformers computes are merged by peft, from <save>/adapter; leave it "
-        "out",
+        "--save-hf: adapters of a model that transformers computes stay apart, in <save>/adapter: leave it out; peft "
+        "merges them afterwards (docs/any-model.md)",
     )
     if config.model.reads_apart:
         _check_apart(config)

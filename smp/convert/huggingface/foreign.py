@@ -113,7 +113,7 @@ def foreign_model(content: Mapping[str, Any], where: str) -> ModelConfig:
         num_attention_heads=heads or 1,
         num_query_groups=heads or 1,
         kv_channels=head or max(width // (heads or 1), 1),
-        max_position_embeddings=_number(text, _LENGTH, None) or UNLIMITED,
+        max_position_embeddings=_longest(text) or UNLIMITED,
         vocab_size=vocabulary,
         untie_embeddings_and_output_weights=not getattr(text, "tie_word_embeddings", False),
         scalar_head=_gives_scores(content, where),
@@ -131,16 +131,18 @@ def _require_texts(config: Any, where: str) -> None:
     kind = config.model_type
     if kind not in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES or hasattr(config, "vision_config"):
         raise ConfigError(f"{where}: {kind} is an encoder with a decoder, and does not read texts alone")
+    if getattr(config, "ngram", None):  # ProphetNet
+        raise ConfigError(f"{where}: {kind} learns several next tokens at once, which runs here do not")
     if kind in _LANGUAGES:
         raise ConfigError(f"{where}: the tokenizer of {kind} marks languages, which samples here do not name")
 
 
 def _layers_of_both(config: Any) -> int:
     """Layers of an encoder and of its decoder."""
-    parts = [getattr(config, name, config) for name in ("encoder", "decoder")]
-    if parts[0] is not parts[1]:
-        return sum(_number(part, _LAYERS, 1) or 1 for part in parts)
-    count = _number(config, ("encoder_layers", "num_layers"), 1) or 1
+    parts: list[Any] = [getattr(config, name, None) for name in ("encoder", "decoder")]
+    if None not in parts:  # an encoder that could see images has its texts' part inside
+        return sum(_number(part.get_text_config(), _LAYERS, 1) or 1 for part in parts)
+    count = _number(config, ("encoder_layers", "num_encoder_layers", "num_layers"), 1) or 1
     return count + (_number(config, ("decoder_layers", "num_decoder_layers"), count) or count)
 
 
@@ -181,6 +183,15 @@ def _largest(config: Any, name: str) -> Any:
     if name not in (getattr(config, "per_layer_attributes", None) or ()):
         return getattr(config, name, None)
     return max(getattr(layer, name) for layer in config.per_layer_config)
+
+
+def _longest(config: Any) -> int | None:
+    """Positions that the type of ``config`` has; None: as many as one likes.
+
+    Only fields of its class count. T5's files have an n_positions, which nothing reads: its positions are relative.
+    """
+    own = (name for name in _LENGTH if hasattr(type(config), name) or name in config.attribute_map)
+    return _number(config, tuple(own), None)
 
 
 def differences(trained: ModelConfig, asked: ModelConfig) -> list[str]:

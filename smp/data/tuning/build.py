@@ -233,7 +233,9 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
             raise ConfigError(
                 f"--objective kto compares prompts with answers of other samples: there is one sample only for {part}"
             )
-    parts = (_described(name, part) for name, part in (("training", train), ("validation", valid)))
+    parts = [_described(name, part) for name, part in (("training", train), ("validation", valid))]
+    if len(valid) and not config.training.evaluates:
+        parts[1] += "; held out, and not evaluated without --eval-interval (--split 100,0 trains on all)"
     lines = [*told, *_without_tokens(template), *parts]
     images = encoder if isinstance(encoder, VisionEncoder) else None
     return TuningData(tokenizer, samples, texts, train, valid, rows == 2, tuple(lines), images)

@@ -44,9 +44,10 @@ _DROPOUTS = (
     "dropout",
     "hidden_dropout",
     "hidden_dropout_prob",
-    "input_jitter_noise",
     "router_jitter_noise",
 )
+_NOISES = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+"""Numbers that modules of experts have read when they were made, and multiply their input by noise with."""
 _POSITION_NOISE = ("pos_embed_jitter", "pos_embed_rescale", "pos_embed_shift")
 """Fields of DINOv3, which perturbs positions in training; None: no noise."""
 
@@ -393,7 +394,7 @@ def check_dropout(model: nn.Module) -> None:
     """
     for _, where, value in dropouts(model):
         of_positions = where.startswith("config.pos_embed_")
-        what = "noise" if of_positions or where.endswith("jitter_noise") else "dropout"
+        what = "noise" if of_positions or where.endswith(("jitter_noise", "jitter_eps")) else "dropout"
         raise ConfigError(
             f"{where} is {value}: {what} under tensor parallelism or context parallelism would not equal one "
             f"process; set the {what}s of the model's config to {None if of_positions else 0}"
@@ -401,12 +402,13 @@ def check_dropout(model: nn.Module) -> None:
 
 
 def dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
-    """(module, name of the number, value) for all that a model drops in training, and for DINOv3's noise."""
+    """(module, name of the number, value) for all that a model drops in training, and for noise of experts' inputs and
+    of DINOv3's positions."""
     for name, module in model.named_modules():
         # The run's own adapters key their masks by tokens, so the layout does not matter.
         if isinstance(module, Lora):  # its masks are keyed by tokens
             continue
-        numbers = {key: value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)}
+        numbers = {k: v for k, v in vars(module).items() if ("drop" in k or k in _NOISES) and isinstance(v, float)}
         if isinstance(module, _DropoutNd):
             numbers["p"] = module.p
         yield from ((module, f"{name}.{key}", value) for key, value in numbers.items() if value > 0)

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp.models.foreign import reads_apart
 from smp.models.micro_batch import MicroBatch
 
 MASK = "cross_attention_mask"
 
 
 def attends_across(module: Any) -> bool:
-    """Whether layers of the decoder attend to images apart from the tokens."""
-    return any(hasattr(layer, "cross_attn") for layer in module.modules())
+    """Whether layers of the decoder attend to images apart from the tokens. Those of a decoder after an encoder of
+    texts (T5Gemma) have the same name."""
+    return not reads_apart(module) and any(hasattr(layer, "cross_attn") for layer in module.modules())
 
 
 def keep_apart(module: Any) -> None:

@@ -30,7 +30,7 @@ CACHES = ("past_key_values", "cache_params")
 
 def refusal_of_documents(module: Any) -> str:
     """Why a model cannot keep documents apart, in one line; "" if it can."""
-    said = f"documents in one sequence (--packing best-fit, --reset-attention-mask): {type(module).__name__}"
+    said = f"--packing best-fit (finetune.py's default) and --reset-attention-mask: {type(module).__name__}"
     more = "give --packing off, or leave --reset-attention-mask out"
     for _, block in blocks_of(module):
         for part in block.modules():

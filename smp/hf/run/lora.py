@@ -85,32 +85,37 @@ class TokenNumbers:
 
 def offer(module: Any, tp: DeviceMesh, numbers: TokenNumbers) -> None:
     """Let every linear layer of the decoder's blocks take an adapter and 4-bit weights, except for those whose weight
-    is read outside of their forward pass: an adapter there would do nothing."""
+    is read outside of their forward pass: an adapter there would do nothing. A weight to whose dtype its input is cast
+    stays wide: packed weights have another dtype (T5's ``wo``, which transformers does not quantize either)."""
     for _, block in blocks_of(module):
         for name, layer in block.named_modules():
             owner, _, own = name.rpartition(".")
             kind: Any = type(block.get_submodule(owner))
-            if type(layer) is nn.Linear and own not in _read_by_owner(kind):
+            if type(layer) is nn.Linear and own not in _named_by(kind, _READ):
                 layer.takes_adapter = partial(_attach, layer, tp, numbers)  # type: ignore[assignment]
                 layer.product = "dense"  # type: ignore[assignment]
-                layer.take_product = partial(take_product, layer)  # type: ignore[assignment]
+                if own not in _named_by(kind, _CAST_TO):
+                    layer.take_product = partial(take_product, layer)  # type: ignore[assignment]
 
 
 @cache
-def _read_by_owner(owner: type) -> frozenset[str]:
-    """Names of a class's layers whose weights or biases its own code reads: for a fused kernel (``out_proj`` and
-    ``x_proj`` of Mamba) or for a product of its own (``dt_proj`` of Mamba, Gemma 3n's coefficients)."""
+def _named_by(owner: type, use: re.Pattern[str]) -> frozenset[str]:
+    """Names of a class's layers that its own code uses in this way."""
     found: set[str] = set()
     for kind in (kind for kind in owner.__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module):
         try:
-            found |= set(_READ.findall(source_of(kind)))
+            found |= set(use.findall(source_of(kind)))
         except (OSError, TypeError):  # a class without a file
             continue
     return frozenset(found)
 
 
-_READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape)\b|\[)")
-"""But for slices: Bloom reads those of some layers only where it is told to round as its training did."""
+_READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape)\b|\[)")
+"""Reads a weight or bias, for a fused kernel (``out_proj`` and ``x_proj`` of Mamba) or for a product of its own
+(``dt_proj`` of Mamba, Gemma 3n's coefficients); but for slices: Bloom reads those of some layers only where it is told
+to round as its training did."""
+_CAST_TO = re.compile(r"\.to\((?:dtype=)?self\.(\w+)\.weight\.dtype\)")
+"""Casts to the dtype of a weight."""
 
 
 def _attach(

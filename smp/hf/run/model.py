@@ -80,16 +80,16 @@ class TransformersModel(Model):
         self._module = (module,)
         for name, child in module.named_children():
             self.add_module(name, child)
-        if own := [name for name, _ in module.named_parameters(recurse=False)]:
+        # Nor buffers, such as the bias of BART's logits: nothing would give them values.
+        if own := [n for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]:
             raise ConfigError(f"--model-implementation transformers: {type(module).__name__} itself has {own[0]}")
         self._output = None if config.scalar_head else OutputMatrix(module, kernels.cross_entropy)
         if config.scalar_head:
             check_scores(module)
         self._blocks = [_as_block(layer) for layer in [*tower_blocks(module), *(b for _, b in blocks_of(module))]]
         names = inspect.signature(type(module).forward).parameters
-        # A cache would be filled in training, too, and kept; with one, transformers does not keep documents apart.
-        passes_on = any(given.kind is inspect.Parameter.VAR_KEYWORD for given in names.values())
-        self._asked = {"use_cache": False} if "use_cache" in names or passes_on else {}
+        # A cache would be filled in training, too, and kept, and with one transformers tells no documents apart.
+        self._asked = {"use_cache": False} if _takes_use_cache(module) else {}
         refuse_new_caches(module)
         takes = [name for name in CACHES if name in names and not config.scalar_head]
         self._cache_name = takes[0] if takes and module._supports_default_dynamic_cache() else ""
@@ -226,6 +226,15 @@ class TransformersModel(Model):
         return F.pad(positions, (0, -positions.shape[-1] % self._slices))
 
 
+def _takes_use_cache(module: Any) -> bool:
+    """Whether the forward pass of ``module``, or of the decoder that it passes its other arguments on to (Qwen3-VL),
+    has an argument ``use_cache``."""
+    own = inspect.signature(type(module).forward).parameters
+    if "use_cache" in own or all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in own.values()):
+        return "use_cache" in own
+    return "use_cache" in inspect.signature(type(module.get_decoder()).forward).parameters
+
+
 def _refuse_inner_images(module: Any, context: ParallelContext) -> None:
     """Refuse sequence parallelism where the decoder's layers add image features for all tokens (Qwen3-VL, Mllama)."""
     if not context.sequence_parallel or not decoder_of(module):
@@ -245,10 +254,21 @@ def _without_dropout(module: nn.Module) -> list[str]:
         key = name.rpartition(".")[2]
         found[key] = max(value, found.get(key, 0.0))
         setattr(owner.config if owner is module else owner, key, 0.0)
+    for router in module.modules():
+        # PhiMoE's routers draw experts among those whose scores differ by less than this, and take the best ones in
+        # evaluation, with the same gradient. The number itself stays: it says which experts share the weight.
+        if hasattr(router, "router_jitter_noise"):
+            router.training = False
+            router.train = MethodType(_stays, router)  # type: ignore[method-assign]
     if not found:
         return []
     named = ", ".join(f"{name} {value:g}" for name, value in found.items())
     return [f"note: dropout of config.json is off, its masks would depend on the layout: {named}"]
+
+
+def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
+    """``train`` of a module that is in evaluation always."""
+    return module
 
 
 def _as_block(layer: Any) -> Any:

@@ -125,8 +125,8 @@ def open_model(load: Path, adapter: Path | None = None, reference: Path | None =
         return opened
     if opened.weights.config.is_foreign:
         raise ConfigError(
-            f"--adapter {adapter}: transformers computes the model in --load, and peft merges adapters of it; leave it "
-            "out"
+            f"--adapter {adapter}: transformers computes the model in --load, and its adapters are not merged here: "
+            "merge them by peft (docs/any-model.md), and --load the merged folder without --adapter"
         )
     # Added into the weights while they are read: the model then is a plain one.
     merged = MergedWeights(opened.weights, open_adapters(adapter, opened))
@@ -181,8 +181,8 @@ def load_model(opened: Opened, device: torch.device, dtype: torch.dtype = torch.
 def _load_foreign(weights: Weights, context: ParallelContext, device: torch.device, dtype: torch.dtype) -> Model:
     if weights.config.reads_apart:
         raise ConfigError(
-            "--load: an encoder with a decoder is trained here, and not used: load the folder that --save-hf writes by "
-            "transformers"
+            "--load: the tools write no texts with an encoder and a decoder: load the folder that --save-hf writes by "
+            "transformers' AutoModelForSeq2SeqLM"
         )
     # Here, because a model of this project's own needs none of that room.
     from smp.hf.run.model import TransformersModel

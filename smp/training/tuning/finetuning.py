@@ -336,7 +336,8 @@ def _sizes(config: Config, context: ParallelContext, model: Model) -> list[str]:
     """Lines on how many parameters are trained, and on their bytes."""
     assert config.model.vocab_size is not None
     parameters, base = list(model.parameters()), count_parameters(config.model, config.model.vocab_size).total
-    trained = base
+    # Parts that --freeze-vision-model and its kin leave as they are; DTensors count whole.
+    trained = base - (0 if config.has_adapters else sum(p.numel() for p in parameters if not p.requires_grad))
     if config.has_adapters:
         # On the CPU: a group with gloo sums it without the GPU.
         # Global sizes: DTensors count whole.
