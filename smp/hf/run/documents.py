@@ -56,9 +56,9 @@ def refuse_new_caches(module: Any) -> None:
     Training needs none: recompute would write each layer's keys twice, and with a cache transformers makes masks that
     know of no documents.
     """
-    lists = [block for _, block in blocks_of(module)]
+    blocks = {id(block) for _, block in blocks_of(module)}
     for part in module.modules():
-        if any(layer is block for layer in _in_lists(part) for block in lists):
+        if any(id(layer) in blocks for layer in _in_lists(part)):
             part.register_forward_pre_hook(refuse_new_cache, with_kwargs=True)
 
 
