@@ -11,6 +11,9 @@ expert parallelism    have different tokens: rows travel to the ranks of their e
 tensor parallelism    have the same tokens: each computes what its experts add to them, the sum is all-reduced
 ====================  =============================================================================================
 
+JetMoE has an interface of its own: ``experts(inputs, expert_size)`` is one matrix of each expert, for rows that are
+sorted by expert. Only tensor-parallel ranks have some of these each (:func:`sorted_rows`).
+
 With both, the experts are cut over expert parallelism first. The router stays Hugging Face's and computes on its own
 tokens, so a transformed model chooses the experts that it chose before.
 """
@@ -28,12 +31,14 @@ from torch import nn
 
 from smp.config.command_line.fields import did_you_mean
 from smp.config.schema import ConfigError
+from smp.hf.planning.rows import SORTED_IN, SORTED_OUT
 from smp.layers.moe.dispatch import Dispatch
 from smp.parallel.collectives import Group, copy_to_group, reduce_from_group
 
 # transformers' names of the arguments of ``experts(...)``; a module is recognised by them.
 _INTERFACE = ["hidden_states", "top_k_index", "top_k_weights"]
 _INTERFACES = (_INTERFACE, ["hidden_states", "router_indices", "routing_weights"])  # GPT-OSS has other words for it
+_SORTED = ["inputs", "expert_size"]
 _BALANCING = (None, "none", "aux_loss")
 _ONLY = {"smp_moe": True, "moe_z_loss_coeff": 0.0, "global_token_shuffle": False, "moe_all_to_all_dispatcher": True}
 
@@ -145,6 +150,50 @@ def own_experts(name: str, module: nn.Module, ranks: int, degrees: str) -> int:
     if total % ranks:
         raise ConfigError(f"{name}: {total} experts are not divisible by {degrees}")
     return total // ranks
+
+
+def own_sorted_experts(name: str, module: nn.Module, ranks: int) -> int:
+    """How many matrices of ``experts(inputs, expert_size)`` each of ``ranks`` gets.
+
+    Raises:
+        ConfigError: the module is not as the interface says, or the ranks do not divide its experts.
+    """
+    total = getattr(module, "num_experts", None)
+    shapes = [tuple(p.shape[:1]) for p in module.parameters()]
+    named = list(inspect.signature(type(module).forward).parameters)[1:]
+    if named != _SORTED or not isinstance(total, int) or set(shapes) != {(total,)}:
+        raise ConfigError(f"{name}: {type(module).__name__} has not the interface experts({', '.join(_SORTED)})")
+    if total % ranks:
+        raise ConfigError(f"{name}: {total} experts are not divisible by tensor_parallel_degree {ranks}")
+    return total // ranks
+
+
+def sorted_rows(
+    compute: Callable[..., torch.Tensor], x: torch.Tensor, counts: list[int], own: int, style: str, tp: Group
+) -> torch.Tensor:
+    """Rows, sorted by expert, through matrices of experts that are spread over tensor-parallel ranks.
+
+    Args:
+        compute: the interface, for this rank's experts.
+        x: (rows, in), the same on all ranks; of ``sorted_experts_out`` (rows of this rank's experts, in).
+        counts: rows of each expert.
+        own: number of experts that this rank has.
+        style: one of ``SORTED_EXPERTS``.
+
+    Returns:
+        (rows, out), or of ``sorted_experts_in`` (rows of this rank's experts, out).
+    """
+    first = own * tp.rank
+    mine = counts[first : first + own]
+    before, number = sum(counts[:first]), sum(mine)
+    if style != SORTED_OUT:
+        # Each rank gives the gradient of some rows: the copy's backward sums them.
+        x = copy_to_group(x, tp).narrow(0, before, number)
+    made = compute(x, mine)
+    if style == SORTED_IN:
+        return made
+    # Zeros stand for rows of other ranks' experts.
+    return reduce_from_group(F.pad(made, (0, 0, before, sum(counts) - before - number)), tp)
 
 
 def combined(

@@ -23,7 +23,7 @@ from smp.hf import experts
 from smp.hf.adapters import target_of
 from smp.hf.planning.borrowed import Borrowed
 from smp.hf.planning.module_plan import Plan, Step
-from smp.hf.planning.rows import COLUMN, EMBEDDING, EXPERTS, LATENT, ROW, SUMMED
+from smp.hf.planning.rows import COLUMN, EMBEDDING, EXPERTS, LATENT, ROW, SORTED_EXPERTS, SUMMED
 from smp.hf.products import product
 from smp.hf.sagemaker.fsdp1 import FSDP2
 from smp.layers.parameter import local
@@ -102,6 +102,7 @@ class Cut:
         children: of this module, as they were.
         borrowed: its children's parameters that its own forward pass reads.
         lent: this module's parameters that are plain while its parent's forward pass runs.
+        fused: the child, cut, whose product is left out of this module's fused kernel.
         ep: of experts the ranks that exchange rows for them, if there are any.
         ep_mean: gradients of experts are means over ``ep``, because FSDP takes means; else sums.
         fsdp1: FSDP1 is around it, and knows of the cut.
@@ -116,6 +117,7 @@ class Cut:
     children: tuple[nn.Module, ...] = ()
     borrowed: Borrowed = ()
     lent: set[str] = field(default_factory=set)
+    fused: str | None = None
     ep: Group | None = None
     ep_mean: bool = True
     fsdp1: bool = False
@@ -126,7 +128,7 @@ class Cut:
 def install(model: nn.Module, plan: Plan, group: Group, ep: Group | None) -> None:
     """Give every module of ``plan`` its forward pass and its attributes."""
     boundaries = {name: Boundary() for name in plan.boundaries}
-    for name in plan.steps.keys() | plan.boundaries | plan.borrowed.keys():
+    for name in plan.steps.keys() | plan.boundaries | plan.borrowed.keys() | plan.fused.keys():
         # Experts, boundaries and borrowers may be modules without an own row.
         step = plan.steps.get(name, Step("boundary", {}))
         # An adapter's factors share the boundary of the layer that they adapt.
@@ -135,7 +137,8 @@ def install(model: nn.Module, plan: Plan, group: Group, ep: Group | None) -> Non
         exchanging = ep if step.style == EXPERTS else None
         module.smp_cut = Cut(step, group, inside, boundaries.get(name), tuple(module.children()), ep=exchanging)
         module.smp_cut.borrowed = plan.borrowed.get(name, ())
-        module.forward = MethodType(_forward_of(step), module)
+        module.smp_cut.fused = plan.fused.get(name)
+        module.forward = MethodType(_without_last_product if name in plan.fused else _forward_of(step), module)
         # generate and the Trainer inspect the signature of a whole model's forward.
         if hasattr(module, "save_pretrained"):
             module.forward = _OfModel(module)
@@ -174,6 +177,8 @@ def _forward_of(step: Step) -> Any:
         return _row
     if step.style == EXPERTS:
         return _dense_experts if step.dense else _experts
+    if step.style in SORTED_EXPERTS:
+        return _sorted_experts
     if step.style == LATENT:
         return _latent
     return _embedding if step.style == EMBEDDING else _with_plain_parameters
@@ -289,6 +294,40 @@ def _dense_experts(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     group: Group = module.smp_cut.group
     # [experts/tp x tokens, hidden] on each rank
     return gather_rows(_with_plain_parameters(module, split_tokens(hidden_states, group)), group)
+
+
+def _sorted_experts(module: Any, inputs: torch.Tensor, expert_size: list[int]) -> torch.Tensor:
+    """(rows, in) sorted by expert, and the numbers of each expert's -> (rows, out)."""
+    cut: Cut = module.smp_cut
+    compute = partial(_with_plain_parameters, module)
+    return experts.sorted_rows(compute, inputs, expert_size, module.num_experts, cut.step.style, cut.group)
+
+
+class _LastProduct:
+    """Stands for an output matrix while its module's forward pass runs, which may hand weight and bias to a fused
+    kernel: of none the kernel gives what it would have multiplied."""
+
+    weight = bias = None
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer, self.called = layer, False
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        self.called = True
+        return self.layer(x)
+
+
+def _without_last_product(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward, whose output matrix, cut, computes after a fused kernel instead of inside of it."""
+    name = module.smp_cut.fused
+    last = _LastProduct(module._modules[name])
+    # In front of the child, which keeps its place among the modules.
+    vars(module)[name] = last
+    try:
+        out = _with_plain_parameters(module, *args, **kwargs)
+    finally:
+        del vars(module)[name]
+    return out if last.called else last(out)
 
 
 def _latent(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -11,12 +11,15 @@ import torch
 from smp.config import ConfigError
 from smp.hf.planning.module_plan import dropouts, make_plan
 from smp.hf.planning.share import Share
+from tests.distributed import run_distributed
 from tests.hf import architectures
 from tests.parity.result import TOLERANCE
-from tests.training.any_model_lab import VOCAB, class_of
+from tests.training.any_model_lab import VOCAB, class_of, largest_error, plain_loop, tune_types, write_type
 from tests.training.any_model_table import (
     CHUNK,
+    CUT,
     SHARE,
+    STEPS,
     TYPES,
     chunks,
     measure,
@@ -24,6 +27,7 @@ from tests.training.any_model_table import (
     shown,
     written,
 )
+from tests.training.tuning_lab import together
 
 pytest.importorskip("transformers")
 
@@ -34,6 +38,7 @@ def test_the_table_has_every_type_and_no_number_above_the_tolerance() -> None:
     every = [cell for cells in found.values() for cell in cells.values()]
     numbers = [float(cell) for cell in every if re.fullmatch(r"\d+e[-+]\d+", cell)]
     assert len(numbers) > 7 * len(TYPES) and max(numbers) <= TOLERANCE
+    assert not any(cell.startswith("warned") for cell in every), "each type is cut or refused"
 
 
 def share_of(kind: str) -> Share:
@@ -62,6 +67,27 @@ def test_a_rank_of_two_has_what_the_table_says_and_hears_where_that_is_more_than
         assert said == part_of_a_rank((share.total - share.cut / 2) / share.total), kind
         warned = any(line.startswith("warning:") for line in share.lines(2))
         assert warned == said.startswith("warned"), (kind, share.lines(2))
+
+
+def test_matrices_of_experts_and_of_mixers_that_kernels_read_are_cut(tmp_path: Path) -> None:
+    """JetMoE's experts have an interface of their own; Mamba-2's output matrix goes to a fused kernel."""
+    kinds = ("jetmoe", "mamba2")
+    folders = {kind: write_type(tmp_path / kind, kind) for kind in kinds}
+    flags = [
+        f"--load {folder} --data-path {folder}/sft.jsonl --log-dir {folder}/logs {STEPS} --weight-decay 0 "
+        f"--model-implementation transformers --packing off --tensor-model-parallel-size 2"
+        for folder in folders.values()
+    ]
+    ranks = run_distributed(tune_types, 2, flags)
+    for i, kind in enumerate(kinds):
+        run = together([rank[i] for rank in ranks])
+        errors = largest_error(run, plain_loop(folders[kind], run["batches"]))
+        assert max(errors.values()) <= TOLERANCE and run["share"] <= CUT, (kind, errors, run["share"])
+
+
+def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="input_linear: 4 experts are not divisible by tensor_parallel_degree 3"):
+        make_plan(architectures.build("jetmoe"), None, 3, 0)
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from smp.hf.sources import source_of
 _KIND = ("dtype", "device", "shape", "size", "dim", "ndim")
 _NOT_ITS_KIND = rf"\b(?!\.(?:{'|'.join(_KIND)})\b)"
 """After a tensor's name: its values are wanted, not only dtype, device or shape."""
+_FUSED_OUTPUT = re.compile(r"\boutproj_(?:weight|bias)=self\.(\w+)\.(?:weight|bias)\b")
+"""Arguments of Mamba-2's fused kernel, which leaves its last product out where it gets none."""
 Borrowed = tuple[tuple[Any, str], ...]
 
 
@@ -104,9 +106,16 @@ def whole_parameters(steps: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def children_read(module: nn.Module) -> list[tuple[str, str]]:
-    """(child, own parameter) for all of its children's parameters that the class of ``module`` reads or passes on."""
+    """(child, own parameter) for all of its children's parameters that the class of ``module`` reads or passes on, but
+    for the output matrix of a fused kernel, which works without."""
     own = {name: tuple(layer_under(child)._parameters) for name, child in module.named_children()}
-    return _children_read(_source_of(type(module)), own)
+    return _children_read(_FUSED_OUTPUT.sub("", _source_of(type(module))), own)
+
+
+def matrix_of_fused_kernel(module: nn.Module) -> str | None:
+    """The child whose weight and bias the class of ``module`` passes to a fused kernel as its last product."""
+    found = _FUSED_OUTPUT.search(_source_of(type(module)))
+    return None if found is None else found[1]
 
 
 def _children_read(source: str, own: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:

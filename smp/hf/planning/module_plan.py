@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from smp.config.schema import ConfigError
-from smp.hf.adapters import base_of, target_of, with_adapters
-from smp.hf.experts import dense, own_experts
-from smp.hf.planning.borrowed import Borrowed, borrowed_parameters, whole_parameters
+from smp.hf.adapters import base_of, layer_under, target_of, with_adapters
+from smp.hf.experts import dense, own_experts, own_sorted_experts
+from smp.hf.planning.borrowed import Borrowed, borrowed_parameters, matrix_of_fused_kernel, whole_parameters
 from smp.hf.planning.rows import (
     COLUMN,
     DIVIDE,
@@ -24,6 +24,7 @@ from smp.hf.planning.rows import (
     OWN_PARAMETERS,
     REPLICATE,
     ROW,
+    SORTED_EXPERTS,
     STYLES,
     SUMMED,
     expert_rows_of,
@@ -80,13 +81,15 @@ class Plan:
     """The plan of a model.
 
     Steps by the module's name; attributes of modules to set; modules whose children share a collective; parameters that
-    modules read from those below them; and methods other than forward that read parameters."""
+    modules read from those below them; methods other than forward that read parameters; and of mixers with a fused
+    kernel the child whose matrix that kernel must not multiply with, since it is cut."""
 
     steps: dict[str, Step] = field(default_factory=dict)
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)
     boundaries: set[str] = field(default_factory=set)
     borrowed: dict[str, Borrowed] = field(default_factory=dict)
     methods: dict[str, set[str]] = field(default_factory=dict)
+    fused: dict[str, str] = field(default_factory=dict)
 
 
 def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, tp_rank: int, ep_size: int = 1) -> Plan:
@@ -116,6 +119,8 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
             plan.steps[name] = _embedding(name, module, style, tp_size)
         elif style == EXPERTS:
             plan.steps[name] = _experts(name, module, tp_size, ep_size, plan)
+        elif style in SORTED_EXPERTS:
+            plan.steps[name] = _sorted_experts(name, module, style, tp_size, plan)
         elif style == LATENT:
             plan.steps[name] = _latent(model, name, module)
         elif style is not None and style not in STYLES:
@@ -131,6 +136,7 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None, tp_size: int, t
     if any(module.training for module, _, _ in dropouts(model)):  # else when it is set to training (smp.hf.guards)
         check_dropout(model)
     plan.borrowed, plan.methods = borrowed_parameters(model, whole_parameters(plan.steps), plan.steps)
+    plan.fused = _fused(modules, plan)
     return plan
 
 
@@ -167,6 +173,22 @@ def _experts(name: str, module: nn.Module, tp_size: int, ep_size: int, plan: Pla
     plan.numbers.setdefault(name, {})["num_experts"] = own
     note = f"{own} of {own * tp_size * ep_size} on each rank"
     return Step(EXPERTS, dict.fromkeys(_own(module), 0), note=note, dense=dense(module))
+
+
+def _sorted_experts(name: str, module: nn.Module, style: str, tp_size: int, plan: Plan) -> Step:
+    try:
+        own = own_sorted_experts(name, module, tp_size)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_leave_whole(name)}") from None
+    plan.numbers.setdefault(name, {})["num_experts"] = own
+    return Step(style, dict.fromkeys(_own(module), 0), note=f"{own} of {own * tp_size} on each rank")
+
+
+def _fused(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
+    """Children that are cut, by the module whose fused kernel would multiply with their whole matrices."""
+    cut = {id(modules[name]) for name, step in plan.steps.items() if step.style in (*COLUMN, *ROW)}
+    found = ((name, matrix_of_fused_kernel(module)) for name, module in modules.items())
+    return {n: child for n, child in found if child and id(layer_under(modules[n]._modules[child])) in cut}
 
 
 def _check_experts(model: nn.Module, plan: Plan, ep_size: int) -> None:

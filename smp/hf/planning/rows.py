@@ -14,6 +14,10 @@ embedding_rowwise                 each has some rows of a table, the results are
 embedding_colwise                 each has some columns of a table and keeps them
 replicated_with_grad_allreduce    all have the weight and use it on their own heads: gradients are summed
 experts                           each has some of the experts of a stack (:mod:`smp.hf.experts`)
+sorted_experts                    each has some of a stack's matrices, whose rows are sorted by expert; the results are
+                                  put together
+sorted_experts_in                 ... and keeps the results of its own experts
+sorted_experts_out                ... of these, and the results are put together
 mla_kv_a_proj                     all have the weight; of its last columns, which bypass the layers after it, each
                                   uses some heads' gradient: that is summed
 replicate                         all compute the same, in the module and all below it
@@ -36,12 +40,14 @@ EMBEDDING = "embedding_rowwise"
 SUMMED = "replicated_with_grad_allreduce"
 EMBEDDING_COLUMNS = "embedding_colwise"
 EXPERTS = "experts"
+SORTED, SORTED_IN, SORTED_OUT = "sorted_experts", "sorted_experts_in", "sorted_experts_out"
+SORTED_EXPERTS = (SORTED, SORTED_IN, SORTED_OUT)
 LATENT = "mla_kv_a_proj"
 OWN_PARAMETERS = "own parameters"
 """A style that no row has: for parameters that a module has itself, such as attention sinks."""
 REPLICATE = "replicate"
 DIVIDE = "divide"
-STYLES = (*COLUMN, *ROW, EMBEDDING, EMBEDDING_COLUMNS, EXPERTS, LATENT, SUMMED, REPLICATE, DIVIDE)
+STYLES = (*COLUMN, *ROW, EMBEDDING, EMBEDDING_COLUMNS, EXPERTS, *SORTED_EXPERTS, LATENT, SUMMED, REPLICATE, DIVIDE)
 # Names that transformers' plans use or used for the same styles.
 _OTHER_NAMES = {
     "colwise_rep": "colwise_gather_output",
@@ -110,6 +116,16 @@ def _bert(base: str, head: str) -> dict[str, str]:
     }
 
 
+def _jetmoe(layer: str) -> dict[str, str]:
+    """Queries are experts' outputs, which attention needs of all experts."""
+    return {
+        f"{layer}.mlp.input_linear": "sorted_experts_in",
+        f"{layer}.mlp.output_linear": "sorted_experts_out",
+        f"{layer}.self_attention.experts.input_linear": "sorted_experts",
+        f"{layer}.self_attention.experts.output_linear": "sorted_experts",
+    }
+
+
 _WHOLE_SHARED_EXPERTS = {"model.layers.*.mlp.shared_experts": REPLICATE}
 
 OWN: dict[str, dict[str, str]] = {
@@ -123,6 +139,7 @@ OWN: dict[str, dict[str, str]] = {
     "bloom": dict.fromkeys(
         ("transformer.h.*.self_attention.dense", "transformer.h.*.mlp.dense_4h_to_h"), "rowwise_split_input"
     ),
+    "jetmoe": _jetmoe("model.layers.*") | _jetmoe("layers.*"),
     "inkling_text": _WHOLE_SHARED_EXPERTS,
     "longcat_flash": {"model.layers.*.mlp.experts": REPLICATE},
     "bert": _bert("bert", "cls.predictions.decoder"),
