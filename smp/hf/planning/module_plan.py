@@ -188,7 +188,7 @@ def _fused(modules: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
     """Children that are cut, by the module whose fused kernel would multiply with their whole matrices."""
     cut = {id(modules[name]) for name, step in plan.steps.items() if step.style in (*COLUMN, *ROW)}
     found = ((name, matrix_of_fused_kernel(module)) for name, module in modules.items())
-    return {n: child for n, child in found if child and id(layer_under(modules[n]._modules[child])) in cut}
+    return {n: child for n, child in found if child and id(layer_under(modules[n].get_submodule(child))) in cut}
 
 
 def _check_experts(model: nn.Module, plan: Plan, ep_size: int) -> None:
