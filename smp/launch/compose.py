@@ -169,7 +169,7 @@ def _default_cluster(recipes: Mapping[str, Any], overrides: list[Override]) -> s
     return "local" if found.get("nodes", "1") in ("1", "null", "", None) and not found.get("container") else "slurm"
 
 
-_NEVER_NULL = ("kind", "namespace", "pullPolicy", "shm_size")
+_NEVER_NULL = ("namespace", "pullPolicy", "shm_size")
 """Keys of clusters that always have a value: where a file leaves them null, the default is used."""
 
 
@@ -188,12 +188,12 @@ def _read_hyperpods_cluster(tree: dict[str, Any], notes: list[str]) -> None:
     cluster = tree.get("cluster")
     if not isinstance(cluster, dict):
         return
-    # HyperPod's own switch between the two kinds of jobs.
+    # HyperPod's own switch between the two kinds of jobs of an operator; a kind that was said has to agree.
     wanted = cluster.pop("use_hyperpod_pytorch_job", None)
     if not isinstance(wanted, bool | None):
         raise ConfigError(f"cluster.use_hyperpod_pytorch_job: expected true or false, got {wanted!r}")
     kind, hyperpods, kubeflows = cluster.get("kind"), "HyperPodPyTorchJob", "PyTorchJob"
-    if (wanted is False and kind == hyperpods) or (wanted and kind not in (None, "Job", hyperpods)):
+    if wanted is not None and kind not in (None, hyperpods if wanted else kubeflows):
         raise ConfigError(f"cluster.use_hyperpod_pytorch_job: {str(wanted).lower()} contradicts cluster.kind={kind}")
     if wanted is not None:
         cluster["kind"] = hyperpods if wanted else kubeflows

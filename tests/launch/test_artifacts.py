@@ -237,6 +237,14 @@ def test_pods_ask_for_the_network_of_their_machine_and_for_no_privilege() -> Non
             ["cluster.kind=HyperPodPyTorchJob", "cluster.use_hyperpod_pytorch_job=false"],
             "use_hyperpod_pytorch_job: false contradicts cluster.kind=HyperPodPyTorchJob",
         ),
+        (
+            ["cluster.kind=Job", "+cluster.use_hyperpod_pytorch_job=false"],
+            "use_hyperpod_pytorch_job: false contradicts cluster.kind=Job",
+        ),
+        (
+            ["+cluster.use_hyperpod_pytorch_job=true", "cluster.kind=Job"],
+            "use_hyperpod_pytorch_job: true contradicts cluster.kind=Job",
+        ),
         (["cluster.privileged=no"], "cluster.privileged: expected true or false, got 'no'"),
         (["cluster.hostNetwork=off"], "cluster.hostNetwork: expected true or false, got 'off'"),
         (["+cluster.queue=x"], "did you mean queue_name?"),

@@ -355,13 +355,8 @@ def test_a_cluster_file_that_leaves_a_key_open(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "recipes_collection/cluster/k8s.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     cluster = compose(["recipes=laptop/debug", "cluster=k8s"]).tree["cluster"]
-    assert [cluster[key] for key in ("kind", "namespace", "pullPolicy", "shm_size")] == [
-        "Job",
-        "default",
-        "Always",
-        "64Gi",
-    ]
-    assert cluster["queue_name"] is None
+    assert [cluster[key] for key in ("namespace", "pullPolicy", "shm_size")] == ["default", "Always", "64Gi"]
+    assert cluster["kind"] is None and cluster["queue_name"] is None
 
 
 def test_yaml_means_what_flags_mean() -> None:

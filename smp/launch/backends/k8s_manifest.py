@@ -53,7 +53,7 @@ def artifacts(job: Job) -> Artifacts:
     known = load_yaml(collection() / "cluster" / "k8s.yaml")
     if unknown := [key for key in cluster if key not in known]:
         raise ConfigError(f"cluster.{unknown[0]}: there is no such key{did_you_mean(unknown[0], known)}")
-    kind = cluster.get("kind")
+    kind = "Job" if cluster.get("kind") is None else cluster["kind"]
     if kind not in KINDS:
         raise ConfigError(f"cluster.kind: {kind} is none of {', '.join(KINDS)}")
     if not job.tree.get("container"):
