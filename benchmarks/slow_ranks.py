@@ -2,10 +2,11 @@
 
     python benchmarks/slow_ranks.py --ranks 4 --steps 1000 --sleeps 200
 
-Runs ``pretrain_gpt.py --log-straggler`` with torchrun, keeps what all ranks took for their own computation, and looks
-for false alarms in it. Then, so many times, a random rank sleeps 50 to 500 ms in each of 20 steps from a random one on:
-the times are the recorded ones, the sleep is added. Named right is the rank within these 20 steps, and no other but
-those that are named without the sleep: on a machine with more to do than processors they are slow.
+Runs ``pretrain_gpt.py --log-straggler`` with torchrun, keeps what all ranks took for their own computation, for their
+data, and without a processor, and counts who is named for each. Being named for own computation is a false alarm; on a
+machine with more to do than processors ranks do wait for one. Then, so many times, a random rank sleeps 50 to 500 ms in
+each of 20 steps from a random one on: the times are the recorded ones, the sleep is added to own computation. Named
+right is the rank within these 20 steps, and no other but those that are named without the sleep.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from smp.training.reporting.slow_ranks import KINDS
 from smp.training.reporting.stragglers import WINDOW, Detector, Numbers
 
 FLAGS = (
@@ -37,21 +39,24 @@ def worker(argv: list[str]) -> int:
     compare = SlowRanks._compare
 
     def keep(self: Any, iteration: int, times: Numbers) -> None:
-        kept.append(times[0].copy())
+        kept.append(times.copy())
         compare(self, iteration, times)
 
     SlowRanks._compare = keep  # type: ignore[method-assign]
     code = pretrain_gpt.main(argv[1:])
     if kept:
-        np.save(argv[0], np.concatenate(kept))
+        np.save(argv[0], np.concatenate(kept, axis=1))
     return code
 
 
-def named(times: Numbers) -> list[tuple[int, int]]:
-    """(window, rank) of all findings in times (steps, ranks)."""
-    detector = Detector([0] * times.shape[1])
-    windows = times.reshape(-1, WINDOW, times.shape[1])
-    return [(i, finding.rank) for i, window in enumerate(windows) for finding in detector.slow(window)]
+def named(times: Numbers, of: Numbers) -> list[tuple[int, int]]:
+    """(window, rank) of all findings in times (steps, ranks), as a run has them; ``of``: those of own computation."""
+    detector, found = Detector([0] * times.shape[1]), list[tuple[int, int]]()
+    for i in range(len(times) // WINDOW):
+        window = slice(WINDOW * i, WINDOW * (i + 1))
+        usual = np.full(times.shape[1], np.median(of[window]))
+        found += [(i, finding.rank) for finding in detector.slow(times[window], usual)]
+    return found
 
 
 def named_right(times: Numbers, draw: np.random.Generator) -> bool:
@@ -60,7 +65,7 @@ def named_right(times: Numbers, draw: np.random.Generator) -> bool:
     rank, start = int(draw.integers(ranks)), int(draw.integers(2 * WINDOW, steps - 20))
     slept = times.copy()
     slept[start : start + 20, rank] += draw.uniform(0.05, 0.5)
-    more = sorted(set(named(slept)) - set(named(times)))
+    more = sorted(set(named(slept, slept)) - set(named(times, times)))
     return bool(more) and {one for _, one in more} == {rank} and WINDOW * (more[0][0] + 1) <= start + 20
 
 
@@ -88,14 +93,18 @@ def main() -> int:
         path = args.times or Path(folder, "times.npy")
         if not path.exists() and (code := record(args, path, folder)):
             return code
-        times = np.load(path)
+        kinds = np.load(path)  # (kinds, steps, ranks)
+    times = kinds[0]
     median, noise = np.median(times), 1.4826 * np.median(np.abs(times - np.median(times, axis=0)))
     draw = np.random.default_rng(1)
     right = sum(named_right(times, draw) for _ in range(args.sleeps))
-    print(
-        f"own computation: median {1000 * median:.1f} ms, noise {100 * noise / median:.1f} %, load {os.getloadavg()[0]}"
-    )
-    print(f"false alarms in {len(times)} quiet steps of {args.ranks} ranks: {len(named(times))}")
+    load = os.getloadavg()[0]
+    print(f"own computation: median {1000 * median:.1f} ms, noise {100 * noise / median:.1f} %, load {load}")
+    for kind, numbers in zip(KINDS, kinds, strict=True):
+        found, share = len(named(numbers, times)), numbers.mean() / times.mean()
+        print(
+            f"named in {len(times)} quiet steps of {args.ranks} ranks for {kind} ({100 * share:.0f} %): {found} times"
+        )
     print(f"ranks that slept 50 to 500 ms in 20 steps, named right: {right} of {args.sleeps}")
     return 0
 

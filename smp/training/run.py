@@ -308,7 +308,7 @@ class Run:
         profiler, first = Profiler(training, Path(self.config.logging.log_dir), self.process.rank), self.iteration + 1
         # A callback gets the weights of its step, so the next step may not have been issued.
         waits = self.guard.waits or bool(self.kind.callbacks)
-        with contextlib.closing(profiler):
+        with contextlib.closing(profiler), contextlib.closing(slow):
             while self.iteration < last:
                 profiler.step(self.iteration + 1)
                 asked = time.perf_counter()

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from smp.training.reporting import own_time
+from smp.training.reporting.own_time import HostTime
 from smp.training.reporting.stragglers import WINDOW, Detector, roles_of
 from tests.training.flag_runs import TINY, proves, run_here
 
@@ -65,6 +68,52 @@ def test_ranks_of_a_stage_are_compared_with_each_other_only() -> None:
 def test_of_two_ranks_the_slower_one_is_named_also_when_it_always_was() -> None:
     times = quiet(4)[:, :2] * np.array([1.0, 1.3])
     assert {rank for _, rank in named(times, Detector([0, 0]))} == {1}
+
+
+class Clocks:
+    """A step of a rank: seconds that pass, that it runs, and that it has no processor in."""
+
+    def __init__(self) -> None:
+        self.wall = self.ran = self.delay = self.waited = 0.0
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.ran
+
+    def seconds(self) -> float:
+        return self.delay
+
+    def pass_by(self, *, runs: float = 0.0, sleeps: float = 0.0, delayed: float = 0.0, waits: float = 0.0) -> None:
+        self.wall += runs + sleeps + delayed + waits
+        self.ran += runs
+        self.delay += delayed
+        self.waited += waits
+
+
+def test_what_another_process_takes_is_not_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks()
+    monkeypatch.setattr(own_time, "time", clocks)
+    monkeypatch.setattr(own_time, "_Delay", lambda: clocks)
+    host = HostTime([], None)
+    monkeypatch.setattr(host, "_waited", lambda: clocks.waited)
+    with host.measured(1):
+        clocks.pass_by(runs=3, sleeps=5, delayed=7, waits=11)
+    assert (host.seconds, host.delayed) == (8, 7)
+    with host.measured(2):  # woken from a wait the rank has no processor at first: that is a part of the wait
+        clocks.pass_by(runs=3, waits=11)
+        clocks.delay += 6
+    assert (host.seconds, host.delayed) == (3, 0)
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not say")
+def test_the_system_says_how_long_a_thread_had_no_processor() -> None:
+    delay = own_time._Delay()
+    first = delay.seconds()
+    sum(range(200_000))
+    assert 0 < first <= delay.seconds()
+    delay.close()
 
 
 SLEEPS = """

@@ -23,7 +23,8 @@ from smp.training.reporting.stragglers import WINDOW, Detector, Finding, Numbers
 
 FILE = "stragglers.jsonl"
 """Name of the file in --log-dir to which each finding is added."""
-KINDS = ("own computation", "waiting for data")
+KINDS = ("own computation", "waiting for data", "waiting for a processor")
+_HINTS = {KINDS[2]: "; its host has too few of them for all that runs there"}
 
 
 class SlowRanks:
@@ -56,9 +57,14 @@ class SlowRanks:
         self._hosts, stages, experts_of = zip(*gather((socket.gethostname(), context.pp_rank, experts)), strict=True)
         roles = roles_of(stages, experts_of)
         self._detectors = [Detector(roles) for _ in KINDS]
-        self._rows: list[tuple[float, float]] = []
+        self._rows: list[tuple[float, float, float]] = []
         self._named: set[tuple[str, int]] = set()
         self._told, self._count = 0, config.logging.straggler_minmax_count
+
+    def close(self) -> None:
+        """Close what the clock has open."""
+        if self._on:
+            self._clock.close()
 
     def measured(self, iteration: int) -> AbstractContextManager[None]:
         """Context of a step."""
@@ -68,7 +74,7 @@ class SlowRanks:
         """Note a step that ``waited`` so many seconds for its data. Every ``WINDOW`` steps all ranks meet here."""
         if not self._on:
             return
-        self._rows.append((self._clock.seconds, waited))
+        self._rows.append((self._clock.seconds, waited, self._clock.delayed))
         if len(self._rows) < WINDOW:
             return
         own = torch.tensor(self._rows, dtype=torch.float64)
@@ -80,7 +86,7 @@ class SlowRanks:
 
     def _compare(self, iteration: int, times: Numbers) -> None:
         """Compare the times of a window, seconds (kinds, steps, ranks), and report who is slow."""
-        # Both kinds are compared with the usual time of a step's computation.
+        # All kinds are compared with the usual time of a step's computation.
         usual = np.full(times.shape[-1], np.median(times[0]))
         slow: set[tuple[str, int]] = set()
         for kind, detector, numbers in zip(KINDS, self._detectors, times, strict=True):
@@ -102,7 +108,7 @@ class SlowRanks:
         took, usual = 1000 * finding.seconds, 1000 * finding.usual
         self._console.say(
             f"WARNING: rank {rank} on {host} is slow: {kind} takes {took:.1f} ms of a step, {usual:.1f} ms are usual "
-            f"(iterations {iteration - WINDOW + 1} to {iteration})"
+            f"(iterations {iteration - WINDOW + 1} to {iteration}){_HINTS.get(kind, '')}"
         )
         record = {"iteration": iteration, "rank": rank, "host": host, "what": kind}
         record |= {"seconds": finding.seconds, "usual": finding.usual}
