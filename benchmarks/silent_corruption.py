@@ -42,7 +42,7 @@ def planned(flips: int, ranks: int, seed: int) -> list[tuple[str, str, int, int]
 def worker(argv: list[str]) -> int:
     """One rank of the run."""
     import pretrain_gpt
-    from smp.parallel.dtensor_box import local_part
+    from smp.parallel.dtensor_region import local_part
     from smp.training import trainer
     from tests.training.test_replicas import flip
 

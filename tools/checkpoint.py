@@ -37,7 +37,7 @@ from smp.checkpoint.folders.retention import VALIDATION_LOSS, Retention, doomed,
 from smp.checkpoint.format.entries import ELEMENT_SIZES, TensorEntry
 from smp.checkpoint.format.manifest import MANIFEST
 from smp.checkpoint.rewrite import rewrite
-from smp.checkpoint.tensor_slices import read_blocks, read_box
+from smp.checkpoint.tensor_slices import read_blocks, read_region
 from smp.config.command_line.command import CommandParser, run_tool
 
 _SHOWN_WHOLE = 1000  # elements: of more, torch prints only the first and last ones in each dimension
@@ -196,13 +196,13 @@ def cat(args: argparse.Namespace) -> int:
     if name not in manifest.tensors:
         raise CheckpointError(f"{folder} has no tensor {name!r}; ls shows their names, w[0:4,:8,3] selects of one")
     entry = manifest.tensors[name]
-    offsets, sizes = _box(slices, entry.shape)
+    offsets, sizes = _region(slices, entry.shape)
     blocks = read_blocks(folder, manifest, name, offsets, sizes)
     told = _statistics(block for _, block in blocks) if 0 not in sizes else []
     print(f"{name}: {entry.dtype} {list(entry.shape)}" + (f", shown {list(sizes)}" if slices else ""), *told, sep="\n")
     cut = math.prod(sizes) > _SHOWN_WHOLE
     torch.set_printoptions(precision=6, linewidth=120, threshold=0 if cut else _SHOWN_WHOLE)
-    read = partial(read_box, folder, manifest, name)
+    read = partial(read_region, folder, manifest, name)
     print(_corners(read, offsets, sizes) if cut else read(offsets, sizes))
     return 0
 
@@ -241,7 +241,7 @@ def _corners(
     return torch.cat([ends[0], ends[0].narrow(dim, 0, 1), ends[1]], dim)
 
 
-def _box(text: str | None, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def _region(text: str | None, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """Offsets and sizes of a selection such as ``0:4,:8,3``; a single number keeps its dimension, with size 1.
 
     Raises:

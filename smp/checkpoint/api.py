@@ -20,7 +20,7 @@ from smp.checkpoint.format.entries import CheckpointError, Manifest
 from smp.checkpoint.format.manifest import check_extra, read_manifest
 from smp.checkpoint.peer_files import PeerFolder
 from smp.checkpoint.storage import Write, build_manifest, unused_suffix, write_items, write_tensors
-from smp.checkpoint.tensor_slices import files_of, read_boxes
+from smp.checkpoint.tensor_slices import files_of, read_regions
 from smp.parallel.agree import on_rank_zero, rank
 
 _NONE: Mapping[str, int] = {}
@@ -165,9 +165,9 @@ def load_from(
 
     # All ranks agree that everything fits before a tensor of one of them is written to.
     on_all_ranks(prefix, fit, lambda found: require_fit(found, manifest.tensors, allow_unread))
-    # Contiguous or not: ``read_boxes`` fills views.
-    boxes = {name: (shard.box.offsets, shard.data) for name, shard in shards.items()}
+    # Contiguous or not: ``read_regions`` fills views.
+    regions = {name: (shard.region.offsets, shard.data) for name, shard in shards.items()}
     if isinstance(folder, PeerFolder):
-        files = files_of(manifest, boxes)
+        files = files_of(manifest, regions)
         on_all_ranks(prefix, lambda: folder.bring(files), lambda _: None)
-    on_all_ranks(prefix, lambda: read_boxes(folder, manifest, boxes), lambda _: None)
+    on_all_ranks(prefix, lambda: read_regions(folder, manifest, regions), lambda _: None)

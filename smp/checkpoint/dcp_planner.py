@@ -1,8 +1,8 @@
 """Which shard of which tensor every rank writes or reads.
 
 Two things need care. Where FSDP2 cuts what TP has cut unevenly, torch's own offsets are wrong (2.13: 33 rows over tp 2,
-then shard 4; :func:`smp.parallel.dtensor_box.local_box` has the right ones). And vocabulary padding, which depends on
-the layout, is cut off.
+then shard 4; :func:`smp.parallel.dtensor_region.local_region` has the right ones). And vocabulary padding, which
+depends on the layout, is cut off.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from smp.checkpoint.format.entries import ELEMENT_SIZES, CheckpointError, Tensor
 from smp.checkpoint.format.tensor_bytes import DTYPE_NAMES, DTYPES
 from smp.checkpoint.format.tensor_file import rows_of_a_shard
 from smp.checkpoint.overlap import shared_memory
-from smp.parallel.box import Box
-from smp.parallel.dtensor_box import local_box, local_part
+from smp.parallel.dtensor_region import local_part, local_region
+from smp.parallel.region import Region
 
 # Of a list of names in an error: all would fill the screen.
 _NAMED_AT_MOST = 8
@@ -28,54 +28,54 @@ _NAMED_AT_MOST = 8
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of one tensor, without padding: ``data``, a view, is the part at ``box`` of the whole, of
+    """This rank's shard of one tensor, without padding: ``data``, a view, is the part at ``region`` of the whole, of
     ``shape``."""
 
     shape: tuple[int, ...]
-    box: Box
+    region: Region
     data: torch.Tensor
 
     def rows(self, item: Item) -> torch.Tensor:
         """The rows of ``item``, as a view."""
-        return self.data.narrow(0, item.first - self.box.offsets[0], item.count) if self.shape else self.data
+        return self.data.narrow(0, item.first - self.region.offsets[0], item.count) if self.shape else self.data
 
 
 @dataclass(frozen=True)
 class Item:
-    """A part of a tensor to write: the tensor's shape, dtype by its name in the file, and box. A 0-dim tensor counts as
-    one row."""
+    """A part of a tensor to write: the tensor's shape, dtype by its name in the file, and region. A 0-dim tensor counts
+    as one row."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    box: Box
+    region: Region
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], dtype: str) -> Item:
         """The item of a whole tensor."""
-        return Item(name, shape, dtype, Box((0,) * len(shape), shape))
+        return Item(name, shape, dtype, Region((0,) * len(shape), shape))
 
     @property
     def first(self) -> int:
         """Number of the first row."""
-        return self.box.offsets[0] if self.shape else 0
+        return self.region.offsets[0] if self.shape else 0
 
     @property
     def count(self) -> int:
         """Number of rows."""
-        return self.box.sizes[0] if self.shape else 1
+        return self.region.sizes[0] if self.shape else 1
 
     @property
     def row_size(self) -> int:
         """Bytes of a row."""
-        return math.prod(self.box.sizes[1:]) * ELEMENT_SIZES[self.dtype]
+        return math.prod(self.region.sizes[1:]) * ELEMENT_SIZES[self.dtype]
 
     def rows(self, first: int, count: int) -> Item:
         """``count`` rows of this item, from its row ``first`` on."""
         if not self.shape:
             return self
-        (start, *offsets), (_, *sizes) = self.box.offsets, self.box.sizes
-        return replace(self, box=Box((start + first, *offsets), (count, *sizes)))
+        (start, *offsets), (_, *sizes) = self.region.offsets, self.region.sizes
+        return replace(self, region=Region((start + first, *offsets), (count, *sizes)))
 
     def cut(self) -> list[Item]:
         """This item, split between rows if it is too large for one shard."""
@@ -102,24 +102,24 @@ def _local_shard(name: str, tensor: Any, rows: int | None) -> LocalShard:
         raise TypeError(f"{name} has dtype {tensor.dtype}, which the checkpoint format does not have")
     if tensor.is_meta:
         raise CheckpointError(f"{name} is on the meta device and holds no data")
-    box, data = local_box(tensor), local_part(tensor)
-    if box.empty and data.numel() == 0:
-        data = data.new_empty(box.sizes)  # the local tensor of an empty shard may have lost its other dimensions
-    assert tuple(data.shape) == box.sizes, f"{name}: local shape {tuple(data.shape)} is not that of {box}"
+    region, data = local_region(tensor), local_part(tensor)
+    if region.empty and data.numel() == 0:
+        data = data.new_empty(region.sizes)  # the local tensor of an empty shard may have lost its other dimensions
+    assert tuple(data.shape) == region.sizes, f"{name}: local shape {tuple(data.shape)} is not that of {region}"
     if rows is None:
-        return LocalShard(tuple(tensor.shape), box, data)
+        return LocalShard(tuple(tensor.shape), region, data)
     if tensor.ndim == 0 or not 0 <= rows <= tensor.shape[0]:
         raise CheckpointError(f"{name} of shape {tuple(tensor.shape)} cannot have {rows} logical rows")
-    # Of the rows that are real, those in this rank's box: the last ranks may have some, or none.
-    real = min(max(rows - box.offsets[0], 0), box.sizes[0])
-    return LocalShard((rows, *tensor.shape[1:]), Box(box.offsets, (real, *box.sizes[1:])), data[:real])
+    # Of the rows that are real, those in this rank's region: the last ranks may have some, or none.
+    real = min(max(rows - region.offsets[0], 0), region.sizes[0])
+    return LocalShard((rows, *tensor.shape[1:]), Region(region.offsets, (real, *region.sizes[1:])), data[:real])
 
 
 def items_of(shards: Mapping[str, LocalShard]) -> list[Item]:
     """Items that a rank could write. A tensor without any element keeps one empty item, so that it is in the
     checkpoint."""
-    kept = [(name, shard) for name, shard in shards.items() if not shard.box.empty or 0 in shard.shape]
-    return [i for n, s in kept for i in Item(n, s.shape, DTYPE_NAMES[s.data.dtype], s.box).cut()]
+    kept = [(name, shard) for name, shard in shards.items() if not shard.region.empty or 0 in shard.shape]
+    return [i for n, s in kept for i in Item(n, s.shape, DTYPE_NAMES[s.data.dtype], s.region).cut()]
 
 
 def assign(offered: Sequence[Sequence[Item]]) -> list[list[int]]:
@@ -132,14 +132,14 @@ def assign(offered: Sequence[Sequence[Item]]) -> list[list[int]]:
     # Runs on rank 0 over what all ranks offered. Ranks and items come in a fixed order, so equal sizes
     # always give the same choice.
     seen: dict[str, tuple[tuple[int, ...], str]] = {}
-    # Replicas: equal boxes of one tensor on several ranks.
-    holders: dict[tuple[str, Box], list[tuple[int, int]]] = defaultdict(list)
+    # Replicas: equal regions of one tensor on several ranks.
+    holders: dict[tuple[str, Region], list[tuple[int, int]]] = defaultdict(list)
     for rank, items in enumerate(offered):
         for number, item in enumerate(items):
             what = item.shape, item.dtype
             if seen.setdefault(item.name, what) != what:
                 raise CheckpointError(f"ranks disagree about {item.name}: {seen[item.name]} and {what}")
-            holders[item.name, item.box].append((rank, number))
+            holders[item.name, item.region].append((rank, number))
     chosen: list[list[int]] = [[] for _ in offered]
     size = [0] * len(offered)
     for held in holders.values():

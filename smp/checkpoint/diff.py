@@ -13,7 +13,7 @@ from smp.checkpoint.folders.folder import Folder
 from smp.checkpoint.format.entries import Manifest, Shard
 from smp.checkpoint.format.tensor_bytes import DTYPES, as_bits
 from smp.checkpoint.reader import narrow
-from smp.checkpoint.tensor_slices import read_blocks, read_box
+from smp.checkpoint.tensor_slices import read_blocks, read_region
 
 CACHED = 1 << 16
 """Elements that are summed at a time: 0.5 MB in double precision, which stay in the cache."""
@@ -96,7 +96,7 @@ def _compare(
     progress: Callable[[int], None],
 ) -> None:
     # The second side at once, because its shards may be cut in another way; the first comes in blocks.
-    whole = read_box(*b, name, shard.offsets, shard.sizes)
+    whole = read_region(*b, name, shard.offsets, shard.sizes)
     for where, left in read_blocks(*a, name, shard.offsets, shard.sizes):
         right = narrow(whole, where, left.shape)
         for pair in zip(left.reshape(-1).split(CACHED), right.reshape(-1).split(CACHED), strict=True):

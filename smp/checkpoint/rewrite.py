@@ -15,7 +15,7 @@ from smp.checkpoint.format.manifest import check_files, read_manifest
 from smp.checkpoint.format.tensor_bytes import DTYPES, lay_out, raw_bytes
 from smp.checkpoint.format.tensor_file import rows_of_a_shard, write_file
 from smp.checkpoint.storage import build_manifest, write_items
-from smp.checkpoint.tensor_slices import read_box_into
+from smp.checkpoint.tensor_slices import read_region_into
 
 
 def rewrite(
@@ -78,8 +78,8 @@ def cut(manifest: Manifest, files: int) -> Iterator[list[Item]]:
 def _read(
     source: Folder, manifest: Manifest, memory: torch.Tensor, progress: Callable[[int], None], item: Item
 ) -> Iterator[memoryview]:
-    piece = memory[: item.count * item.row_size].view(DTYPES[item.dtype]).view(item.box.sizes)
-    read_box_into(source, manifest, item.name, item.box.offsets, piece)
+    piece = memory[: item.count * item.row_size].view(DTYPES[item.dtype]).view(item.region.sizes)
+    read_region_into(source, manifest, item.name, item.region.offsets, piece)
     yield raw_bytes(piece)
     progress(piece.nbytes)
 
@@ -94,7 +94,7 @@ def write_shards(
 
     def write(by_key: Mapping[str, Item]) -> dict[str, str]:
         # Only sizes are needed to lay a file out; the data come later, piece by piece.
-        metas = {k: torch.empty(i.box.sizes, dtype=DTYPES[i.dtype], device="meta") for k, i in by_key.items()}
+        metas = {k: torch.empty(i.region.sizes, dtype=DTYPES[i.dtype], device="meta") for k, i in by_key.items()}
         layout = lay_out(metas)
         return write_file(target, file, layout, ((s.key, part) for s in layout.slots for part in data(by_key[s.key])))
 

@@ -40,7 +40,9 @@ def write_items(
     """Let ``write`` write items into a file, if there are any; it gets them by key, and returns checksums by key."""
     keys = shard_keys([(item.name, item.first, item.count) for item in items])
     hashes = write(dict(zip(keys, items, strict=True))) if items else {}
-    return [(i, Shard(file, key, i.box.offsets, i.box.sizes, hashes[key])) for i, key in zip(items, keys, strict=True)]
+    return [
+        (i, Shard(file, key, i.region.offsets, i.region.sizes, hashes[key])) for i, key in zip(items, keys, strict=True)
+    ]
 
 
 def write_tensors(folder: Folder, file: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Any box of a stored tensor, without a model and without a process group.
+"""Any region of a stored tensor, without a model and without a process group.
 
-Every shard that the box meets is read once, a few megabytes at a time, and checked against its checksum. All functions
-raise DamagedError and CheckpointError as :func:`smp.checkpoint.load`.
+Every shard that the region meets is read once, a few megabytes at a time, and checked against its checksum. All
+functions raise DamagedError and CheckpointError as :func:`smp.checkpoint.load`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smp.checkpoint.read_ahead import Wanted, read_ahead
 from smp.checkpoint.reader import Slice, check_slot, narrow, opened_file, read_slices, require_checksum
 
 
-def read_box(
+def read_region(
     folder: Folder, manifest: Manifest, name: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
     """The elements of tensor ``name`` from ``offsets`` on, ``sizes`` many in each dimension."""
@@ -29,21 +29,21 @@ def read_box(
     # The sizes in the manifest bound what its shapes can ask for.
     check_files(folder, manifest, {shard.file for shard in met})  # before memory is asked for
     out = torch.empty(tuple(sizes), dtype=DTYPES[entry.dtype])
-    read_box_into(folder, manifest, name, offsets, out)
+    read_region_into(folder, manifest, name, offsets, out)
     return out
 
 
-def read_box_into(folder: Folder, manifest: Manifest, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-    """:func:`read_box` into ``out``, a CPU tensor of the stored dtype whose shape is that of the box."""
-    read_boxes(folder, manifest, {name: (offsets, out)})
+def read_region_into(folder: Folder, manifest: Manifest, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
+    """:func:`read_region` into ``out``, a CPU tensor of the stored dtype whose shape is that of the region."""
+    read_regions(folder, manifest, {name: (offsets, out)})
 
 
 @torch.no_grad()
-def read_boxes(folder: Folder, manifest: Manifest, boxes: Mapping[str, tuple[Sequence[int], torch.Tensor]]) -> None:
-    """Fill tensors of any device, each with the box of its shape at the offsets given with it. ``boxes`` is by name."""
+def read_regions(folder: Folder, manifest: Manifest, regions: Mapping[str, tuple[Sequence[int], torch.Tensor]]) -> None:
+    """Fill tensors of any device, each with the region of its shape at the offsets given with it, by name."""
     # A file is opened once and read from front to back, whatever the number of tensors that want something of it.
     by_file: dict[str, dict[tuple[str, Shard], Slice]] = defaultdict(dict)
-    for name, (offsets, out) in boxes.items():
+    for name, (offsets, out) in regions.items():
         for shard in manifest.tensors[name].shards:
             if (common := _common(shard.offsets, shard.sizes, offsets, out.shape)) is not None:
                 begin, sizes = common
@@ -54,11 +54,11 @@ def read_boxes(folder: Folder, manifest: Manifest, boxes: Mapping[str, tuple[Seq
         read_slices(folder, manifest, file, slices)
 
 
-def files_of(manifest: Manifest, boxes: Mapping[str, tuple[Sequence[int], torch.Tensor]]) -> frozenset[str]:
-    """Names of the files that :func:`read_boxes` reads."""
+def files_of(manifest: Manifest, regions: Mapping[str, tuple[Sequence[int], torch.Tensor]]) -> frozenset[str]:
+    """Names of the files that :func:`read_regions` reads."""
     return frozenset(
         shard.file
-        for name, (offsets, out) in boxes.items()
+        for name, (offsets, out) in regions.items()
         for shard in manifest.tensors[name].shards
         if _common(shard.offsets, shard.sizes, offsets, out.shape) is not None
     )
@@ -67,7 +67,7 @@ def files_of(manifest: Manifest, boxes: Mapping[str, tuple[Sequence[int], torch.
 def read_blocks(
     folder: Folder, manifest: Manifest, name: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """The contents of :func:`read_box` in blocks of a few megabytes: (offsets in the box, elements).
+    """The contents of :func:`read_region` in blocks of a few megabytes: (offsets in the region, elements).
 
     The next block takes the same memory. A checksum is known when its shard ends: what came before an error is nothing
     to rely on.
@@ -94,7 +94,7 @@ def read_blocks(
 def _common(
     offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offsets and sizes of the intersection of two boxes; None when it is empty."""
+    """Offsets and sizes of the intersection of two regions; None when it is empty."""
     begin = tuple(map(max, offsets, other_offsets))
     ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True)]
     shared = _minus(ends, begin)

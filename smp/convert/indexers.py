@@ -17,7 +17,7 @@ from smp.convert.huggingface.config import resolved
 from smp.convert.store import Stored
 from smp.convert.weights import Weights
 from smp.models.inventory import weights_of
-from smp.parallel.box import Box
+from smp.parallel.region import Region
 from smp.parallel.rng import keyed_normal
 
 _SEED = 1234  # any number will do
@@ -60,9 +60,9 @@ class Indexed(Weights):
         elif ".key_norm." in name:
             out.fill_(1.0 if name.endswith("weight") else 0.0)
         else:
-            # By the name of the tensor and its box: any rank or file that asks gets the same numbers.
-            box = Box(tuple(offsets), tuple(out.shape))
-            out.copy_(keyed_normal(_SEED, name, self.tensors[name].shape, box, self.config.init_method_std))
+            # By the name of the tensor and its region: any rank or file that asks gets the same numbers.
+            region = Region(tuple(offsets), tuple(out.shape))
+            out.copy_(keyed_normal(_SEED, name, self.tensors[name].shape, region, self.config.init_method_std))
 
     def fingerprint(self) -> Any:
         return [self._dense.fingerprint(), "indexers", self.config.dsa_indexer_topk]

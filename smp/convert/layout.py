@@ -118,7 +118,7 @@ class Rows:
             yield first, 0, count
             return
         width, row = self.count * self.unit, first
-        # From block to block of the fused matrix; a box may begin or end within one.
+        # From block to block of the fused matrix; a region may begin or end within one.
         while row < first + count:
             block, within = divmod(row, width)
             length = min(width - within, first + count - row)

@@ -14,7 +14,7 @@ from smp.checkpoint.all_ranks import on_all_ranks
 from smp.checkpoint.dcp_planner import local_shards
 from smp.convert.huggingface.folder import open_hf
 from smp.convert.weights import Weights
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 
 
 def load_hf(model: nn.Module, folder: str | Path) -> list[str]:
@@ -62,7 +62,7 @@ def load_weights(
 
 @torch.no_grad()
 def _fill(model: nn.Module, weights: Weights, leave: Collection[str]) -> None:
-    # By the names and boxes of checkpoints, so any layout fills itself.
+    # By the names and regions of checkpoints, so any layout fills itself.
     tensors, _ = training_state(model)
     converted = set()
     for full_name, shard in local_shards(tensors, collect_logical_rows(model)).items():
@@ -84,7 +84,7 @@ def _fill(model: nn.Module, weights: Weights, leave: Collection[str]) -> None:
         # Read into the parameter itself where nothing has to be converted.
         straight = data.dtype == stored.dtype and data.is_cpu
         read = data if straight else torch.empty(data.shape, dtype=stored.dtype)
-        weights.read_into(name, shard.box.offsets, read)
+        weights.read_into(name, shard.region.offsets, read)
         if not straight:
             data.copy_(read)
     weights.notes += sorted(converted)

@@ -205,11 +205,11 @@ class Feed:
         return Stored(part.shape, self.weights.tensors[part.smp_name].dtype)
 
     def _read(self, part: Link, offsets: Sequence[int], out: torch.Tensor) -> None:
-        """Fill ``out`` with a box of a link's own tensor."""
+        """Fill ``out`` with a region of a link's own tensor."""
         if part.entry is None:
             self.weights.read_into(part.smp_name, offsets, out)
         else:
-            # (experts, out, in): one expert's box.
+            # (experts, out, in): one expert's region.
             self.weights.read_into(part.smp_name, (part.entry, *offsets), out.unsqueeze(0))
 
     def _bytes(self, planned: Planned, tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -20,7 +20,7 @@ from smp.checkpoint.folders.local import LocalFolder
 from smp.checkpoint.format.manifest import MANIFEST, parse_tensor
 from smp.checkpoint.format.tensor_bytes import DTYPE_NAMES, DTYPES
 from smp.checkpoint.rewrite import write_shards
-from smp.checkpoint.tensor_slices import read_box_into
+from smp.checkpoint.tensor_slices import read_region_into
 from smp.config import ModelConfig
 from smp.config.command_line.commands import tool
 from smp.convert.huggingface.folder import carry
@@ -68,7 +68,7 @@ class SmpWeights(Weights):
             self.notes.append(f"{left} tensors of optimizer state are left out")
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-        read_box_into(self.folder, self.manifest, _MODEL + name, offsets, out)
+        read_region_into(self.folder, self.manifest, _MODEL + name, offsets, out)
 
     def fingerprint(self) -> Any:
         return self.folder.read(MANIFEST)[:64].decode(errors="replace")  # its own checksum, which covers all others

@@ -1,4 +1,4 @@
-"""Tensors in files as one or several row-major pieces, and reading of boxes."""
+"""Tensors in files as one or several row-major pieces, and reading of regions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smp.checkpoint.folders.local import LocalFolder, Source
 from smp.checkpoint.format.tensor_bytes import DTYPES, raw_bytes
 from smp.checkpoint.format.tensor_file import Slot
 from smp.checkpoint.format.validate_manifest import covered_once, inside
-from smp.parallel.box import Box
+from smp.parallel.region import Region
 
 _SHORT_RUN = 1024  # bytes: shorter parts of rows are read together with what is between them
 _BLOCK = 1 << 22
@@ -79,7 +79,7 @@ class OpenFiles:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor: ``slot`` of ``file``, at ``offsets`` of the whole."""
+    """A region of a tensor: ``slot`` of ``file``, at ``offsets`` of the whole."""
 
     file: str
     slot: Slot
@@ -121,9 +121,9 @@ class PieceStore:
         return str(self.files.folder / self.pieces[name][0].file) if name in self.pieces else str(self.files.folder)
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-        """Fill ``out``, a CPU tensor of the stored dtype, with the box of its shape at ``offsets``."""
+        """Fill ``out``, a CPU tensor of the stored dtype, with the region of its shape at ``offsets``."""
         for piece in self.pieces[name]:
-            # What the wanted box and this piece have in common.
+            # What the wanted region and this piece have in common.
             low = [max(o, p) for o, p in zip(offsets, piece.offsets, strict=True)]
             ends = zip(offsets, out.shape, piece.offsets, piece.slot.shape, strict=True)
             high = [min(o + n, p + m) for o, n, p, m in ends]
@@ -134,7 +134,7 @@ class PieceStore:
             path = self.files.folder / piece.file
             try:
                 inside = [a - p for a, p in zip(low, piece.offsets, strict=True)]
-                read_box(self.files.open(piece.file), piece.slot, inside, target)
+                read_region(self.files.open(piece.file), piece.slot, inside, target)
             except EOFError as error:
                 raise DamagedError(f"{path} is cut off: tensor {name} ({error})") from None
             except OSError as error:
@@ -142,15 +142,15 @@ class PieceStore:
 
 
 def _check_cover(where: str, name: str, shape: tuple[int, ...], parts: Sequence[Piece]) -> None:
-    boxes = [Box(p.offsets, p.slot.shape) for p in parts]
-    if not all(inside(box, shape) for box in boxes) or not covered_once(shape, boxes):
+    regions = [Region(p.offsets, p.slot.shape) for p in parts]
+    if not all(inside(region, shape) for region in regions) or not covered_once(shape, regions):
         raise CheckpointError(
             f"{where}: the {len(parts)} parts of tensor {name} do not make up its shape {list(shape)}"
         )
 
 
-def read_box(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tensor) -> None:
-    """Fill ``out`` with a box of a row-major tensor: whole rows at once, parts of long rows one by one."""
+def read_region(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tensor) -> None:
+    """Fill ``out`` with a region of a row-major tensor: whole rows at once, parts of long rows one by one."""
     if 0 in out.shape:
         return
     # Bytes of a row.
@@ -167,7 +167,7 @@ def read_box(source: Source, slot: Slot, offsets: Sequence[int], out: torch.Tens
         for i in range(out.shape[0]):
             inner = replace(slot, shape=slot.shape[1:], start=start + i * row, size=row)
             # One dimension less each time.
-            read_box(source, inner, offsets[1:], out[i])
+            read_region(source, inner, offsets[1:], out[i])
 
 
 def _read_by_buffer(

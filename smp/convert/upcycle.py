@@ -18,7 +18,7 @@ from smp.convert.huggingface.config import resolved
 from smp.convert.store import Stored
 from smp.convert.weights import Weights
 from smp.models.inventory import weights_of
-from smp.parallel.box import Box
+from smp.parallel.region import Region
 from smp.parallel.rng import keyed_normal
 
 _SEED = 1234  # of the routers; any number will do
@@ -51,9 +51,9 @@ class Upcycled(Weights):
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
         if name.endswith(".router.weight"):
-            box = Box(tuple(offsets), tuple(out.shape))
-            # By the name of the router and its box: any rank or file that asks gets the same numbers.
-            out.copy_(keyed_normal(_SEED, name, self.tensors[name].shape, box, self.config.init_method_std))
+            region = Region(tuple(offsets), tuple(out.shape))
+            # By the name of the router and its region: any rank or file that asks gets the same numbers.
+            out.copy_(keyed_normal(_SEED, name, self.tensors[name].shape, region, self.config.init_method_std))
         elif name.endswith(".router.bias"):
             out.zero_()
         elif ".experts." in name:

@@ -1,4 +1,4 @@
-"""Weights under this project's names, in whatever format they are stored: any box of any tensor, without building a
+"""Weights under this project's names, in whatever format they are stored: any region of any tensor, without building a
 model."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Weights(ABC):
 
     @abstractmethod
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-        """Fill ``out``, a CPU tensor of the stored dtype, with the box of its shape at ``offsets``."""
+        """Fill ``out``, a CPU tensor of the stored dtype, with the region of its shape at ``offsets``."""
 
     @abstractmethod
     def fingerprint(self) -> Any:
@@ -94,7 +94,7 @@ class LinkedWeights(Weights):
         if parts[0].entry is None:
             self._read(parts[0], offsets, out)
             return
-        # Experts are tensors of their own there: a box begins at one of them and ends where ``out`` does.
+        # Experts are tensors of their own there: a region begins at one of them and ends where ``out`` does.
         for link, target in zip(parts[offsets[0] :], out, strict=False):
             self._read(link, offsets[1:], target)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from smp.config.schema import ConfigError
 from smp.parallel.agree import gather
-from smp.parallel.dtensor_box import local_box, local_part
+from smp.parallel.dtensor_region import local_part, local_region
 
 # Largest relative error by dtype: sums in another order round differently.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -51,8 +51,8 @@ class Expected:
             if parameter.grad is not None:
                 whole = self.gradients[name]
                 if isinstance(parameter.grad, DTensor):
-                    box = local_box(parameter.grad)
-                    for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                    region = local_region(parameter.grad)
+                    for dim, (first, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
                         whole = whole.narrow(dim, first, size)
                 errors[f"the gradient of {name}"] = _error(local_part(parameter.grad), whole, floor)
         model.zero_grad(set_to_none=True)

@@ -54,7 +54,7 @@ class Override:
         word: as it was typed.
         operator: ``~`` removes; the others set, ``+`` and ``++`` also what is not there.
         path: names, and numbers of items of lists.
-        text: behind the ``=``; None without one.
+        text: after the ``=``; None without one.
     """
 
     word: str
@@ -200,7 +200,7 @@ class _Reader:
         key = _unquoted(quoted) if quoted else _ESCAPED.sub(r"\1", self._plain(_KEY))
         self.skip_blanks()
         if not self.at(":"):
-            raise ValueError(f"expected a : behind {key}")
+            raise ValueError(f"expected a : after {key}")
         self.position += 1
         return key, self.element()
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from smp.parallel.collectives import Group, sum_gradient
-from smp.parallel.dtensor_box import local_box
+from smp.parallel.dtensor_region import local_region
 from smp.parallel.rng import keyed_normal
 
 
@@ -197,11 +197,11 @@ def _fill(parameter: torch.Tensor, name: str, initializer: Initializer, seed: in
         data.fill_(initializer.value)
         return
     # This rank's part of the whole: only its numbers are drawn.
-    box = local_box(parameter)
+    region = local_region(parameter)
     # Uneven sharding leaves ranks without rows.
-    if box.empty:
+    if region.empty:
         return
-    drawn = keyed_normal(seed, name, tuple(parameter.shape), box, getattr(initializer, "std", 1.0))
+    drawn = keyed_normal(seed, name, tuple(parameter.shape), region, getattr(initializer, "std", 1.0))
     if isinstance(initializer, LogUniform | StepUniform):
         share = torch.special.ndtr(drawn.double())  # evenly between 0 and 1
         low, high = initializer.low, initializer.high
@@ -210,7 +210,7 @@ def _fill(parameter: torch.Tensor, name: str, initializer: Initializer, seed: in
         else:
             drawn = torch.expm1(low * (high / low) ** share).log()  # the inverse of softplus
     data.copy_(drawn)
-    real = min(max(logical_rows - box.offsets[0], 0), box.sizes[0])
+    real = min(max(logical_rows - region.offsets[0], 0), region.sizes[0])
     # Not drawn: how much padding there is depends on the layout, and a checkpoint must not.
     data[real:].zero_()
 

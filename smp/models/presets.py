@@ -188,9 +188,9 @@ def _granite4(head_dim: int, hidden: int) -> Preset:
     return {"softmax_scale": 1 / head_dim, "logit_scale": 256 / hidden, "mamba_num_heads": hidden // 32}
 
 
-def _ssm(before: float, *behind: float) -> Preset:
+def _ssm(before: float, *after: float) -> Preset:
     """Falcon-H1's factors in front of Mamba-2's projections and after each, in one."""
-    return {"ssm_multipliers": " ".join(str(before * factor) for factor in behind)}
+    return {"ssm_multipliers": " ".join(str(before * factor) for factor in after)}
 
 
 def _embedded(hidden: int) -> Preset:

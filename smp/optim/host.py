@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from smp.kernels.copier import Copier, Event, HostPool
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 
 AHEAD = 4
 """Gradients that are under way or wait for the host."""

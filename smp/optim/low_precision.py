@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from smp.config import ConfigError, OptimizerConfig
 from smp.kernels.dropout import keyed_bits
 from smp.kernels.precision.low_precision import BLOCK, expand, round_to_bf16, round_to_e4m3, smallest_e4m3
-from smp.parallel.dtensor_box import cuts_of, local_box, local_part
+from smp.parallel.dtensor_region import cuts_of, local_part, local_region
 from smp.parallel.rng import dropout_key
 
 Kind = Literal["fp32", "bf16", "fp8"]
@@ -173,13 +173,13 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 def _row_numbers(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
     """(numbers of this rank's rows in the whole tensor with all leading dimensions flattened, first column)."""
     # By the numbers in the whole tensor, so that every layout rounds alike.
-    box = local_box(parameter)
+    region = local_region(parameter)
     numbers = torch.zeros(1, dtype=torch.int64, device=parameter.device)
-    dims = zip(box.offsets[:-1], box.sizes[:-1], parameter.shape[:-1], strict=True)
+    dims = zip(region.offsets[:-1], region.sizes[:-1], parameter.shape[:-1], strict=True)
     for offset, size, whole in dims:
         index = torch.arange(offset, offset + size, device=parameter.device)
         numbers = (numbers[:, None] * whole + index).reshape(-1)
-    return numbers, box.offsets[-1]
+    return numbers, region.offsets[-1]
 
 
 def _like(parameter: torch.Tensor, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:

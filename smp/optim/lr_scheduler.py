@@ -73,4 +73,4 @@ _SHAPES: dict[str, Callable[[float], float]] = {
     "exponential": lambda share: 2 * math.pow(0.5, share) - 1,
     "minus_sqrt": lambda share: 1 - math.sqrt(share),
 }
-"""By the share of the way down that is behind."""
+"""By the share of the way down that is done."""

@@ -32,7 +32,7 @@ from smp.config import OptimizerConfig
 from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.heads.head import VocabParallelHead
 from smp.layers.heads.score import ScoreHead
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.parallel.owners import on_owners
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315

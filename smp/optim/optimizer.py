@@ -20,7 +20,7 @@ from smp.kernels.copier import Copier, copier_of
 from smp.optim.host import HostAdamW
 from smp.optim.low_precision import LowPrecisionAdamW
 from smp.optim.muon import Muon, matrices_of, vectors_of, vocabulary_of
-from smp.parallel.dtensor_box import local_part, placed_like
+from smp.parallel.dtensor_region import local_part, placed_like
 
 _NONE: Mapping[torch.Tensor, int] = {}
 

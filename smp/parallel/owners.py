@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from smp.parallel.box import Box, Cut, box_at
 from smp.parallel.collectives import all_gather_flat
-from smp.parallel.dtensor_box import cuts_of
+from smp.parallel.dtensor_region import cuts_of
+from smp.parallel.region import Cut, Region, region_at
 
 Parts = Mapping[int, torch.Tensor]
 """This rank's parts of some of a round's tensors, by their number in the round."""
@@ -34,14 +34,14 @@ class _Shared:
     sizes: tuple[int, ...]
     coordinate: tuple[int, ...]
 
-    def box(self, undone: Sequence[Cut], at: tuple[int, int] | None = None) -> Box:
-        """The box of a rank when some cuts are undone: of this rank, or of the one at index ``at[1]`` of mesh dimension
-        ``at[0]``."""
+    def region(self, undone: Sequence[Cut], at: tuple[int, int] | None = None) -> Region:
+        """The region of a rank when some cuts are undone: of this rank, or of the one at index ``at[1]`` of mesh
+        dimension ``at[0]``."""
         left = [cut for cut in self.cuts if cut not in undone]
         coordinate = list(self.coordinate)
         if at is not None:
             coordinate[at[0]] = at[1]
-        return box_at(self.shape, left, self.sizes, coordinate)
+        return region_at(self.shape, left, self.sizes, coordinate)
 
 
 def on_owners(
@@ -157,11 +157,11 @@ class _Stage:
         # Mixed radix: over all stages each number of a round has an owner of its own.
         return number // self.turn % self.mesh.size(self.dim)
 
-    def _box(self, number: int, rank: int | None) -> Box:
-        """The box of ``rank`` of this dimension before the cut is undone; None: the owner's box afterwards."""
+    def _region(self, number: int, rank: int | None) -> Region:
+        """The region of ``rank`` of this dimension before the cut is undone; None: the owner's region afterwards."""
         shared = self.shared[number]
         undone = [c for c in shared.cuts if c.mesh_dim in self.before or (rank is None and c.mesh_dim == self.dim)]
-        return shared.box(undone, None if rank is None else (self.dim, rank))
+        return shared.region(undone, None if rank is None else (self.dim, rank))
 
     def collect(self, held: Parts) -> Parts:
         """Send the parts to the owners; returns the tensors that this rank owns, assembled along this dimension."""
@@ -169,8 +169,8 @@ class _Stage:
         # In the order of numbers on both sides, so that nothing but elements has to be sent.
         own = [k for k in held if self.owner(k) == mine]
         sent = [[held[k] for k in held if self.owner(k) == rank] for rank in ranks]
-        received = self._exchange(sent, [[self._box(k, rank).sizes for k in own] for rank in ranks])
-        out = {k: held[k].new_empty(self._box(k, None).sizes) for k in own}
+        received = self._exchange(sent, [[self._region(k, rank).sizes for k in own] for rank in ranks])
+        out = {k: held[k].new_empty(self._region(k, None).sizes) for k in own}
         for rank, parts in zip(ranks, received, strict=True):
             for k, part in zip(own, parts, strict=True):
                 self._view(out[k], k, rank).copy_(part)
@@ -182,12 +182,12 @@ class _Stage:
         ranks, mine = range(self.mesh.size(self.dim)), self.mesh.get_local_rank(self.dim)
         of = [[k for k in numbers if self.owner(k) == rank] for rank in ranks]
         sent = [[self._view(held[k], k, rank) for k in held] for rank in ranks]
-        received = self._exchange(sent, [[self._box(k, mine).sizes for k in part] for part in of])
+        received = self._exchange(sent, [[self._region(k, mine).sizes for k in part] for part in of])
         return {k: part for some, parts in zip(of, received, strict=True) for k, part in zip(some, parts, strict=True)}
 
     def _view(self, whole: torch.Tensor, number: int, rank: int) -> torch.Tensor:
         """The view of ``rank``'s part in an assembled tensor."""
-        return _inside(whole, self._box(number, None), self._box(number, rank))
+        return _inside(whole, self._region(number, None), self._region(number, rank))
 
     def _exchange(
         self, sent: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
@@ -218,23 +218,23 @@ def gathered(part: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> to
     shared = _Shared(tuple(shape), tuple(cuts_of(like)), tuple(mesh.shape), tuple(coordinate))
     undone: list[Cut] = []
     for cut in reversed(shared.cuts):
-        boxes = [shared.box(undone, (cut.mesh_dim, rank)) for rank in range(mesh.size(cut.mesh_dim))]
+        regions = [shared.region(undone, (cut.mesh_dim, rank)) for rank in range(mesh.size(cut.mesh_dim))]
         # Uneven parts travel in buffers of the longest: an all-gather wants equal ones.
-        longest = max(math.prod(box.sizes) for box in boxes)
+        longest = max(math.prod(region.sizes) for region in regions)
         sent = part.new_zeros(longest)
         sent[: part.numel()] = part.reshape(-1)
-        received = part.new_empty(longest * len(boxes))
+        received = part.new_empty(longest * len(regions))
         all_gather_flat(received, sent, group=mesh.get_group(cut.mesh_dim))
         undone.append(cut)
-        outer = shared.box(undone)
+        outer = shared.region(undone)
         part = part.new_empty(outer.sizes)
-        for box, flat in zip(boxes, received.split(longest), strict=True):
-            _inside(part, outer, box).copy_(flat[: math.prod(box.sizes)].view(box.sizes))
+        for region, flat in zip(regions, received.split(longest), strict=True):
+            _inside(part, outer, region).copy_(flat[: math.prod(region.sizes)].view(region.sizes))
     return part
 
 
-def _inside(tensor: torch.Tensor, outer: Box, inner: Box) -> torch.Tensor:
-    """The view of box ``inner`` in ``tensor``, which holds box ``outer``."""
+def _inside(tensor: torch.Tensor, outer: Region, inner: Region) -> torch.Tensor:
+    """The view of region ``inner`` in ``tensor``, which holds region ``outer``."""
     for dim, (begin, start, size) in enumerate(zip(inner.offsets, outer.offsets, inner.sizes, strict=True)):
         # An empty part may begin after the end.
         tensor = tensor.narrow(dim, begin - start if size else 0, size)

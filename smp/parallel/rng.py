@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from smp.kernels.transfer import to_device
-from smp.parallel.box import Box
+from smp.parallel.region import Region
 
 _BLOCK_ELEMENTS = 1 << 18
 _MASK = 0xFFFFFFFF
@@ -29,17 +29,17 @@ def stable_hash(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def keyed_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], box: Box, std: float) -> torch.Tensor:
-    """The ``box`` of an fp32 CPU tensor of ``shape`` with independent N(0, std^2) elements keyed by (seed, name).
+def keyed_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], region: Region, std: float) -> torch.Tensor:
+    """The ``region`` of an fp32 CPU tensor of ``shape`` with independent N(0, std^2) elements keyed by (seed, name).
 
-    Rows (dim 0) are drawn in blocks of a fixed size, each from its beginning to the last row in the box; columns
-    outside the box are drawn and dropped.
+    Rows (dim 0) are drawn in blocks of a fixed size, each from its beginning to the last row in the region; columns
+    outside the region are drawn and dropped.
     """
     columns = max(1, torch.Size(shape[1:]).numel())
     # Part of the definition of the weights: another size would draw other numbers.
     block = max(1, _BLOCK_ELEMENTS // columns)
-    first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
-    out = torch.empty(box.sizes)
+    first, last = region.offsets[0], region.offsets[0] + region.sizes[0]
+    out = torch.empty(region.sizes)
     for index in range(first // block, -(-last // block) if last > first else 0):
         start, stop = index * block, min((index + 1) * block, shape[0])
         # The numbers depend on the block alone, not on which of its rows are wanted: those before them are drawn too.
@@ -47,7 +47,7 @@ def keyed_normal(seed: int, name: str, shape: torch.Size | tuple[int, ...], box:
         drawn = _normal_block(seed, name, index, (high - start) * columns).mul_(std).view(high - start, *shape[1:])
         rows = drawn[low - start : high - start]
         for dim in range(1, len(shape)):
-            rows = rows.narrow(dim, box.offsets[dim], box.sizes[dim])
+            rows = rows.narrow(dim, region.offsets[dim], region.sizes[dim])
         out[low - first : high - first] = rows
     return out
 

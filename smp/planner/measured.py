@@ -22,7 +22,7 @@ from smp.pipeline.stage_plan import Plan, plan_pipeline
 from smp.planner.devices import Device
 from smp.planner.machine import MachineTimes, Timed, calibrate, kind_of
 from smp.planner.processors import play
-from smp.planner.record import Calls, Collective, Place, recorded_step
+from smp.planner.record import Calls, CallSite, Collective, recorded_step
 from smp.planner.search import Candidate
 from smp.planner.seconds import StepTime
 
@@ -92,15 +92,15 @@ def _turns(processes: float, times: MachineTimes) -> float:
 def _parts(calls: Calls, times: MachineTimes, host: float) -> Counter[str]:
     """Seconds by the fields of :class:`StepTime`."""
     parts = Counter[str]()
-    for (place, call), number in calls.items():
-        parts[_part(place, call)] += number * times.of(call)  # type: ignore[assignment]
+    for (site, call), number in calls.items():
+        parts[_part(site, call)] += number * times.of(call)  # type: ignore[assignment]
         parts["host"] += number * host  # type: ignore[assignment]
     return parts
 
 
-def _part(place: Place, call: Timed) -> str:
+def _part(site: CallSite, call: Timed) -> str:
     # By the phase, before the kind: clipping sums norms with collectives, too.
-    if place.phase in ("clipping", "optimizer"):
+    if site.phase in ("clipping", "optimizer"):
         return "optimizer"
     if isinstance(call, Collective):
         return _LINKS.get(call.group, "data")
@@ -123,9 +123,9 @@ def _pipeline(recorded: Recorded, plan: Plan, times: MachineTimes, host: float) 
         # One time for all messages, that of the slowest.
         link = max([link, *(times.of(call) for _, call in calls if _is_message(call))])
         # What runs outside of actions (clipping, update) is added after them.
-        for (place, call), number in own.items():
-            if place.op is not None and place.stage is not None:
-                seconds[place.op, place.stage] += number * (times.of(call) + host)
+        for (site, call), number in own.items():
+            if site.op is not None and site.stage is not None:
+                seconds[site.op, site.stage] += number * (times.of(call) + host)
         inside.append(_parts({key: n for key, n in own.items() if key[0].op is not None}, times, host))
         outside.append(_parts({key: n for key, n in own.items() if key[0].op is None}, times, host))
     # Both of a message's copies: the one into memory and the one out of it.

@@ -91,7 +91,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """Where in a step something is called.
 
     Attributes:
@@ -104,7 +104,7 @@ class Place:
     stage: int | None = None
 
 
-Call = tuple[Place, Operator | Collective]
+Call = tuple[CallSite, Operator | Collective]
 
 
 UNCUT: Any = SimpleNamespace(cp_exchange=None)
@@ -122,10 +122,10 @@ class CallRecorder(Meter):
         # what ``_passed`` was when a storage was last read or written, and a group last exchanged something
         self._touched: dict[int | str, int] = {}
 
-    def _place(self) -> Place | None:
+    def _call_site(self) -> CallSite | None:
         if (phase := self.current_phase) is None:
             return None
-        return Place(phase) if self._action is None else Place(phase, self._action.op, self._action.stage)
+        return CallSite(phase) if self._action is None else CallSite(phase, self._action.op, self._action.stage)
 
     def _body(self, func: Any, args: Any) -> Callable[..., Any] | None:
         """With a product for each expert: each reads weights of its own."""
@@ -136,11 +136,11 @@ class CallRecorder(Meter):
         if func.namespace == "profiler":
             return
         free = func._opname in FREE
-        if (place := self._place()) is not None:
+        if (site := self._call_site()) is not None:
             is_far = _nowhere if free else self._is_far
             # Sorted: two calls with the same keywords are one.
             keywords = tuple((name, like(value, is_far)) for name, value in sorted(kwargs.items()))
-            call = place, Operator(str(func), tuple(like(value, is_far) for value in args), keywords)
+            call = site, Operator(str(func), tuple(like(value, is_far) for value in args), keywords)
             self.counts.calls[call] += 1
         # Memory of an empty tensor was freed at some time; for a large buffer that is long ago.
         if not free and not func._opname.startswith(("empty", "new_empty")):
@@ -171,8 +171,8 @@ class CallRecorder(Meter):
 
     def _sent(self, key: Key, ranks: int, size: int) -> None:
         # Within a group of one rank nothing is sent.
-        if (place := self._place()) is not None and ranks > 1:
-            self.counts.calls[place, Collective(*key, ranks, size, self._is_old(key[0]))] += 1
+        if (site := self._call_site()) is not None and ranks > 1:
+            self.counts.calls[site, Collective(*key, ranks, size, self._is_old(key[0]))] += 1
         self._touched[key[0]] = self._passed
 
     def posted(self, receive: Action) -> None:

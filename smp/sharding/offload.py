@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smp.config import ParallelConfig
 from smp.kernels.copier import Copier, Event, HostPool, copier_of
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 
 Run = Callable[..., Any]
 

@@ -29,7 +29,7 @@ from smp.layers.linear_functions import WeightGradients
 from smp.layers.moe.experts import expert_layers
 from smp.models.part import ModelPart
 from smp.models.protocol import StagedModel
-from smp.parallel.dtensor_box import placed_like
+from smp.parallel.dtensor_region import placed_like
 from smp.sharding.parallelize import with_experts
 
 

@@ -27,6 +27,6 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
     for name, entry in manifest["tensors"].items():
         tensors[name] = np.empty(entry["shape"], NUMPY[entry["dtype"]])
         for shard in entry["shards"]:
-            box = tuple(slice(o, o + n) for o, n in zip(shard["offsets"], shard["sizes"], strict=True))
-            tensors[name][box] = files[shard["file"]][shard["key"]]
+            region = tuple(slice(o, o + n) for o, n in zip(shard["offsets"], shard["sizes"], strict=True))
+            tensors[name][region] = files[shard["file"]][shard["key"]]
     return tensors, manifest["extra"]

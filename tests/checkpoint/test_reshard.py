@@ -18,7 +18,7 @@ from smp.checkpoint import (
     save,
     training_state,
 )
-from smp.parallel.dtensor_box import local_box
+from smp.parallel.dtensor_region import local_region
 from tests.checkpoint.layouts import (
     PADDING,
     SHAPES,
@@ -79,13 +79,13 @@ def check_steps(optimizer: torch.optim.Optimizer) -> None:
     assert {state["step"].item() for state in optimizer.state.values()} == {3.0}
 
 
-def check_boxes(layout: Layout) -> None:
-    """local_box against the data that fully_shard really left on this rank."""
+def check_regions(layout: Layout) -> None:
+    """local_region against the data that fully_shard really left on this rank."""
     for name, parameter in build(build_mesh(layout), layout[2], "cpu").named_parameters():
         assert isinstance(parameter, DTensor)
-        box, local = local_box(parameter), parameter.to_local().detach()
+        region, local = local_region(parameter), parameter.to_local().detach()
         part = padded(name.split(".")[0], layout[2], "model")
-        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
             part = part.narrow(dim, offset, size)
         assert local.numel() == part.numel() and torch.equal(local.reshape(part.shape), part), (name, layout)
 
@@ -94,7 +94,7 @@ def run_layouts(rank: int, world_size: int, root: str, layouts: list[Layout], ea
     """Every layout loads the checkpoints named ``earlier`` and saves its own; then every layout loads all of those."""
     own = {layout: "-".join(map(str, layout)) for layout in layouts}
     for layout in layouts:
-        check_boxes(layout)
+        check_regions(layout)
         for name in earlier:
             model, optimizer = fresh(layout)
             load_all(Path(root, name), model, optimizer)

@@ -23,7 +23,7 @@ from smp.checkpoint.format.tensor_bytes import lay_out, raw_bytes
 from smp.checkpoint.format.tensor_file import read_header, write_file
 from smp.checkpoint.read_ahead import Wanted, read_ahead
 from smp.checkpoint.rewrite import rewrite
-from smp.checkpoint.tensor_slices import read_box
+from smp.checkpoint.tensor_slices import read_region
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.checkpoint.test_folder import zeros
 
@@ -105,10 +105,10 @@ def test_little_is_read_for_little(tmp_path: Path, small_shards: None, count: li
     folder, manifest = open_folder(tmp_path / "x"), read_manifest(tmp_path / "x")
     header = int.from_bytes((tmp_path / "x/shard_00000.safetensors").read_bytes()[:8], "little") + 8
     count.clear()
-    box = read_box(folder, manifest, "rows", (41, 2), (1, 3))
-    assert torch.equal(box, state()["rows"][41:42, 2:5]) and sum(count) == header + LIMIT
+    region = read_region(folder, manifest, "rows", (41, 2), (1, 3))
+    assert torch.equal(region, state()["rows"][41:42, 2:5]) and sum(count) == header + LIMIT
     count.clear()
-    whole = read_box(folder, manifest, "rows", (0, 0), (100, 8))
+    whole = read_region(folder, manifest, "rows", (0, 0), (100, 8))
     assert torch.equal(whole, state()["rows"]) and sum(count) == header + 3200
 
 
@@ -152,7 +152,7 @@ def test_no_memory_for_a_buffer_is_no_damage(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("smp.checkpoint.read_ahead.mmap.mmap", refused)
     manifest = read_manifest(tmp_path / "x")
     with pytest.raises(MemoryError, match=r"tried to allocate \d+ bytes"):
-        read_box(open_folder(tmp_path / "x"), manifest, "rows", (0, 0), (3, 8))
+        read_region(open_folder(tmp_path / "x"), manifest, "rows", (0, 0), (3, 8))
 
 
 def test_parameters_are_filled(tmp_path: Path, small_shards: None) -> None:
@@ -192,8 +192,8 @@ def test_a_shard_comes_in_many_blocks(
         assert all(torch.equal(into[name], tensor) for name, tensor in state().items())
         assert offsets == sorted(offsets) and len(offsets) > 100
     manifest = read_manifest(tmp_path / "x")
-    box = read_box(open_folder(tmp_path / "x"), manifest, "rows", (3, 1), (40, 5))
-    assert torch.equal(box, state()["rows"][3:43, 1:6])
+    region = read_region(open_folder(tmp_path / "x"), manifest, "rows", (3, 1), (40, 5))
+    assert torch.equal(region, state()["rows"][3:43, 1:6])
 
 
 def test_inference_tensors_are_filled(tmp_path: Path, small_shards: None) -> None:

@@ -97,7 +97,7 @@ def test_what_an_adapter_does_beside_plain_lora_is_refused(folder: Path, changes
 
 def test_row_norms_are_written_read_and_merged(tmp_path: Path) -> None:
     """DoRA: what was written is read; a file without use_dora, or with norms of another matrix, is refused; and merged
-    rows have the norms, of whole rows whatever box is read."""
+    rows have the norms, of whole rows whatever region is read."""
     norms = {name: 1 + draw(len(m.b), seed=9).abs() for name, m in ADAPTERS.items()}
     adapters = {name: replace(m, magnitude=norms[name]) for name, m in ADAPTERS.items()}
     write_adapters(LocalFolder(tmp_path), adapters, MODEL, LLAMA, dropout=0.0, base="base")
@@ -231,7 +231,7 @@ class Given(Weights):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16])
-def test_a_merge_rounds_once_and_any_box_of_it_is_the_same(dtype: torch.dtype | None) -> None:
+def test_a_merge_rounds_once_and_any_region_of_it_is_the_same(dtype: torch.dtype | None) -> None:
     base = {p.name: draw(*p.shape, seed=7).bfloat16() for p in inventory(MODEL)}
     merged = MergedWeights(Given(base), ADAPTERS, dtype)
     kind = dtype or torch.bfloat16

@@ -54,7 +54,7 @@ Read = tuple[dict[str, Any], int, int]
 
 
 def parts_read(rank: int, world: int, folder: str, layouts: tuple[str, ...]) -> list[Read]:
-    """Of each layout this rank's parts with their boxes, the bytes of them, and the bytes that it read for them."""
+    """Of each layout this rank's parts with their regions, the bytes of them, and the bytes that it read for them."""
     return [parts_of(world, folder, LAYOUTS[layout][1]) for layout in layouts]
 
 
@@ -65,7 +65,7 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     from smp.convert.load import load_hf
     from smp.kernels import TORCH
     from smp.parallel.context import build_context
-    from smp.parallel.dtensor_box import local_box
+    from smp.parallel.dtensor_region import local_region
     from smp.pipeline.stage_plan import plan_pipeline
     from smp.training.build import RunSetup, build_model
 
@@ -88,7 +88,7 @@ def parts_of(world: int, folder: str, parallel: dict[str, Any]) -> Read:
     parts, size = {}, 0
     for name, parameter in training_state(built)[0].items():
         part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        parts[name.removeprefix("model.")] = (local_box(parameter), part.detach().clone())
+        parts[name.removeprefix("model.")] = (local_region(parameter), part.detach().clone())
         size += part.nbytes
     return parts, size, count
 
@@ -110,12 +110,12 @@ def check_parts(layout: str, found: tuple[Read, ...], whole: dict[str, torch.Ten
     for parts, size, count in found:
         assert count <= 1.02 * size + 20_000  # headers, and what is left of a row
         assert layout == "replicate 2" or size < 0.75 * sum(tensor.nbytes for tensor in whole.values())
-        for name, (box, part) in parts.items():
+        for name, (region, part) in parts.items():
             tensor = whole[f"model.{name}"]
-            rows = min(max(tensor.shape[0] - box.offsets[0], 0), box.sizes[0])
+            rows = min(max(tensor.shape[0] - region.offsets[0], 0), region.sizes[0])
             place = (
-                slice(box.offsets[0], box.offsets[0] + rows),
-                *(slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True)),
+                slice(region.offsets[0], region.offsets[0] + rows),
+                *(slice(o, o + n) for o, n in zip(region.offsets[1:], region.sizes[1:], strict=True)),
             )
             assert torch.equal(part[:rows], tensor[place]), name
             assert (part[rows:] == 0).all()

@@ -218,8 +218,8 @@ def test_a_tracker_that_names_nothing(text: str, tmp_path: Path) -> None:
 def test_pieces_that_overlap_leave_a_hole(tmp_path: Path) -> None:
     """As many elements as the tensor has are not enough."""
 
-    def pieces(*boxes: tuple[tuple[int, int], tuple[int, int]]) -> list[Piece]:
-        return [Piece("file", Slot("t", "F32", shape, 0, 4 * shape[0] * shape[1]), at) for at, shape in boxes]
+    def pieces(*regions: tuple[tuple[int, int], tuple[int, int]]) -> list[Piece]:
+        return [Piece("file", Slot("t", "F32", shape, 0, 4 * shape[0] * shape[1]), at) for at, shape in regions]
 
     good = pieces(((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2)))
     assert PieceStore(OpenFiles(tmp_path), {"t": good}, {"t": (4, 4)}).tensors["t"].shape == (4, 4)

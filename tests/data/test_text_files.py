@@ -51,7 +51,7 @@ def test_bad_record(line: bytes) -> None:
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
-        (b'{"a": 1},', "; a comma stands behind the object"),
+        (b'{"a": 1},', "; a comma stands after the object"),
         (b'{"a": 1} {"a": 2}', "; a line of .jsonl has one object"),
         (b'{"a": "x", "b": [{"c": 1, "c": 2}]}', "the key 'c' is there twice"),
         ('{"a": 1}'.encode("utf-16") + b"\n", "; it looks like UTF-16: write the file in UTF-8"),

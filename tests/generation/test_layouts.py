@@ -18,8 +18,8 @@ from smp.layers.adapters.quantized import fill, quantize_layers, quantized_layer
 from smp.models.gpt import GPT
 from smp.models.micro_batch import MicroBatch
 from smp.optim.optimizer import build_optimizer
-from smp.parallel.box import Box
 from smp.parallel.context import build_context
+from smp.parallel.region import Region
 from smp.parallel.rng import keyed_normal
 from smp.pipeline.stage_plan import plan_pipeline
 from smp.sharding.parallelize import parallelize
@@ -101,7 +101,7 @@ def build(config: Config, layout: Layout, name: str) -> tuple[GPT, RunSetup]:
 
 def _drawn(name: str, shape: tuple[int, int], offsets: Sequence[int], out: torch.Tensor) -> None:
     """Part of a weight before it is rounded to 4 bits."""
-    out.copy_(keyed_normal(1, name, shape, Box(tuple(offsets), tuple(out.shape)), 0.1))
+    out.copy_(keyed_normal(1, name, shape, Region(tuple(offsets), tuple(out.shape)), 0.1))
 
 
 def log_probs(model: GPT, prompt: list[int], ids: list[int]) -> list[float]:

@@ -16,7 +16,7 @@ from smp.checkpoint import CheckpointError
 from smp.config import ConfigError
 from smp.convert.store import PieceStore
 from smp.hf.loading.first_values import FirstValues
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from tests.distributed import run_distributed
 from tests.hf.architectures import architectures, tiny
 from tests.hf.architectures import build as build_architecture

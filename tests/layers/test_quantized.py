@@ -11,15 +11,15 @@ from smp.config import Layout
 from smp.kernels.precision import nf4
 from smp.layers import ColumnParallelLinear, RowParallelLinear
 from smp.layers.adapters.quantized import (
-    box_of_weight,
     fill,
     quantize_layers,
     quantized_layers,
     read_blocks,
+    region_of_weight,
     whole_shape,
 )
 from smp.parallel.context import build_context
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.sharding.parallelize import shard
 from tests.distributed import run_distributed
 
@@ -67,8 +67,8 @@ def bits(rank: int, world: int) -> list[str]:
                 halves, scales = nf4.quantize(weight)
                 whole = nf4.pack(halves, scales, scales if double else None, (0, 0))
                 wide = nf4.widen(whole, torch.float32, double=double)
-                box = box_of_weight(layer)
-                (row, column), (rows, columns) = box.offsets, box.sizes
+                region = region_of_weight(layer)
+                (row, column), (rows, columns) = region.offsets, region.sizes
                 found = nf4.widen(local_part(layer.weight.detach()), torch.float32, double=double)
                 if not torch.equal(found, wide[row : row + rows, column : column + columns]):
                     wrong.append(f"{layout}: {name}, double {double}")

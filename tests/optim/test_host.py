@@ -15,7 +15,7 @@ from smp.kernels.copier import Copier, CudaCopier, HostCopier
 from smp.models.micro_batch import MicroBatch
 from smp.optim.host import HostAdamW
 from smp.optim.optimizer import build_optimizer, scaling_of
-from smp.parallel.dtensor_box import local_box
+from smp.parallel.dtensor_region import local_region
 from smp.training.forward_backward import Accumulation, stream_gradients
 from smp.training.micro_batches import MicroBatches
 from tests.fake_group import fake_context
@@ -153,7 +153,7 @@ def test_moments_are_on_the_host_and_placed_as_their_parameters(layout: Layout) 
             parameter, moment = tensors["model." + name.split(".", 2)[2]], tensors[name]
             assert isinstance(moment, DTensor) and isinstance(parameter, DTensor)
             assert (moment.shape, moment.placements) == (parameter.shape, parameter.placements)
-            assert local_box(moment) == local_box(parameter)
+            assert local_region(moment) == local_region(parameter)
             assert moment.to_local().shape == parameter.to_local().shape
             assert not moment.to_local().any()
 

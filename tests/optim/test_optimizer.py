@@ -23,7 +23,7 @@ from smp.optim.low_precision import MOMENTS, LowPrecisionAdamW, _rows
 from smp.optim.muon import matrices_of
 from smp.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from smp.parallel.context import build_context
-from smp.parallel.dtensor_box import local_box, local_part
+from smp.parallel.dtensor_region import local_part, local_region
 from smp.sharding.parallelize import parallelize
 from tests.distributed import run_distributed
 from tests.fake_group import fake_context
@@ -78,8 +78,8 @@ def whole_gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
 def set_gradients(model: nn.Module, wholes: list[torch.Tensor]) -> None:
     for p, part in zip(model.parameters(), wholes, strict=True):
         assert isinstance(p, DTensor)
-        box = local_box(p)
-        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        region = local_region(p)
+        for dim, (start, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
             part = part.narrow(dim, start, size)
         p.grad = DTensor.from_local(
             part.clone(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from smp.config import Layout
 from smp.layers.parameter import placed_parameter, tp_parameter
 from smp.parallel.context import build_context
-from smp.parallel.dtensor_box import local_box, local_part
+from smp.parallel.dtensor_region import local_part, local_region
 from smp.parallel.owners import gathered, on_owners
 from smp.sharding.parallelize import shard
 from tests.distributed import run_distributed
@@ -32,8 +32,8 @@ def whole(number: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def own(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    box = local_box(parameter)
-    return tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+    region = local_region(parameter)
+    return tensor[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))]
 
 
 def parameters(layout: Layout) -> list[nn.Parameter]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from smp.kernels.dropout import keyed_dropout, keyed_keep_mask
 from smp.parallel import rng
-from smp.parallel.box import Box
+from smp.parallel.region import Region
 from smp.parallel.rng import dropout_keys, keyed_normal, stable_hash
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ LARGE = (1 << 18) // 64 * 3  # rows of 64 columns: three blocks
 
 
 def whole(seed: int, name: str, *shape: int, std: float = 1.0) -> torch.Tensor:
-    return keyed_normal(seed, name, shape, Box((0,) * len(shape), shape), std)
+    return keyed_normal(seed, name, shape, Region((0,) * len(shape), shape), std)
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -29,23 +29,23 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @st.composite
-def boxes(draw: Any) -> tuple[tuple[int, ...], Box]:
+def regions(draw: Any) -> tuple[tuple[int, ...], Region]:
     shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
     offsets = tuple(draw(st.integers(0, size)) for size in shape)
     sizes = tuple(draw(st.integers(0, size - start)) for size, start in zip(shape, offsets, strict=True))
-    return shape, Box(offsets, sizes)
+    return shape, Region(offsets, sizes)
 
 
 @settings(deadline=None)
-@given(boxes(), st.sampled_from([1, 7, 16, 64]))
-def test_a_box_holds_the_bits_of_the_whole(case: tuple[tuple[int, ...], Box], block_elements: int) -> None:
-    shape, box = case
-    with pytest.MonkeyPatch.context() as patch:  # blocks of a few rows, so that boxes begin and end within them
+@given(regions(), st.sampled_from([1, 7, 16, 64]))
+def test_a_region_holds_the_bits_of_the_whole(case: tuple[tuple[int, ...], Region], block_elements: int) -> None:
+    shape, region = case
+    with pytest.MonkeyPatch.context() as patch:  # blocks of a few rows, so that regions begin and end within them
         patch.setattr(rng, "_BLOCK_ELEMENTS", block_elements)
         want = whole(5, "w", *shape)
-        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        for dim, (start, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
             want = want.narrow(dim, start, size)
-        assert torch.equal(keyed_normal(5, "w", shape, box, 1.0), want)
+        assert torch.equal(keyed_normal(5, "w", shape, region, 1.0), want)
 
 
 def test_more_rows_leave_the_first_as_they_are() -> None:
@@ -57,7 +57,7 @@ def test_only_blocks_that_are_needed_are_drawn(monkeypatch: pytest.MonkeyPatch) 
     drawn: list[Any] = []
     original = rng._normal_block
     monkeypatch.setattr(rng, "_normal_block", lambda *key: drawn.append(key[:3]) or original(*key))
-    keyed_normal(5, "w", (LARGE, 64), Box((4095, 0), (2, 64)), 1.0)
+    keyed_normal(5, "w", (LARGE, 64), Region((4095, 0), (2, 64)), 1.0)
     assert drawn == [(5, "w", 0), (5, "w", 1)]
 
 

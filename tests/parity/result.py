@@ -130,15 +130,15 @@ def assemble(paths: list[Path]) -> Result:
 
 
 def _whole(parts: list[Tensors], ranks: list[dict[str, Any]]) -> Tensors:
-    """Whole tensors from the ranks' parts, which ``boxes`` locates."""
+    """Whole tensors from the ranks' parts, which ``regions`` locates."""
     out = {}
     for name, (shape, rows) in {name: size for rank in ranks for name, size in rank["shapes"].items()}.items():
         dtype = next(part[name].dtype for part in parts if name in part)
         tensor = torch.full(shape, float("nan"), dtype=dtype)
         for part, rank in zip(parts, ranks, strict=True):
-            if name not in rank["boxes"]:  # another pipeline rank's
+            if name not in rank["regions"]:  # another pipeline rank's
                 continue
-            offsets, sizes = rank["boxes"][name]
+            offsets, sizes = rank["regions"][name]
             target = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
             filled = ~target.isnan()
             assert torch.equal(target[filled], part[name][filled]), f"copies of {name} differ between ranks"

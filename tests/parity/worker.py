@@ -27,7 +27,7 @@ from smp.optim import optimizer as optimizer_module
 from smp.optim.optimizer import build_optimizer
 from smp.parallel import collectives
 from smp.parallel.context import ParallelContext, build_context
-from smp.parallel.dtensor_box import local_box
+from smp.parallel.dtensor_region import local_region
 from smp.pipeline.actions import Action, Op, Schedule
 from smp.pipeline.run import Runner
 from smp.pipeline.stage_plan import plan_pipeline
@@ -125,7 +125,7 @@ def train(case: Case, contexts: Contexts, device: torch.device) -> dict[str, Any
         "norms": [s.grad_norm for s in steps],
         "tensors": [initial, *recording.gradients, _weights(model)],
         "shapes": {name: (tuple(p.shape), _logical_rows(model, name)) for name, p in _tensors(model).items()},
-        "boxes": {name: _box(p) for name, p in _tensors(model).items()},
+        "regions": {name: _region(p) for name, p in _tensors(model).items()},
     }
 
 
@@ -168,9 +168,9 @@ def _tensors(model: GPT) -> Tensors:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _box(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    box = local_box(parameter)
-    return box.offsets, box.sizes
+def _region(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    region = local_region(parameter)
+    return region.offsets, region.sizes
 
 
 def _logical_rows(model: GPT, name: str) -> int:

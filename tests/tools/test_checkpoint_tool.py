@@ -24,7 +24,7 @@ from smp.checkpoint.folders.folder import open_folder
 from smp.checkpoint.folders.lock import RunLock
 from smp.checkpoint.format.entries import Manifest, TensorEntry
 from smp.checkpoint.rewrite import cut
-from smp.checkpoint.tensor_slices import read_box_into
+from smp.checkpoint.tensor_slices import read_region_into
 from tests.checkpoint.test_folder import rewrite as rewrite_manifest
 from tests.distributed import run_distributed
 from tests.training.flag_runs import run_here
@@ -270,10 +270,10 @@ def test_reshard_holds_one_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     sizes: list[int] = []
 
     def watched(*args: Any) -> None:
-        read_box_into(*args)
+        read_region_into(*args)
         sizes.append(args[-1].untyped_storage().nbytes())
 
-    monkeypatch.setattr(rewrite_module, "read_box_into", watched)
+    monkeypatch.setattr(rewrite_module, "read_region_into", watched)
     tracemalloc.start()
     assert main(["reshard", str(tmp_path / "big"), str(tmp_path / "small"), "--files", "8"]) == 0
     _, peak = tracemalloc.get_traced_memory()

@@ -203,7 +203,7 @@ class MergingTokenizer:
 def test_a_continuation_that_merges_into_its_context_is_not_scored() -> None:
     scorer = TextScorer(None, MergingTokenizer(), (0,), 64, 64)  # type: ignore[arg-type]
     assert scorer.continuation("abc", "") == (0.0, True)
-    with pytest.raises(ValueError, match="the continuation 'd' has no token of its own behind 'abc': no score"):
+    with pytest.raises(ValueError, match="the continuation 'd' has no token of its own after 'abc': no score"):
         scorer.continuation("abc", "d")
 
 

@@ -14,7 +14,7 @@ import torch
 from smp.config import ConfigError
 from smp.generation import Generator, Request, Sampling
 from smp.models.scoring import token_scores
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.training.texts.text_model import alone, load_model, open_model
 from smp.training.tuning import model as tuning_model
 from smp.training.tuning.settings import read_finetune_settings

@@ -26,7 +26,7 @@ from smp.models.part import ModelPart
 from smp.optim.optimizer import build_optimizer
 from smp.parallel.collectives import Group
 from smp.parallel.context import build_context
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.pipeline.actions import Op
 from smp.pipeline.validate_schedule import PassState
 from smp.sharding.parallelize import _wrapped
@@ -101,13 +101,13 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
     parts = Moments(
         gradients=1 << 4,
         waiting=0,
-        behind=0,
+        head_gradient=0,
         before_last=0,
         before=0,
         late=1 << 1,
         activations=1 << 5,
         kept_by_block=1 << 2,
-        kept_behind=0,
+        kept_by_head=0,
         to_the_end=0,
         at_last=0,
         at_copy=0,
@@ -131,9 +131,10 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
     assert parts.most == (1 << 4) + (1 << 12), "behind the first block"
     parts = replace(parts, ends=0)
     assert parts.most == (1 << 5) + (1 << 7) + (1 << 10) + (1 << 11), "in the last block"
-    assert replace(parts, kept_behind=1 << 3).most == parts.most - (1 << 3)
+    assert replace(parts, kept_by_head=1 << 3).most == parts.most - (1 << 3)
     assert replace(parts, waiting=1 << 4).most == parts.most + (1 << 4)
-    assert replace(parts, behind=1 << 4, own_first=1 << 5, tied=1 << 6, before_last=9).most == parts.most + (7 << 4)
+    added = replace(parts, head_gradient=1 << 4, own_first=1 << 5, tied=1 << 6, before_last=9)
+    assert added.most == parts.most + (7 << 4)
     parts = replace(parts, head=0)
     assert parts.most == (1 << 4) - (1 << 1) + (1 << 2) + (1 << 8) + (1 << 10) + (1 << 3), "in the first"
     assert replace(parts, to_the_end=1 << 4, own_first=1 << 5, tied=1 << 6).most == parts.most + (7 << 4)
@@ -141,7 +142,8 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
     parts = replace(parts, in_first=0)
     assert parts.most == beside, "beside a reduction"
     assert replace(parts, in_next=0).most < beside
-    assert replace(parts, behind=1, before_last=2, kept_behind=4, own_first=8, tied=16).most == beside + 1 + 2 - 4 + 24
+    each = replace(parts, head_gradient=1, before_last=2, kept_by_head=4, own_first=8, tied=16)
+    assert each.most == beside + 1 + 2 - 4 + 24
     loss = replace(parts, logits=1 << 13)
     assert loss.most == (1 << 5) + (1 << 6) + (1 << 13), "at the loss"
     assert replace(loss, before=1 << 2).most == loss.most + (1 << 2)

@@ -16,7 +16,7 @@ from smp.config import ConfigError
 from smp.kernels.precision import nf4
 from smp.layers.adapters.quantized import quantized_layers
 from smp.models.micro_batch import MicroBatch
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.training.cost.predict import predicted_memory
 from smp.training.process import Process
 from smp.training.runtime import StopSignal

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLIPS = """
 import os, sys
 import pretrain_gpt
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.training import trainer
 from tests.training.test_replicas import flip
 

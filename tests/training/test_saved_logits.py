@@ -98,7 +98,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(
     (cut / "part-00000-00009.safetensors").write_bytes(b"of after the last note")
     with clean_process():
         assert run(saving(folder, cut)) == 0
-    assert "16 sequences are there; it goes on behind them" in capfd.readouterr().out
+    assert "16 sequences are there; it goes on after them" in capfd.readouterr().out
     assert {path.name for path in cut.iterdir()} >= {"manifest.json"} and not (cut / "unfinished.json").exists()
     parts = json.loads((cut / "manifest.json").read_text())["parts"]
     assert len(parts) > 1 and all(part["file"] != "part-00000-00009.safetensors" for part in parts)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import finetune
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.training.tuning.kinds import tuning_kind
 from smp.training.tuning.settings import read_finetune_settings, teacher_config
 from tests.distributed import run_distributed

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from smp.models.presets import PRESETS
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.training.kind import RunKind
 from smp.training.pretraining import Pretraining
 from smp.training.process import Process

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from smp.checkpoint.format.entries import ELEMENT_SIZES, DamagedError, Manifest, Shard, TensorEntry
-from smp.parallel.box import Box
+from smp.parallel.region import Region
 
 # No dot first and no slash: neither hidden files nor other folders.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
@@ -69,16 +69,16 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _LARGEST
 
 
-def inside(box: Shard | Box, shape: Sequence[int]) -> bool:
-    """Whether a box, whose numbers may be anything, lies in a tensor of this shape."""
-    numbers = (*box.offsets, *box.sizes)
-    if not len(box.offsets) == len(box.sizes) == len(shape) or not all(_is_count(n) for n in numbers):
+def inside(region: Shard | Region, shape: Sequence[int]) -> bool:
+    """Whether a region, whose numbers may be anything, lies in a tensor of this shape."""
+    numbers = (*region.offsets, *region.sizes)
+    if not len(region.offsets) == len(region.sizes) == len(shape) or not all(_is_count(n) for n in numbers):
         return False
-    return all(o + s <= n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True))
+    return all(o + s <= n for o, s, n in zip(region.offsets, region.sizes, shape, strict=True))
 
 
-def covered_once(shape: Sequence[int], boxes: Sequence[Shard | Box]) -> bool:
-    """Whether boxes inside of a tensor tile it. Their edges cut it into a coarse grid, in which each cell must be hit
+def covered_once(shape: Sequence[int], regions: Sequence[Shard | Region]) -> bool:
+    """Whether regions inside of a tensor tile it. Their edges cut it into a coarse grid, in which each cell must be hit
     once.
 
     Raises:
@@ -87,18 +87,18 @@ def covered_once(shape: Sequence[int], boxes: Sequence[Shard | Box]) -> bool:
     if math.prod(shape) == 0:
         return True
     # With equal volumes and no cell hit twice every cell is hit. It also refuses most lies before there is a grid.
-    if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
+    if sum(math.prod(region.sizes) for region in regions) != math.prod(shape):
         return False
     # Only the places where some shard begins or ends: the grid is as fine as the layout, not as the tensor.
     edges = [
-        sorted({0, n} | {b.offsets[d] for b in boxes} | {b.offsets[d] + b.sizes[d] for b in boxes})
+        sorted({0, n} | {b.offsets[d] for b in regions} | {b.offsets[d] + b.sizes[d] for b in regions})
         for d, n in enumerate(shape)
     ]
     require(math.prod(len(along) - 1 for along in edges) <= _MOST_CELLS, "a tensor is cut into too many pieces")
     cell = [{edge: i for i, edge in enumerate(along)} for along in edges]
     hit = np.zeros([len(along) - 1 for along in edges], dtype=np.bool_)
-    for box in boxes:
-        cells = tuple(slice(c[o], c[o + n]) for c, o, n in zip(cell, box.offsets, box.sizes, strict=True))
+    for region in regions:
+        cells = tuple(slice(c[o], c[o + n]) for c, o, n in zip(cell, region.offsets, region.sizes, strict=True))
         if hit[cells].any():
             return False
         hit[cells] = True

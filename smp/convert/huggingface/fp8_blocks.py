@@ -48,15 +48,15 @@ class Fp8BlockStore(PieceStore):
             return
         numbers = torch.empty(out.shape, dtype=torch.float8_e4m3fn)
         super().read_into(name, offsets, numbers)
-        # The blocks that the box meets, whole ones at its edges too.
+        # The blocks that the region meets, whole ones at its edges too.
         first = [start // size for start, size in zip(offsets, self.block, strict=True)]
-        # Rounded up: also the block in which the box ends.
+        # Rounded up: also the block in which the region ends.
         ends = [-(-(start + n) // size) for start, n, size in zip(offsets, out.shape, self.block, strict=True)]
         scales = torch.empty([end - start for start, end in zip(first, ends, strict=True)])
         super().read_into(name + SCALES, first, scales)
         for dim, (start, size) in enumerate(zip(offsets, self.block, strict=True)):
             # A scale for each row, then for each column: what a block shares is repeated over it.
-            # (rows or columns of the box,) -> index of the block's scale
+            # (rows or columns of the region,) -> index of the block's scale
             block_of_each = torch.arange(start, start + out.shape[dim]) // size - first[dim]
             scales = scales.index_select(dim, block_of_each)
         out.copy_(numbers.float() * scales)

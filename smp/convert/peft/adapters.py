@@ -174,7 +174,7 @@ class MergedWeights(Weights):
     def _scaled_rows(
         self, name: str, offsets: Sequence[int], shape: Sequence[int], magnitude: torch.Tensor
     ) -> torch.Tensor:
-        """Rows of a matrix under DoRA, (rows, columns of the box), fp32: m (W + s B A) / |W + s B A| (arXiv
+        """Rows of a matrix under DoRA, (rows, columns of the region), fp32: m (W + s B A) / |W + s B A| (arXiv
         2402.09353)."""
         stored, (row, column) = self.base.tensors[name], offsets
         # Whole rows, whatever columns are asked for: norms are of rows.
@@ -194,8 +194,8 @@ class MergedWeights(Weights):
 
 
 def _added(block: torch.Tensor, adapter: Adapter, offsets: Sequence[int]) -> torch.Tensor:
-    """A box of a matrix plus the same box of ``scale x B A``, fp32."""
-    # Rows of B and columns of A: only the box is computed.
+    """A region of a matrix plus the same region of ``scale x B A``, fp32."""
+    # Rows of B and columns of A: only the region is computed.
     *first, rows, columns = (slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
     b, a = adapter.b[(*first, rows)], adapter.a[(*first, slice(None), columns)]
     return block.float() + adapter.scale * (b @ a)

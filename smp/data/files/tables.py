@@ -103,7 +103,7 @@ def csv_rows(path: Path | RemoteFile, file: BinaryIO) -> Iterator[list[dict[str,
                     raise ValueError(f"row {number} has more fields than the {len(row) - 1} of the first line")
             yield found
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a .csv file that can be read, behind row {number} ({error})") from None
+        raise ValueError(f"{path}: not a .csv file that can be read, after row {number} ({error})") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     finally:
@@ -166,14 +166,14 @@ def json_array(path: Path | RemoteFile, text: str) -> Iterator[list[Any]]:
             if text[at : at + 1] == ",":
                 at = _skip(text, at + 1)
                 if text[at : at + 1] == "]":
-                    raise ValueError(f"no element behind the comma, at character {at}")
+                    raise ValueError(f"no element after the comma, at character {at}")
             elif text[at : at + 1] != "]":
                 raise ValueError(f"no comma or bracket at character {at}")
             if len(found) == _AT_ONCE:
                 yield found
                 found = []
         if (at := _skip(text, at + 1)) < len(text):
-            raise ValueError(f"more behind the array, at character {at}")
+            raise ValueError(f"more after the array, at character {at}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON array that can be read ({error})") from None
     if found:

@@ -85,7 +85,7 @@ def kind_of(path: Path | RemoteFile) -> str:
     plain = path.with_suffix("") if path.suffix in COMPRESSED_SUFFIXES else path
     if plain.suffix not in TEXT_SUFFIXES or (plain.suffix in _OF_PYARROW and plain != path):
         raise ValueError(
-            f"{path}: neither .parquet nor .arrow, nor .txt, .jsonl, .json or .csv, alone or with .gz or .zst behind it"
+            f"{path}: neither .parquet nor .arrow, nor .txt, .jsonl, .json or .csv, alone or with .gz or .zst after it"
         )
     return plain.suffix
 
@@ -110,11 +110,11 @@ def _json_hint(line: bytes, error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "; write the file in UTF-8"
     if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
-        behind = line.decode("utf-8-sig")[error.pos :].lstrip()[:1]
+        after = line.decode("utf-8-sig")[error.pos :].lstrip()[:1]
         return {
-            ",": "; a comma stands behind the object, which a line of .jsonl does not have",
+            ",": "; a comma stands after the object, which a line of .jsonl does not have",
             "{": "; a line of .jsonl has one object",
-        }.get(behind, "")
+        }.get(after, "")
     return ""
 
 

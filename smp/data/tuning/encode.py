@@ -135,9 +135,9 @@ class Encoder:
         whole = self.tokenizer.decode(self.tokenizer.begun(said + text))
         # One that tokenizers do not join with others; or the end of what was said, which some must see, such as
         # WordPiece, whose tokens within a word are others than those that begin one.
-        behind = (self.tokenizer.continued(before, text) for before in (APART, said[-1:], said))
+        after = (self.tokenizer.continued(before, text) for before in (APART, said[-1:], said))
         alone = self.tokenizer.encode(text)
-        for found in chain([alone], behind):
+        for found in chain([alone], after):
             if self.tokenizer.decode([*ids, *found]) == whole:
                 return found
         return alone  # a word of one token, cut in two by a tokenizer without pieces of it

@@ -32,7 +32,7 @@ from smp.hf.loading.twins import twin_of
 from smp.hf.sagemaker.fsdp1 import root_of
 from smp.hf.state import state
 from smp.parallel.agree import gather
-from smp.parallel.dtensor_box import local_box, local_part
+from smp.parallel.dtensor_region import local_part, local_region
 
 
 def load_weights(model: nn.Module, folder: str | Path, leave: Collection[str] = ()) -> None:
@@ -99,15 +99,15 @@ def _check_complete(model: Any, tensors: Mapping[str, Any], found: set[str], sto
 
 def _fill_from(source: Source, twin: Any, tensors: Mapping[str, Any], store: PieceStore) -> None:
     first = tensors[source.targets[0]]
-    box, dtype = local_box(first), first.dtype
+    region, dtype = local_region(first), first.dtype
     if source.rule is None:
         _read_part(source.stored[""][0], source.targets[0], first, store)
         return
     # A stack of experts: only the rows of this rank's experts are read.
     stack = source.stacks(first.shape)
-    if stack and box.empty:
+    if stack and region.empty:
         return
-    rows = slice(box.offsets[0], box.offsets[0] + box.sizes[0]) if stack else slice(None)
+    rows = slice(region.offsets[0], region.offsets[0] + region.sizes[0]) if stack else slice(None)
     for name, made in source.made(twin, partial(_read_whole, store, dtype), rows).items():
         tensor, start = tensors.get(name), rows.start or 0
         if tensor is None:
@@ -116,12 +116,12 @@ def _fill_from(source: Source, twin: Any, tensors: Mapping[str, Any], store: Pie
             )
         size = (tensor.shape[0] if stack else made.shape[0], *made.shape[1:]) if made.ndim else ()
         _check_shape(name, size, tensor)
-        box = local_box(tensor)
-        for dim, (offset, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        region = local_region(tensor)
+        for dim, (offset, length) in enumerate(zip(region.offsets, region.sizes, strict=True)):
             # Dimension 0 of ``made`` begins at ``start``, which was read; the other dimensions are
             # whole.
             made = made.narrow(dim, offset - (start if dim == 0 else 0), length)
-        if not box.empty:
+        if not region.empty:
             local_part(tensor).copy_(made)
 
 
@@ -138,14 +138,14 @@ def _read_whole(store: PieceStore, dtype: torch.dtype, name: str) -> torch.Tenso
 
 
 def _read_part(stored_name: str, name: str, tensor: torch.Tensor, store: PieceStore) -> None:
-    stored, box, data = store.tensors[stored_name], local_box(tensor), local_part(tensor)
+    stored, region, data = store.tensors[stored_name], local_region(tensor), local_part(tensor)
     _check_shape(name, stored.shape, tensor)
-    if box.empty:
+    if region.empty:
         return
     straight = data.is_cpu and data.dtype == stored.dtype and data.is_contiguous()
     # Without a copy, a tensor on the CPU is read into its own memory.
-    read = data if straight else torch.empty(box.sizes, dtype=stored.dtype)
-    store.read_into(stored_name, box.offsets, read)
+    read = data if straight else torch.empty(region.sizes, dtype=stored.dtype)
+    store.read_into(stored_name, region.offsets, read)
     if not straight:
         data.copy_(read)
 
@@ -265,12 +265,12 @@ class DelayedParamIniter:
             raise ConfigError(f"{type(module).__name__} is no module of the model that DelayedParamIniter was given")
         for own in _allocate_own(self.values, name, module):
             parameter, full = module._parameters[own], f"{name}.{own}" if name else own
-            box = local_box(parameter)  # type: ignore[arg-type]
+            region = local_region(parameter)  # type: ignore[arg-type]
             # Drawn whole on every rank, then cut: the bits do not depend on the layout.
             whole = self.values.draw(full, self.seed)
-            # The same cut as of loaded weights: offsets and sizes of this rank's box.
-            for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            # The same cut as of loaded weights: offsets and sizes of this rank's region.
+            for dim, (first, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
                 whole = whole.narrow(dim, first, size)
-            if not box.empty:
+            if not region.empty:
                 local_part(parameter).copy_(whole)  # type: ignore[arg-type]
             self.waiting.discard(full)

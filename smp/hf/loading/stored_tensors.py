@@ -1,5 +1,5 @@
-"""Boxes of a model's tensors from a Hugging Face folder, in the stored dtype: for weights that are quantized while they
-are read."""
+"""Regions of a model's tensors from a Hugging Face folder, in the stored dtype: for weights that are quantized while
+they are read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StoredTensors:
         return tuple(made.shape), made.dtype
 
     def read_into(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> None:
-        """Fill ``out``, which has the stored dtype, with the box of its shape at ``offsets``."""
+        """Fill ``out``, which has the stored dtype, with the region of its shape at ``offsets``."""
         source = self._source(name)
         if source.rule is None:
             self._store.read_into(source.stored[""][0], offsets, out)

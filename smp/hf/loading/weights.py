@@ -22,7 +22,7 @@ from smp.hf.adapters import faces_of, in_adapter_file
 from smp.hf.loading.stored_names import written_by
 from smp.hf.sagemaker.fsdp1 import root_of
 from smp.parallel.agree import gather, on_all_or_none, on_rank_zero
-from smp.parallel.dtensor_box import local_box, placed_like
+from smp.parallel.dtensor_region import local_region, placed_like
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -139,8 +139,8 @@ def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: st
             continue
         if whole.shape != own.shape:
             raise ConfigError(f"load_state_dict: {name} is {tuple(whole.shape)}, the model's is {tuple(own.shape)}")
-        box = local_box(own)
-        for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        region = local_region(own)
+        for dim, (first, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
             whole = whole.narrow(dim, first, size)
         state_dict[name] = placed_like(own, whole.to(own.device).contiguous())
 

@@ -47,7 +47,7 @@ from smp.parallel.collectives import (
     reduce_scatter_tokens,
     split_features,
 )
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 
 KNOWN = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "replicate", LATENT)
 

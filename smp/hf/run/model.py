@@ -36,7 +36,7 @@ from smp.models.foreign import SCORE, blocks_of, decoder_of, new_module, output_
 from smp.models.micro_batch import MicroBatch, OwnCache
 from smp.models.protocol import Model, OutputShard
 from smp.parallel.context import ParallelContext
-from smp.parallel.dtensor_box import local_box, local_part
+from smp.parallel.dtensor_region import local_part, local_region
 
 
 class TransformersModel(Model):
@@ -152,10 +152,10 @@ class TransformersModel(Model):
     def draw_scores(self, seed: int) -> None:
         """Draw the row of scores by transformers' rule, where the weights are those of a language model without one."""
         row = self.module.get_parameter(f"{SCORE}.weight")
-        box, whole = local_box(row), FirstValues(self.module).draw(f"{SCORE}.weight", seed)
-        for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        region, whole = local_region(row), FirstValues(self.module).draw(f"{SCORE}.weight", seed)
+        for dim, (first, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
             whole = whole.narrow(dim, first, size)
-        if not box.empty:
+        if not region.empty:
             local_part(row).copy_(whole)
 
     def forward(self, micro_batch: MicroBatch) -> ModelOutput:

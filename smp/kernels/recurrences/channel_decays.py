@@ -29,14 +29,14 @@ class ChannelDecays:
         total: G, fp64 (n, B, C, K).
         together: bool (n, B, C, C), pairs of tokens of one document; None: all are.
         before: from before the chunk to each token, (n, B, C, K), 0 where a document's border lies between.
-        behind: from each token to the end of the chunk, likewise.
+        to_end: from each token to the end of the chunk, likewise.
         whole: from before the chunk to its end, (n, B, K, 1), for the rows of a state.
     """
 
     total: torch.Tensor
     together: torch.Tensor | None
     before: torch.Tensor
-    behind: torch.Tensor
+    to_end: torch.Tensor
     whole: torch.Tensor
 
     @staticmethod
@@ -44,15 +44,15 @@ class ChannelDecays:
         """The decays by g (rows, length, heads, K) and ``begins`` bool (rows, length), in ``dtype``."""
         total = by_chunk(g, torch.float64).cumsum(2)
         last, together = total[:, :, -1:], None
-        before, behind, whole = (x.to(dtype, copy=True).exp_() for x in (total, last - total, last.transpose(2, 3)))
+        before, to_end, whole = (x.to(dtype, copy=True).exp_() for x in (total, last - total, last.transpose(2, 3)))
         if begins is not None:
             number, known = documents_of(begins, g.shape[2])
             together = number == number.transpose(2, 3)
             # After exp, and not -inf before it as in ``Decays``: here all exponents are at most 0.
             before.masked_fill_(number != known, 0.0)
-            behind.masked_fill_(number != number[:, :, -1:], 0.0)
+            to_end.masked_fill_(number != number[:, :, -1:], 0.0)
             whole.masked_fill_(number[:, :, -1:] != known, 0.0)
-        return ChannelDecays(total, together, before, behind, whole)
+        return ChannelDecays(total, together, before, to_end, whole)
 
     def products(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """P of q and k, and of k and k, (n, B, C, C), 0 above the diagonal."""
@@ -104,12 +104,12 @@ class ChannelDecays:
         return (x.sum(3, keepdim=True) * self.whole).transpose(2, 3)
 
     def gradient(
-        self, of_pairs: torch.Tensor, before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor
+        self, of_pairs: torch.Tensor, before: torch.Tensor, to_end: torch.Tensor, whole: torch.Tensor
     ) -> torch.Tensor:
-        """Gradient of g, (n, B, C, K), from the gradients of G and of the logarithms of ``before``, ``behind`` and
+        """Gradient of g, (n, B, C, K), from the gradients of G and of the logarithms of ``before``, ``to_end`` and
         ``whole``."""
         # G is a cumulative sum of g, so the gradient of g is a reversed cumulative sum of G's.
-        return from_here_on(of_pairs).add_(passing_gradient(before, behind, whole))
+        return from_here_on(of_pairs).add_(passing_gradient(before, to_end, whole))
 
     def _halves(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """(s, exp(G_i - G_m) of second halves, exp(G_m - G_j) of first ones), (n, B, C / 2s, s, K) each."""

@@ -26,15 +26,15 @@ class Decays:
     between.
 
     Attributes:
-        within: from token j to token i of the chunk, (n, B, C, C), 0 where j is behind i.
+        within: from token j to token i of the chunk, (n, B, C, C), 0 where j comes after i.
         before: from before the chunk to each token, (n, B, C, 1).
-        behind: from each token to the end of the chunk, likewise.
+        to_end: from each token to the end of the chunk, likewise.
         whole: from before the chunk to its end, (n, B, 1, 1).
     """
 
     within: torch.Tensor
     before: torch.Tensor
-    behind: torch.Tensor
+    to_end: torch.Tensor
     whole: torch.Tensor
 
     @staticmethod
@@ -44,7 +44,7 @@ class Decays:
         total = by_chunk(g[..., None], torch.float64).cumsum(2)  # (n, B, C, 1)
         last = total[:, :, -1:]
         differences = total - total.transpose(2, 3), total, last - total, last
-        within, before, behind, whole = (x.to(dtype, copy=True) for x in differences)
+        within, before, to_end, whole = (x.to(dtype, copy=True) for x in differences)
         future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
         # Masked before exp: the differences above the diagonal may be too large for it.
         within.masked_fill_(future, -torch.inf)
@@ -52,9 +52,9 @@ class Decays:
             number, known = documents_of(begins, g.shape[2])
             within.masked_fill_(number != number.transpose(2, 3), -torch.inf)
             before.masked_fill_(number != known, -torch.inf)
-            behind.masked_fill_(number != number[:, :, -1:], -torch.inf)
+            to_end.masked_fill_(number != number[:, :, -1:], -torch.inf)
             whole.masked_fill_(number[:, :, -1:] != known, -torch.inf)
-        return Decays(within.exp_(), before.exp_(), behind.exp_(), whole.exp_())
+        return Decays(within.exp_(), before.exp_(), to_end.exp_(), whole.exp_())
 
     def products(self, q: torch.Tensor, k: torch.Tensor) -> Pair:
         """(q k^T) within and (k k^T) within, of (n, B, C, channels)."""
@@ -87,14 +87,14 @@ class Decays:
         return x.sum((2, 3), keepdim=True) * self.whole
 
     def gradient(
-        self, of_pairs: torch.Tensor, before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor
+        self, of_pairs: torch.Tensor, before: torch.Tensor, to_end: torch.Tensor, whole: torch.Tensor
     ) -> torch.Tensor:
         """Gradient of g, see :func:`decay_gradient`."""
-        return decay_gradient(of_pairs, before, behind, whole)
+        return decay_gradient(of_pairs, before, to_end, whole)
 
 
 def decay_gradient(
-    within: torch.Tensor, before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor
+    within: torch.Tensor, before: torch.Tensor, to_end: torch.Tensor, whole: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of g, (n, B, C, 1), from gradients of the logarithms of :class:`Decays`, which have its shapes.
 
@@ -105,13 +105,13 @@ def decay_gradient(
     # Row t of the product sums the pairs of tokens i >= t; tril(-1) keeps those with j < t.
     here_on = torch.ones(CHUNK, CHUNK, dtype=within.dtype, device=within.device).triu()
     dg = (here_on @ within).tril_(-1).sum(-1, keepdim=True)
-    return dg.add_(passing_gradient(before, behind, whole))
+    return dg.add_(passing_gradient(before, to_end, whole))
 
 
-def passing_gradient(before: torch.Tensor, behind: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def passing_gradient(before: torch.Tensor, to_end: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """The part of :func:`decay_gradient` that is not of pairs of a chunk; also of as many channels as these have."""
-    # behind: tokens before t, without t itself, whose writes its decay does not touch.
-    return from_here_on(before).add_(behind.cumsum(-2) - behind + whole)
+    # to_end: tokens before t, without t itself, whose writes its decay does not touch.
+    return from_here_on(before).add_(to_end.cumsum(-2) - to_end + whole)
 
 
 def from_here_on(x: torch.Tensor) -> torch.Tensor:

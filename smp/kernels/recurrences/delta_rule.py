@@ -235,7 +235,7 @@ def _forward(
     states = state.new_empty(len(c.v) + 1, *state.flatten(0, 1).shape)
     states[0], out = state.flatten(0, 1), torch.empty_like(c.v)
     # e k, exp(G_C - G) k and e q of the module docstring.
-    asked, kept, read = c.k * d.before, c.k * d.behind, c.q * d.before
+    asked, kept, read = c.k * d.before, c.k * d.to_end, c.q * d.before
     for i, s in enumerate(states[:-1]):
         # V = T (b (v - e k S))
         written = inverse[i] @ torch.baddbmm(c.v[i], asked[i], s, alpha=-1).mul_(c.beta[i])
@@ -265,7 +265,7 @@ def _backward(
     c, dout = _Chunks.of(q, k, v, g, beta, begins), by_chunk(dout)
     d, known = c.decays, states[:-1]
     scores, keys = d.products(c.q, c.k)
-    asked, kept, read = c.k * d.before, c.k * d.behind, c.q * d.before
+    asked, kept, read = c.k * d.before, c.k * d.to_end, c.q * d.before
     # v - e k S of all chunks at once: the states before them are saved.
     missing = torch.baddbmm(c.v.flatten(0, 1), asked.flatten(0, 1), known.flatten(0, 1), alpha=-1)
     missing = missing.view_as(c.v)
@@ -299,7 +299,7 @@ def _backward(
     of_behind = d.of_numbers(dkept * kept)
     # Second part: gradients through what reads and asks the state before the chunk.
     dq += dread * d.before
-    dk += dasked * d.before + dkept * d.behind
+    dk += dasked * d.before + dkept * d.to_end
     dg = d.gradient(of_pairs, of_before, of_behind, d.of_states(known * dstates[1:]))
     tokens = (as_tokens(x, y) for x, y in ((dq, q), (dk, k), (dv, v)))
     numbers = (as_tokens(x, y if y.dim() == 4 else y[..., None]).view_as(y) for x, y in ((dg, g), (dbeta, beta)))

@@ -10,7 +10,7 @@ k and q (B and C of the paper) are shared by the heads of a group. A token that 
 decays of :mod:`smp.kernels.recurrences.chunks`:
 
     o = before q S + (q k^T * within * t^T) v
-    S <- whole S + k^T (behind t v)
+    S <- whole S + k^T (to_end t v)
 
 Products with a state are those of all heads of a group at once. FLOPs of a forward pass per token and head: 4 state_dim
 head_dim + 2 C head_dim, and per group 2 C state_dim. Kept for the backward pass besides the inputs: a state for each
@@ -150,7 +150,7 @@ class _Chunks:
         # (rows x groups, heads of a group): q and k exist once for each group
         both = q.shape[0] * q.shape[2], v.shape[2] // q.shape[2]
         d = Decays.of(g, begins, accumulation_dtype(v.dtype))
-        decays = Decays(*(x.unflatten(1, both) for x in (d.within, d.before, d.behind, d.whole)))
+        decays = Decays(*(x.unflatten(1, both) for x in (d.within, d.before, d.to_end, d.whole)))
         # Heads of a group are neighbours, so rows x heads is rows x groups x heads of a group.
         v, step = (x.unflatten(1, both) for x in (by_chunk(v), by_chunk(step[..., None])))
         return _Chunks(by_chunk(q), by_chunk(k), v, step, decays)
@@ -161,7 +161,7 @@ class _Chunks:
 
     def kept(self) -> torch.Tensor:
         """Weight of a token's write in the state after the chunk, (n, B, r, C, 1)."""
-        return self.decays.behind * self.step
+        return self.decays.to_end * self.step
 
 
 def _joined(x: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,7 @@ def _backward(
     kept = c.kept()
     dkept = _apart(c.k @ dstates[1:], heads)
     of_kept = (dkept * c.v).sum(4, keepdim=True)
-    dstep = of_kept * d.behind
+    dstep = of_kept * d.to_end
     # Through the states; what is within the chunk follows below.
     dk = _joined(c.v * kept) @ dstates[1:].transpose(2, 3)
     dq = dread @ known.transpose(2, 3)

@@ -83,7 +83,7 @@ def _head(job: Job, stage: str) -> str:
     number = "%A_%a" if training and cluster.get("array") is not None else "%j"
     if "\\" in str(job.folder):
         raise ConfigError(
-            f"base_results_dir: {job.folder} has a backslash, behind which sbatch fills in no job's number"
+            f"base_results_dir: {job.folder} has a backslash, after which sbatch fills in no job's number"
         )
     # A % of the folder's own must be doubled.
     log = f"{str(job.folder).replace('%', '%%')}/log-{stage}_{number}"

@@ -24,7 +24,7 @@ from smp.kernels.precision.nf4 import Nf4, widen
 from smp.kernels.product import PRODUCTS
 from smp.kernels.registry import accumulation_dtype
 from smp.parallel.collectives import Group, sum_over
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ from smp.parallel.collectives import (
     reduce_from_group,
     reduce_scatter_tokens,
 )
-from smp.parallel.dtensor_box import local_box
+from smp.parallel.dtensor_region import local_region
 from smp.parallel.rng import dropout_key
 
 
@@ -87,7 +87,7 @@ class Lora(nn.Module):
         # without a copy to its device; no buffer, which to_empty would lose.
         self.key = torch.tensor(key, device="cpu")
         # Of this rank's columns: dropout is keyed by the channel's number in the whole input.
-        self.first_channel = local_box(weight).offsets[1]
+        self.first_channel = local_region(weight).offsets[1]
         self.enabled = True
 
     @property

@@ -19,14 +19,14 @@ from smp.config import ConfigError
 from smp.kernels.precision import nf4
 from smp.layers.linear import linear_layers
 from smp.layers.parameter import SHARD_COLUMNS, tp_parameter
-from smp.parallel.box import Box
-from smp.parallel.dtensor_box import local_box, local_part
+from smp.parallel.dtensor_region import local_part, local_region
 from smp.parallel.owners import gathered
+from smp.parallel.region import Region
 
 PRODUCTS = {False: "nf4", True: "nf4-double"}
 """Names of the products, by whether scales are quantized, too."""
 Read = Callable[[Sequence[int], torch.Tensor], None]
-"""Fills a tensor with the box of the whole weight that begins at some offsets."""
+"""Fills a tensor with the region of the whole weight that begins at some offsets."""
 _CHUNK = 1 << 24
 
 
@@ -92,35 +92,35 @@ def quantized_layers(model: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in _layers(model).items() if layer.product in PRODUCTS.values()}
 
 
-def box_of_weight(layer: Any) -> Box:
+def region_of_weight(layer: Any) -> Region:
     """Which part of the whole matrix (out, in) this rank has in 4 bits."""
     # All column parts are equal, so packed offset / packed width is the number of the part.
-    box, columns = local_box(layer.weight), _columns(layer)
-    return Box((box.offsets[0], box.offsets[1] // box.sizes[1] * columns), (box.sizes[0], columns))
+    region, columns = local_region(layer.weight), _columns(layer)
+    return Region((region.offsets[0], region.offsets[1] // region.sizes[1] * columns), (region.sizes[0], columns))
 
 
 def whole_shape(layer: Any) -> tuple[int, int]:
     """(out, in)."""
     rows, packed = layer.weight.shape
-    return rows, packed // local_box(layer.weight).sizes[1] * _columns(layer)
+    return rows, packed // local_region(layer.weight).sizes[1] * _columns(layer)
 
 
 def _columns(layer: Any) -> int:
     double = layer.product == PRODUCTS[True]
-    return nf4.BLOCK * nf4.blocks_of(local_box(layer.weight).sizes[1], double=double)
+    return nf4.BLOCK * nf4.blocks_of(local_region(layer.weight).sizes[1], double=double)
 
 
 def read_blocks(layer: Any, read: Read, dtype: torch.dtype) -> Blocks:
     """Quantize this rank's part of a weight of ``dtype``, some rows at a time."""
-    box, device = box_of_weight(layer), layer.weight.device
-    rows, columns = box.sizes
+    region, device = region_of_weight(layer), layer.weight.device
+    rows, columns = region.sizes
     halves = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(rows, columns // nf4.BLOCK, device=device)
     # Some rows at a time: the wide weight never exists as a whole.
     size = max(1, _CHUNK // columns)
     for start in range(0, rows, size):
         part = torch.empty(min(size, rows - start), columns, dtype=dtype)
-        read((box.offsets[0] + start, box.offsets[1]), part)
+        read((region.offsets[0] + start, region.offsets[1]), part)
         halves[start : start + size], scales[start : start + size] = nf4.quantize(part.to(device))
     return Blocks(halves, scales)
 
@@ -128,10 +128,10 @@ def read_blocks(layer: Any, read: Read, dtype: torch.dtype) -> Blocks:
 @torch.no_grad()
 def fill(layer: Any, blocks: Blocks) -> None:
     """Pack a weight. The scales of the whole matrix are gathered for it: all ranks that share the layer call this."""
-    whole, box = None, box_of_weight(layer)
+    whole, region = None, region_of_weight(layer)
     if layer.product == PRODUCTS[True]:
         rows, columns = whole_shape(layer)
         # Scales are quantized under a scale of all of them, so every rank needs all, whatever it has of the weight.
         whole = gathered(blocks.scales, (rows, columns // nf4.BLOCK), layer.weight)
-    first = box.offsets[0], box.offsets[1] // nf4.BLOCK
+    first = region.offsets[0], region.offsets[1] // nf4.BLOCK
     local_part(layer.weight).copy_(nf4.pack(blocks.halves, blocks.scales, whole, first))

@@ -160,11 +160,12 @@ def _meet(query: Run, key: Run, causal: bool, window: int | None) -> list[Block]
     last = query.stop if window is None else min(query.stop, stop - 1 + window)  # the others see none of these keys
     # The window cuts through the block: its last query does not see its first key.
     hidden = window is not None and last - 1 - start >= window
-    near = max(start, query.start) if causal else stop  # from here on keys may stand behind queries
+    near = max(start, query.start) if causal else stop  # from here on keys may come after queries
 
-    def block(first: int, behind: int, **rest: int | bool | None) -> Block:
-        rows = (query.row, query.row + last - query.start), (key.row + first - key.start, key.row + behind - key.start)
-        return Block((rows[0],), (rows[1],), distance=query.start - first, column=first, **rest)  # type: ignore[arg-type]
+    def block(first: int, stop_key: int, **rest: int | bool | None) -> Block:
+        rows = query.row, query.row + last - query.start
+        keys = key.row + first - key.start, key.row + stop_key - key.start
+        return Block((rows,), (keys,), distance=query.start - first, column=first, **rest)  # type: ignore[arg-type]
 
     # Then one block with a window; else what all queries see in full, and what is causal.
     if hidden:

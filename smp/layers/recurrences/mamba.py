@@ -140,7 +140,7 @@ class Mamba2(RecurrentMixer):
         begins: torch.Tensor | None,
         states_before: StatesBefore,
     ) -> Ended:
-        """Outputs of pieces. What comes from before a piece only fades: by a number for each token and head, 0 behind a
+        """Outputs of pieces. What comes from before a piece only fades: by a number for each token and head, 0 after a
         border."""
         out, added = state_space(q, k, v, tokens.g, tokens.rate, begins)
         # In fp64: exponents of long pieces are large sums of small numbers, and errors of exp grow with them.

@@ -349,14 +349,14 @@ def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, ex
     split = tp if config.parallel.sequence_parallel else 1
     h_l = model.hidden_size // split
     q, k = (max(1, n // tp) * model.kv_channels for n in (model.num_attention_heads, model.num_query_groups or 1))
-    behind = attention = 0
+    hidden = attention = 0
     if model.hidden_dropout > 0:
-        behind = replayed_per_token(config, layout, b, fused=fused, experts=experts) + 3 * b * h_l
+        hidden = replayed_per_token(config, layout, b, fused=fused, experts=experts) + 3 * b * h_l
         tokens = config.rows_per_micro_batch * config.data.seq_length // layout.cp
         # Random bits of a mask are int64, made in pieces of at most DROPOUT_BITS elements.
-        behind += 3 * 8 * min(h_l, DROPOUT_BITS // tokens)
+        hidden += 3 * 8 * min(h_l, DROPOUT_BITS // tokens)
     if (scores := _per_position(config, layout, recompute, b)) and model.attention_dropout > 0:
         scores = 17 + 4 * (model.attn_logit_softcapping is not None) - (scores if recompute == "selective" else 0)
         attention = model.num_attention_heads // tp * scores * config.data.seq_length
         attention += b * (2 * h_l + q + 2 * k + 2 * q)
-    return max(behind, attention)
+    return max(hidden, attention)

@@ -156,7 +156,7 @@ def estimate_memory(
     moments = Moments(
         activations=activations(held, 0, max(0, losses - 1)),
         kept_by_block=int(tokens * per_token),
-        kept_behind=share.head * tokens * b * (2 * config.model.hidden_size // slices + 2 * config.model.hidden_size),
+        kept_by_head=share.head * tokens * b * (2 * config.model.hidden_size // slices + 2 * config.model.hidden_size),
         to_the_end=int(tokens * (rope + received)),
         logits=_logits(config, tokens, chunk_bytes, b, share, trained=not weights.partly),
         backward=tokens * backward,

@@ -15,12 +15,12 @@ class Moments:
     Attributes:
         gradients: of all its weights, as they are when the backward pass ends.
         waiting: of them in a forward pass, of an earlier micro-batch.
-        behind, before_last: of them, in a step's only backward pass, the output matrix's and the last block's; below 0:
-            what the last block's reduction has freed of those that are there.
+        head_gradient, before_last: of them, in a step's only backward pass, the output matrix's and the last block's;
+            below 0: what the last block's reduction has freed of those that are there.
         before: what an earlier micro-batch's last reduction read, until the next reduction.
         late: of them that come in the first blocks' backward pass or after it.
         activations: kept for the backward pass when it begins.
-        kept_by_block, kept_behind: of them, of one on average, and what is gone when the last one's begins.
+        kept_by_block, kept_by_head: of them, of one on average, and what is gone when the last one's begins.
         to_the_end: activations, besides its own, that are there in the first block's.
         at_last, at_copy: weights in compute precision when the last block begins, where they stay until its backward
             pass, with the buffer that it was gathered into, and while it is copied out of that; else 0.
@@ -41,13 +41,13 @@ class Moments:
 
     gradients: int
     waiting: int
-    behind: int
+    head_gradient: int
     before_last: int
     before: int
     late: int
     activations: int
     kept_by_block: int
-    kept_behind: int
+    kept_by_head: int
     to_the_end: int
     at_last: int
     at_copy: int
@@ -90,8 +90,8 @@ class Moments:
     @property
     def in_forward(self) -> int:
         """At the loss, or in the last block."""
-        at_loss, in_last = self.at_loss + self.logits, self.at_last - self.kept_behind
-        at_copy = self.at_copy - self.kept_behind - self.kept_by_block
+        at_loss, in_last = self.at_loss + self.logits, self.at_last - self.kept_by_head
+        at_copy = self.at_copy - self.kept_by_head - self.kept_by_block
         return self.waiting + self.activations + self.before + max(at_loss, in_last, at_copy)
 
     @property
@@ -99,11 +99,11 @@ class Moments:
         """At one of the others."""
         kept, backward = self.waiting + self.activations, self.backward + self.own_first
         return max(
-            kept - self.kept_behind + self.behind + self.in_blocks + backward + self.head + self.tied,
+            kept - self.kept_by_head + self.head_gradient + self.in_blocks + backward + self.head + self.tied,
             kept
-            - self.kept_behind
+            - self.kept_by_head
             - self.kept_by_block
-            + self.behind
+            + self.head_gradient
             + self.before_last
             + self.in_next
             + max(max(backward, self.own) + self.block, self.experts)

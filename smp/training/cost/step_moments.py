@@ -106,7 +106,7 @@ def gradients_at_moments(
     gradients, sharing = weights.gradients, weights.sharing
     block = weights.adapters // max(1, len(share.layers)) if partly else share.block
     vocabulary, ends = (0, 0) if partly else (share.vocabulary, share.ends if share.mtp else share.vocabulary)
-    found = {"gradients": gradients, "waiting": gradients, "behind": 0, "before_last": 0, "before": 0, "late": 0}
+    found = {"gradients": gradients, "waiting": gradients, "head_gradient": 0, "before_last": 0, "before": 0, "late": 0}
     last = of_each_block(config.model, share.layers, lambda block: _last_product(block, layout))
     found |= {"own": b * block, "own_first": 0 if partly else b * max(last, default=0), "tied": 0, "experts": 0}
     if layout.pp > 1:
@@ -124,7 +124,7 @@ def gradients_at_moments(
         come = [p for i in two for p in block_parameters(config.model, i) if i == two[0] or not _is_apart(p, layout)]
         first = elements(come, uncut)
         matrix = vocabulary * config.model.untie_embeddings_and_output_weights if layout.has_fsdp else vocabulary
-        found |= {"behind": 4 * matrix // sharing, "before_last": 4 * block // sharing}
+        found |= {"head_gradient": 4 * matrix // sharing, "before_last": 4 * block // sharing}
         found |= {"waiting": 0, "late": 0 if partly else 4 * (first + at_the_end) // sharing}
     elif layout.has_fsdp and config.parallel.data_parallel_sharding_strategy != "optim":
         found["before"] = 4 * ends

@@ -33,7 +33,7 @@ _FIELDS = ("input_ids", "labels", "document_ids", "position_ids", "sequence_leng
 
 
 @dataclass(frozen=True)
-class Places:
+class TokenOwners:
     """Which rank has which part of one of both models.
 
     Attributes:
@@ -57,7 +57,7 @@ class Places:
     heads: Mapping[tuple[int, int], int]
 
     @staticmethod
-    def of(context: ParallelContext, *, has_head: bool) -> Places:
+    def of(context: ParallelContext, *, has_head: bool) -> TokenOwners:
         """Of the model of ``context``. All ranks call it together."""
         tp_size = context.tp.size()
         # In the order of ``_parts``: all pieces of a sequence chunk, then those of the next.
@@ -66,7 +66,7 @@ class Places:
         every = gather((context.data_rank, part, has_head))
         heads = {(data, part): rank for rank, (data, part, there) in enumerate(every) if there}
         layout = context.data_size, context.cp_size, tp_size, context.tp_group if tp_size > 1 else None
-        return Places(*layout, context.data_rank, part, has_head, [data for data, _, _ in every], heads)
+        return TokenOwners(*layout, context.data_rank, part, has_head, [data for data, _, _ in every], heads)
 
     def asks(self, number: int) -> int:
         """The rank that sends the samples of a micro-batch: the first of those that have them."""
@@ -149,8 +149,8 @@ class TeacherElsewhere:
 
     teacher: ModelTeacher
     student: OutputShard | None
-    there: Places
-    here: Places
+    there: TokenOwners
+    here: TokenOwners
     trims: bool
     _heads: list[Head] = field(default_factory=list)
 
@@ -230,9 +230,9 @@ class TeacherElsewhere:
         # One micro-batch of each of the teacher's data-parallel ranks at a time: what travels is there twice.
         for i in range(len(question.asked.input_ids)):
             sent, splits = self._to_send(question, i, states, head)
-            places, received = self._to_receive(question, i)
+            positions, received = self._to_receive(question, i)
             rows = start_exchange(sent, splits, received, self.world)()
-            for micro_batch, to, came in places:
+            for micro_batch, to, came in positions:
                 out[micro_batch][to.to(device)] = rows[came.to(device)]
         return out
 
@@ -267,15 +267,15 @@ class TeacherElsewhere:
                 micro_batch = number // here.data_size
                 own = here.tokens(batch, micro_batch, here.part)
                 held_by = there.ranks(self._trimmed(batch), micro_batch, number, own)
-                places, splits = _in_order(held_by, own, size)
-                found.append((micro_batch, places, splits))
+                positions, splits = _in_order(held_by, own, size)
+                found.append((micro_batch, positions, splits))
                 # Of other data-parallel ranks come other micro-batches: each rank sends of one.
                 received = [n + m for n, m in zip(received, splits, strict=True)]
         # Rows arrive sorted by sender: those of a rank begin after all rows of lower ranks.
         begins = [sum(received[:rank]) for rank in range(size)]
         return [
-            (micro_batch, places, torch.cat([torch.arange(b, b + n) for b, n in zip(begins, splits, strict=True)]))
-            for micro_batch, places, splits in found
+            (micro_batch, positions, torch.cat([torch.arange(b, b + n) for b, n in zip(begins, splits, strict=True)]))
+            for micro_batch, positions, splits in found
         ], received
 
     def _fetch_head(self, states: list[torch.Tensor]) -> Head:

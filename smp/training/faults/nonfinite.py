@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from smp.data.loader import RankBatch
 from smp.optim.host import HostAdamW
 from smp.parallel.agree import any_rank, gather
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.training.micro_batches import MicroBatches
 from smp.training.trainer import Trainer
 
@@ -113,7 +113,7 @@ def _of_gradients(trainer: Trainer, micro_batches: MicroBatches) -> list[str]:
     # ``end_step`` closes the step's counters (router biases) as if it had been skipped.
     trainer.model.end_step(nothing)
     if (history := trainer.history) is not None:
-        # An infinite number that was rounded to 8 bits is the largest one, and gradients behind it are finite.
+        # An infinite number that was rounded to 8 bits is the largest one, and gradients computed from it are finite.
         maxima = {name: torch.stack(one).isfinite().all() for name, one in zip(history.names, history.now, strict=True)}
         wrong += [f"the gradient of the output of {name}" for name, finite in maxima.items() if not finite]
         history.advance(nothing)  # or the next step would have this one's maxima, and be skipped as well

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from smp.parallel.agree import any_rank, gather, rank
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 
 CHUNK = 1 << 20
 """Words that are multiplied at a time: what the checksum needs of memory is 16 bytes for each."""

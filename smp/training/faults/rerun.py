@@ -25,7 +25,7 @@ from torch import nn
 from smp.config import Config, ConfigError
 from smp.layers.heads.head import ModelOutput
 from smp.parallel.agree import any_rank, gather
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.training.errors import TrainingError
 from smp.training.faults.replicas import checksum
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from smp import checkpoint
 from smp.layers.fp8.apply import fp8_history
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.training.faults.spikes import Kept
 
 

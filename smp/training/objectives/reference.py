@@ -14,7 +14,7 @@ from smp.data.loader import RankBatch
 from smp.data.tuning.batches import PairBatch
 from smp.layers.heads.answers import AnswerLoss
 from smp.parallel.collectives import Group, reduce_from_group
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.sharding.parallelize import free_gathered
 from smp.training.checkpoints.persistence import REFERENCE
 from smp.training.forward_backward import ForwardBackward

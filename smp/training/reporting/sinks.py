@@ -110,7 +110,7 @@ def earlier_records(config: Config, iteration: int) -> list[str]:
     other = _last_save(starts)
     if moved < len(lines) and other is not None and os.path.realpath(other) not in own:
         notes.append(
-            f"WARNING: --log-dir {folder} holds records of another run, with --save {other}: this run's come behind "
+            f"WARNING: --log-dir {folder} holds records of another run, with --save {other}: this run's come after "
             "them; give another --log-dir to keep them apart"
         )
     return notes

@@ -75,7 +75,7 @@ class TextScorer:
         if count == 0 and empty:
             return 0.0, True
         if count <= 0:  # 0.0 would be the best of all choices
-            raise ValueError(f"the continuation {text!r} has no token of its own behind {context[-40:]!r}: no score")
+            raise ValueError(f"the continuation {text!r} has no token of its own after {context[-40:]!r}: no score")
         # Cut at the beginning: the continuation has to be scored in any case.
         ids = ids[-self.length - 1 :]
         log_probs, likeliest = token_scores(self.model, ids, self.length, self.length, len(ids) - count)

@@ -13,7 +13,7 @@ import torch
 from smp.checkpoint import CheckpointError, Manifest, find, read_manifest
 from smp.checkpoint.folders.folder import Folder, open_folder
 from smp.checkpoint.folders.latest import iteration_name
-from smp.checkpoint.tensor_slices import read_box_into
+from smp.checkpoint.tensor_slices import read_region_into
 from smp.config import Config, ConfigError, ModelConfig
 from smp.config.command_line.commands import tool
 from smp.config.command_line.fields import flag_of
@@ -128,7 +128,7 @@ def _read(folder: Folder, manifest: Manifest, name: str) -> torch.Tensor:
         raise CheckpointError(f"{folder}: tensor {name} is missing")
     # fp32, as adapters are trained.
     out = torch.empty(manifest.tensors[name].shape)
-    read_box_into(folder, manifest, name, (0,) * out.ndim, out)
+    read_region_into(folder, manifest, name, (0,) * out.ndim, out)
     return out
 
 

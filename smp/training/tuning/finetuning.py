@@ -28,10 +28,10 @@ from smp.models.arithmetic import count_parameters
 from smp.models.protocol import Model
 from smp.parallel.agree import gather, on_rank_zero
 from smp.parallel.context import ParallelContext, build_context, with_experts_of
-from smp.parallel.dtensor_box import local_part
+from smp.parallel.dtensor_region import local_part
 from smp.sharding.parallelize import free_gathered
 from smp.training.build import RunSetup, batch_loader, build_forward_backward, choose_backends, setup_for_second_model
-from smp.training.distillation.elsewhere import Places, TeacherElsewhere
+from smp.training.distillation.elsewhere import TeacherElsewhere, TokenOwners
 from smp.training.distillation.stored import read_stored
 from smp.training.distillation.teacher import ModelTeacher, StoredTeacher, build_teacher
 from smp.training.exchange import exchange_of
@@ -269,8 +269,8 @@ class Models:
             self.run.say(line)
         if not elsewhere:
             return made
-        there = Places.of(setup.context, has_head=made.model.output_shard() is not None)
-        here = Places.of(self.context, has_head=student is not None)
+        there = TokenOwners.of(setup.context, has_head=made.model.output_shard() is not None)
+        here = TokenOwners.of(self.context, has_head=student is not None)
         return TeacherElsewhere(made, student, there, here, trims(of))
 
     def _in_layout_of(self, other: Config) -> RunSetup:

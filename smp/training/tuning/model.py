@@ -35,7 +35,7 @@ from smp.layers.linear import linear_layers
 from smp.models.foreign import freeze_parts
 from smp.models.protocol import Model
 from smp.parallel.agree import gather
-from smp.parallel.dtensor_box import local_box
+from smp.parallel.dtensor_region import local_region
 from smp.sharding.parallelize import parallelize
 from smp.training.build import RunSetup, assemble, compiles_experts
 from smp.training.checkpoints.foreign_weights import (
@@ -334,6 +334,6 @@ def _fill_adapters(model: Model, start: Mapping[str, Adapter]) -> None:
             if whole is None:
                 raise CheckpointError(f"--load-adapter: {name} has no magnitude, which other layers have")
             # Offsets and sizes of the shard in the global tensor.
-            box = local_box(parameter)
-            part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            region = local_region(parameter)
+            part = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
             cast(DTensor, parameter).to_local().copy_(whole[part])

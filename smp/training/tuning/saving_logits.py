@@ -52,7 +52,7 @@ class SavingLogits(Finetuning):
         self._begun = work  # once: a run that goes on saving may have a newer checkpoint at the end
         self._come = on_rank_zero(lambda: begin_folder(path, work), ConfigError)
         if self._come.sequences:
-            say(f"--logits-save-dir {path}: {self._come.sequences} sequences are there; it goes on behind them")
+            say(f"--logits-save-dir {path}: {self._come.sequences} sequences are there; it goes on after them")
         made = super().trainable(setup, say, progress)
         assert isinstance(made.objective, Distillation) and isinstance(made.objective.teacher, ModelTeacher)
         self._setup, self._teacher = setup, made.objective.teacher

@@ -26,8 +26,8 @@ from smp.convert.store import Stored
 from smp.convert.weights import Weights
 from smp.models.inventory import EXPERT_BIAS, weights_of
 from smp.parallel.agree import gather, rank
-from smp.parallel.box import Box
-from smp.parallel.dtensor_box import local_box, local_part
+from smp.parallel.dtensor_region import local_part, local_region
+from smp.parallel.region import Region
 
 _HELD = 3
 """Whole tensors that are kept: query, key and value may lie in one matrix."""
@@ -51,16 +51,16 @@ class LiveWeights(Weights):
         # The sharded parameters themselves: FSDP puts others in their place while it has gathered them.
         self._own = {name.removeprefix(_MODEL): tensor for name, tensor in training_state(model)[0].items()}
         rows = {name.removeprefix(_MODEL): count for name, count in collect_logical_rows(model).items()}
-        here = {name: (tuple(t.shape), rows.get(name), local_box(t)) for name, t in self._own.items()}
+        here = {name: (tuple(t.shape), rows.get(name), local_region(t)) for name, t in self._own.items()}
         self._mine, self._shapes = set[str](), dict[str, tuple[tuple[int, ...], int | None]]()
         # The first rank that has a shard contributes it; replicas add zeros.
-        seen = set[tuple[str, Box]]()
+        seen = set[tuple[str, Region]]()
         for other, said in enumerate(gather(here)):
-            for name, (shape, real, box) in said.items():
+            for name, (shape, real, region) in said.items():
                 self._shapes[name] = (shape, real)
-                if other == rank() and not box.empty and (name, box) not in seen:
+                if other == rank() and not region.empty and (name, region) not in seen:
                     self._mine.add(name)
-                seen.add((name, box))
+                seen.add((name, region))
         self._held: dict[str, torch.Tensor] = {}
         self.tensors = {p.name: Stored(tuple(p.shape), self._kind(p.name)) for p in weights_of(config)}
 
@@ -77,8 +77,8 @@ class LiveWeights(Weights):
         shape, real = self._shapes[name]
         whole = torch.zeros(shape, dtype=dtype, device=self._device)
         if name in self._mine:
-            box = local_box(self._own[name])
-            place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            region = local_region(self._own[name])
+            place = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
             whole[place] = local_part(self._own[name]).detach().to(whole)
         # 0 + x is x: the sum is exact.
         if dist.is_initialized() and dist.get_world_size() > 1:

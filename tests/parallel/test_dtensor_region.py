@@ -1,4 +1,4 @@
-"""The box of a shard holds the elements that torch really put there."""
+"""The region of a shard holds the elements that torch really put there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from smp.config import Layout
 from smp.layers.parameter import tp_parameter
-from smp.parallel.box import Box, chunk
-from smp.parallel.dtensor_box import local_box
+from smp.parallel.dtensor_region import local_region
+from smp.parallel.region import Region, chunk
 from smp.sharding.parallelize import shard
 from tests.fake_group import fake_context
 from tests.layers.whole import load
@@ -39,7 +39,7 @@ def test_chunk_cuts_like_torch(size: int, parts: int) -> None:
     degrees=st.tuples(st.integers(1, 2), DEGREES, DEGREES),
     data=st.data(),
 )
-def test_box_of_a_sharded_parameter_holds_its_elements(
+def test_region_of_a_sharded_parameter_holds_its_elements(
     rows: int, columns: int, placement: Placement, degrees: tuple[int, int, int], data: st.DataObject
 ) -> None:
     """Elements are their own numbers; FSDP and TP cut them, evenly or not."""
@@ -53,26 +53,26 @@ def test_box_of_a_sharded_parameter_holds_its_elements(
         load(model.weight, whole)
         shard(model, [], context.fsdp)
         assert isinstance(model.weight, DTensor)
-        box, held = local_box(model.weight), model.weight.to_local()
-    (top, left), (height, width) = box.offsets, box.sizes
+        region, held = local_region(model.weight), model.weight.to_local()
+    (top, left), (height, width) = region.offsets, region.sizes
     assert torch.equal(whole[top : top + height, left : left + width], held)
-    assert box.empty == (held.numel() == 0)
+    assert region.empty == (held.numel() == 0)
 
 
-def test_box_of_a_plain_tensor_is_all_of_it() -> None:
-    assert local_box(torch.zeros(3, 4)) == Box((0, 0), (3, 4))
-    assert local_box(torch.zeros(())) == Box((), ())
+def test_region_of_a_plain_tensor_is_all_of_it() -> None:
+    assert local_region(torch.zeros(3, 4)) == Region((0, 0), (3, 4))
+    assert local_region(torch.zeros(())) == Region((), ())
 
 
 def test_both_dimensions_may_be_cut() -> None:
     with fake_context(Layout(dp_shard=2, tp=2), rank=3):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
         x = distribute_tensor(torch.zeros(5, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None)
-        assert local_box(x) == Box((3, 3), (2, 3))
+        assert local_region(x) == Region((3, 3), (2, 3))
 
 
-def test_a_partial_sum_has_no_box() -> None:
+def test_a_partial_sum_has_no_region() -> None:
     with fake_context(Layout(tp=2)) as context:
         x = DTensor.from_local(torch.zeros(3), context.tp, [Partial()])
-        with pytest.raises(ValueError, match="has no box"):
-            local_box(x)
+        with pytest.raises(ValueError, match="has no region"):
+            local_region(x)

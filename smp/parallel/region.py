@@ -1,4 +1,4 @@
-"""Shards of a tensor as boxes (offsets and sizes), computed from cuts. Imports no torch."""
+"""Shards of a tensor as regions (offsets and sizes), computed from cuts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Box:
+class Region:
     """A rectangular part of a tensor: where it starts and how large it is, per dimension."""
 
     offsets: tuple[int, ...]
@@ -15,7 +15,7 @@ class Box:
 
     @property
     def empty(self) -> bool:
-        """Whether the box holds no element."""
+        """Whether the region holds no element."""
         return 0 in self.sizes
 
 
@@ -36,8 +36,8 @@ class Cut:
     dim: int
 
 
-def box_at(shape: Sequence[int], cuts: Sequence[Cut], sizes: Sequence[int], coordinate: Sequence[int]) -> Box:
-    """The box of a tensor of ``shape`` that the rank at ``coordinate`` of a mesh of ``sizes`` has after ``cuts``.
+def region_at(shape: Sequence[int], cuts: Sequence[Cut], sizes: Sequence[int], coordinate: Sequence[int]) -> Region:
+    """The region of a tensor of ``shape`` that the rank at ``coordinate`` of a mesh of ``sizes`` has after ``cuts``.
 
     torch's own offset arithmetic assumes even shards where two cuts meet; this one repeats the cuts in the order in
     which they were made, so uneven and empty shards come out right.
@@ -48,4 +48,4 @@ def box_at(shape: Sequence[int], cuts: Sequence[Cut], sizes: Sequence[int], coor
         # The offset is within what is left of the dimension, so offsets of several cuts add up.
         start, lengths[cut.dim] = chunk(lengths[cut.dim], sizes[cut.mesh_dim], coordinate[cut.mesh_dim])
         offsets[cut.dim] += start
-    return Box(tuple(offsets), tuple(lengths))
+    return Region(tuple(offsets), tuple(lengths))

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from smp.parallel.box import Box, Cut, box_at
+from smp.parallel.region import Cut, Region, region_at
 
 
 def cuts_of(tensor: DTensor) -> list[Cut]:
@@ -26,22 +26,22 @@ def cuts_of(tensor: DTensor) -> list[Cut]:
         elif isinstance(placement, Shard):
             plain.append(Cut(mesh_dim, placement.dim))
         elif not isinstance(placement, Replicate):
-            raise ValueError(f"placement {placement} has no box")
+            raise ValueError(f"placement {placement} has no region")
     # TP's cuts first: FSDP2 cut what they left.
     return plain + strided
 
 
-def local_box(tensor: torch.Tensor) -> Box:
-    """The box of the global tensor that this rank's local part covers.
+def local_region(tensor: torch.Tensor) -> Region:
+    """The region of the global tensor that this rank's local part covers.
 
     Raises:
         ValueError: for a placement that is neither a shard nor a replica.
     """
     if not isinstance(tensor, DTensor):
-        return Box((0,) * tensor.ndim, tuple(tensor.shape))
+        return Region((0,) * tensor.ndim, tuple(tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not part of the tensor's mesh"
-    return box_at(tensor.shape, cuts_of(tensor), tensor.device_mesh.shape, coordinate)
+    return region_at(tensor.shape, cuts_of(tensor), tensor.device_mesh.shape, coordinate)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
