@@ -9,6 +9,7 @@ and at the chunk's end exp(G_C - G_j) and exp(G_C).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,19 @@ CHUNK = 64
 """Tokens that are computed at once."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Inputs(NamedTuple):
+    """What a recurrence reads, (rows, length, heads, channels): queries, keys and values; (rows, length, heads): the
+    log of each state's decay, at most 0, and how much of a token is written; and (rows, length): bool, tokens that
+    begin a document, None: none does but the first."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    rate: torch.Tensor
+    begins: torch.Tensor | None
 
 
 @dataclass
@@ -157,3 +171,8 @@ def documents_of(begins: torch.Tensor, heads: int) -> Pair:
     known = torch.cat((torch.zeros_like(number[:, :1, -1:]), number[:, :-1, -1:]), 1)  # (rows, n, 1)
     number, known = (x.transpose(0, 1).repeat_interleave(heads, 1)[..., None] for x in (number, known))
     return number, known
+
+
+def gradients_fake(dout: torch.Tensor, dlast: torch.Tensor, *saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients of :class:`Inputs` but ``begins`` and of the first state, as to shapes."""
+    return *(x.new_empty(x.shape) for x in saved[:5]), dlast.new_empty(dlast.shape)

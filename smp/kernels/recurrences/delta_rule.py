@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from smp.kernels.recurrences.channel_decays import ChannelDecays
-from smp.kernels.recurrences.chunks import CHUNK, Decays, Pair, as_tokens, by_chunk
+from smp.kernels.recurrences.chunks import CHUNK, Decays, Inputs, Pair, as_tokens, by_chunk, gradients_fake
 from smp.kernels.registry import accumulation_dtype, define
 
 
@@ -107,38 +107,29 @@ def gated_delta_rule(
     if v.shape[1] == 1 and not torch.is_grad_enabled():  # a token of each text that is being written
         return step_by_step(q, k, v, g, beta, begins, state)
     if backend == "fla" and q.dtype == k.dtype == v.dtype and v.dtype.itemsize == 2:
-        return _by_fla(q, k, v, g, beta, begins, state)
+        return _by_fla(Inputs(q, k, v, g, beta, begins), state)
     return chunked(q, k, v, g, beta, begins, state)
 
 
-def _by_fla(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    begins: torch.Tensor | None,
-    state: torch.Tensor | None,
-) -> Pair:
+def _by_fla(x: Inputs, state: torch.Tensor | None) -> Pair:
     """flash-linear-attention takes documents of several lengths as one row, whose ends it is told."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    q, k, ends, starting = _for_heads(q, v), _for_heads(k, v), None, state
-    tensors = [q, k, v, g, beta]
+    v, begins, ends, starting = x.v, x.begins, None, state
+    tensors = [_for_heads(x.q, v), _for_heads(x.k, v), v, x.g, x.rate]
     if begins is not None:
         rows, length = begins.shape
         first = begins.clone()
         # Rows are put one after the other, so each has to begin a document for the kernel.
         first[:, 0] = True
         ends = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=rows * length)
-        tensors = [x.flatten(0, 1)[None] for x in tensors]
+        tensors = [tensor.flatten(0, 1)[None] for tensor in tensors]
         if state is not None:  # of the first document of each row, unless it begins there
             number = first.flatten().cumsum(0).view(rows, length)[:, 0] - 1
             starting = state.new_zeros(len(ends) - 1, *state.shape[1:])
             starting = starting.index_copy(0, number, state.masked_fill(begins[:, 0, None, None, None], 0.0))
-    q, k, v_, g, beta = tensors
     out, last = chunk_gated_delta_rule(
-        q, k, v_, g, beta, scale=1.0, initial_state=starting, output_final_state=True, cu_seqlens=ends
+        *tensors, scale=1.0, initial_state=starting, output_final_state=True, cu_seqlens=ends
     )
     if ends is not None and begins is not None:
         last = last[(ends[1:] % begins.shape[1] == 0).nonzero().flatten()]  # documents that end rows
@@ -153,25 +144,16 @@ def _for_heads(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        begins: torch.Tensor | None,
-        state: torch.Tensor,
-    ) -> Pair:
-        out, states, inverse = _forward_op(q, k, v, g, beta, begins, state)
-        ctx.save_for_backward(q, k, v, g, beta, begins, states, inverse)
+    def forward(ctx: Any, *inputs_and_state: Any) -> Pair:
+        *inputs, state = inputs_and_state
+        out, states, inverse = _forward_op(*inputs, state)
+        ctx.save_for_backward(*inputs, states, inverse)
         # A copy: what is kept for the backward pass is not handed out.
         return out, states[-1].view_as(state).clone()
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlast: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, g, beta, begins, states, inverse = ctx.saved_tensors
-        dq, dk, dv, dg, dbeta, dstate = _backward_op(dout, dlast, q, k, v, g, beta, begins, states, inverse)
+        dq, dk, dv, dg, dbeta, dstate = _backward_op(dout, dlast, *ctx.saved_tensors)
         return dq, dk, dv, dg, dbeta, None, dstate
 
 
@@ -194,17 +176,10 @@ class _Chunks:
     decays: Decays | ChannelDecays
 
     @staticmethod
-    def of(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        begins: torch.Tensor | None,
-    ) -> _Chunks:
-        of_channels, wide = g.dim() == 4, accumulation_dtype(v.dtype)
-        decays = ChannelDecays.of(g, begins, wide) if of_channels else Decays.of(g, begins, wide)
-        return _Chunks(by_chunk(q), by_chunk(k), by_chunk(v), by_chunk(beta[..., None]), decays)
+    def of(x: Inputs) -> _Chunks:
+        kind: type[Decays] | type[ChannelDecays] = ChannelDecays if x.g.dim() == 4 else Decays
+        decays = kind.of(x.g, x.begins, accumulation_dtype(x.v.dtype))
+        return _Chunks(by_chunk(x.q), by_chunk(x.k), by_chunk(x.v), by_chunk(x.rate[..., None]), decays)
 
 
 def _inverse(keys: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
@@ -216,17 +191,11 @@ def _inverse(keys: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True).contiguous()
 
 
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    begins: torch.Tensor | None,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(*inputs_and_state: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output; the states before each chunk and after the last, (n + 1, B, key_dim, value_dim); T."""
-    c = _Chunks.of(q, k, v, g, beta, begins)
+    *inputs, state = inputs_and_state
+    x = Inputs(*inputs)
+    c = _Chunks.of(x)
     d = c.decays
     scores, keys = d.products(c.q, c.k)
     # Saved: the backward pass multiplies by T and by its transpose.
@@ -243,26 +212,17 @@ def _forward(
         out[i].baddbmm_(read[i], s)
         # S <- exp(G_C) S + (exp(G_C - G) k)^T V
         torch.baddbmm(s * d.whole[i], kept[i].transpose(1, 2), written, out=states[i + 1])
-    return as_tokens(out, v), states, inverse
+    return as_tokens(out, x.v), states, inverse
 
 
-def _backward(
-    dout: torch.Tensor,
-    dlast: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    begins: torch.Tensor | None,
-    states: torch.Tensor,
-    inverse: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+def _backward(dout: torch.Tensor, dlast: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k, v, g, beta and of the first state.
 
     From the last chunk to the first the state's gradient is carried; all else follows for all chunks at once.
     """
-    c, dout = _Chunks.of(q, k, v, g, beta, begins), by_chunk(dout)
+    *inputs, states, inverse = saved
+    x = Inputs(*inputs)
+    c, dout = _Chunks.of(x), by_chunk(dout)
     d, known = c.decays, states[:-1]
     scores, keys = d.products(c.q, c.k)
     asked, kept, read = c.k * d.before, c.k * d.to_end, c.q * d.before
@@ -301,28 +261,15 @@ def _backward(
     dq += dread * d.before
     dk += dasked * d.before + dkept * d.to_end
     dg = d.gradient(of_pairs, of_before, of_behind, d.of_states(known * dstates[1:]))
-    tokens = (as_tokens(x, y) for x, y in ((dq, q), (dk, k), (dv, v)))
-    numbers = (as_tokens(x, y if y.dim() == 4 else y[..., None]).view_as(y) for x, y in ((dg, g), (dbeta, beta)))
-    return *tokens, *numbers, dstates[0].clone().view(v.shape[0], v.shape[2], *states.shape[2:])
+    tokens = (as_tokens(dx, like) for dx, like in ((dq, x.q), (dk, x.k), (dv, x.v)))
+    numbers = (as_tokens(dx, y if y.dim() == 4 else y[..., None]).view_as(y) for dx, y in ((dg, x.g), (dbeta, x.rate)))
+    return *tokens, *numbers, dstates[0].clone().view(x.v.shape[0], x.v.shape[2], *states.shape[2:])
 
 
 def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     wide, count, both = accumulation_dtype(v.dtype), (v.shape[1] + CHUNK - 1) // CHUNK, v.shape[0] * v.shape[2]
     states = v.new_empty((count + 1, both, k.shape[3], v.shape[3]), dtype=wide)
     return v.new_empty(v.shape), states, v.new_empty((count, both, CHUNK, CHUNK), dtype=wide)
-
-
-def _backward_fake(
-    dout: torch.Tensor,
-    dlast: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *rest: Any,
-) -> tuple[torch.Tensor, ...]:
-    return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), dlast.new_empty(dlast.shape)
 
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? begins"
@@ -334,6 +281,6 @@ _forward_op = define(
 _backward_op = define(
     f"gated_delta_rule_backward(Tensor dout, Tensor dlast, {_ARGUMENTS}, Tensor states, Tensor inverse) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward_fake,
+    gradients_fake,
     CompositeExplicitAutograd=_backward,
 )

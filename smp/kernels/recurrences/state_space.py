@@ -24,7 +24,16 @@ from typing import Any
 
 import torch
 
-from smp.kernels.recurrences.chunks import CHUNK, Decays, Pair, as_tokens, by_chunk, decay_gradient
+from smp.kernels.recurrences.chunks import (
+    CHUNK,
+    Decays,
+    Inputs,
+    Pair,
+    as_tokens,
+    by_chunk,
+    decay_gradient,
+    gradients_fake,
+)
 from smp.kernels.registry import accumulation_dtype, define
 
 
@@ -101,19 +110,11 @@ def state_space(
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        step: torch.Tensor,
-        begins: torch.Tensor | None,
-        state: torch.Tensor,
-    ) -> Pair:
-        out, states = _forward_op(q, k, v, g, step, begins, state)
-        ctx.save_for_backward(q, k, v, g, step, begins, states)
-        return out, _by_head(states[-1:], v.shape[0], v.shape[2])
+    def forward(ctx: Any, *inputs_and_state: Any) -> Pair:
+        *inputs, state = inputs_and_state
+        out, states = _forward_op(*inputs, state)
+        ctx.save_for_backward(*inputs, states)
+        return out, _by_head(states[-1:], state.shape[0], state.shape[1])
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlast: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -139,21 +140,14 @@ class _Chunks:
     decays: Decays
 
     @staticmethod
-    def of(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        step: torch.Tensor,
-        begins: torch.Tensor | None,
-    ) -> _Chunks:
+    def of(x: Inputs) -> _Chunks:
         # (rows x groups, heads of a group): q and k exist once for each group
-        both = q.shape[0] * q.shape[2], v.shape[2] // q.shape[2]
-        d = Decays.of(g, begins, accumulation_dtype(v.dtype))
-        decays = Decays(*(x.unflatten(1, both) for x in (d.within, d.before, d.to_end, d.whole)))
+        both = x.q.shape[0] * x.q.shape[2], x.v.shape[2] // x.q.shape[2]
+        d = Decays.of(x.g, x.begins, accumulation_dtype(x.v.dtype))
+        decays = Decays(*(y.unflatten(1, both) for y in (d.within, d.before, d.to_end, d.whole)))
         # Heads of a group are neighbours, so rows x heads is rows x groups x heads of a group.
-        v, step = (x.unflatten(1, both) for x in (by_chunk(v), by_chunk(step[..., None])))
-        return _Chunks(by_chunk(q), by_chunk(k), v, step, decays)
+        v, step = (y.unflatten(1, both) for y in (by_chunk(x.v), by_chunk(x.rate[..., None])))
+        return _Chunks(by_chunk(x.q), by_chunk(x.k), v, step, decays)
 
     def faded(self) -> torch.Tensor:
         """Weight of token j's write in the state at token i: within * step, (n, B, r, C, C)."""
@@ -186,25 +180,19 @@ def _by_head(states: torch.Tensor, rows: int, heads: int) -> torch.Tensor:
     return apart.reshape(rows, heads, states.shape[2], -1).clone()
 
 
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    step: torch.Tensor,
-    begins: torch.Tensor | None,
-    state: torch.Tensor,
-) -> Pair:
+def _forward(*inputs_and_state: Any) -> Pair:
     """Output; the states before each chunk and after the last, (n + 1, B, state_dim, r x head_dim)."""
-    c = _Chunks.of(q, k, v, g, step, begins)
+    *inputs, state = inputs_and_state
+    x = Inputs(*inputs)
+    c = _Chunks.of(x)
     heads = c.v.shape[2]
     # (n, B, state_dim, r x head_dim): what each chunk adds to the state
     written = c.k.transpose(2, 3) @ _joined(c.v * c.kept())
-    states = _states(written, _by_group(state, q.shape[2]), c.decays.whole)
+    states = _states(written, _by_group(state, x.q.shape[2]), c.decays.whole)
     # q k^T is one matrix for all heads of a group, decays are of each head.
     out = (c.faded().mul_((c.q @ c.k.transpose(2, 3))[:, :, None])) @ c.v
     out.addcmul_(_apart(c.q @ states[:-1], heads), c.decays.before)
-    return as_tokens(out.flatten(1, 2), v), states
+    return as_tokens(out.flatten(1, 2), x.v), states
 
 
 def _states(written: torch.Tensor, first: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -223,28 +211,20 @@ def _for_channels(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return whole[..., 0, 0].repeat_interleave(channels, 2)[:, :, None]
 
 
-def _backward(
-    dout: torch.Tensor,
-    dlast: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    step: torch.Tensor,
-    begins: torch.Tensor | None,
-    states: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+def _backward(dout: torch.Tensor, dlast: torch.Tensor, *saved: Any) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k, v, g, step and of the first state.
 
     From the last chunk to the first the state's gradient is carried; all else follows for all chunks at once.
     """
-    c, heads = _Chunks.of(q, k, v, g, step, begins), v.shape[2] // q.shape[2]
+    *inputs, states = saved
+    x = Inputs(*inputs)
+    c, heads = _Chunks.of(x), x.v.shape[2] // x.q.shape[2]
     d, known = c.decays, states[:-1]
     dout = by_chunk(dout).view_as(c.v)
     # (n, B, C, r x head_dim)
     dread = _joined(dout * d.before)
     # (n + 1, B, state_dim, r x head_dim): from each chunk's outputs, and from the last state.
-    dstates = torch.cat((c.q.transpose(2, 3) @ dread, _by_group(dlast, q.shape[2])))
+    dstates = torch.cat((c.q.transpose(2, 3) @ dread, _by_group(dlast, x.q.shape[2])))
     factor = _for_channels(d.whole, dstates)
     for i in reversed(range(len(factor))):
         # The same from the last chunk to the first.
@@ -274,28 +254,15 @@ def _backward(
     dstep += within.sum(3)[..., None]
     within.mul_(c.step.transpose(3, 4))
     dg = decay_gradient(within, of_before, of_kept * kept, of_whole)
-    of_tokens = (as_tokens(x, y) for x, y in ((dq, q), (dk, k), (dv.flatten(1, 2), v)))
-    numbers = (as_tokens(x.flatten(1, 2), y[..., None]).squeeze(3) for x, y in ((dg, g), (dstep, step)))
-    return *of_tokens, *numbers, _by_head(dstates[:1], v.shape[0], v.shape[2])
+    of_tokens = (as_tokens(dx, like) for dx, like in ((dq, x.q), (dk, x.k), (dv.flatten(1, 2), x.v)))
+    numbers = (as_tokens(dx.flatten(1, 2), y[..., None]).squeeze(3) for dx, y in ((dg, x.g), (dstep, x.rate)))
+    return *of_tokens, *numbers, _by_head(dstates[:1], x.v.shape[0], x.v.shape[2])
 
 
 def _forward_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Pair:
     wide, count = accumulation_dtype(v.dtype), (v.shape[1] + CHUNK - 1) // CHUNK
     shape = count + 1, q.shape[0] * q.shape[2], q.shape[3], v.shape[2] // q.shape[2] * v.shape[3]
     return v.new_empty(v.shape), v.new_empty(shape, dtype=wide)
-
-
-def _backward_fake(
-    dout: torch.Tensor,
-    dlast: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    step: torch.Tensor,
-    *rest: Any,
-) -> tuple[torch.Tensor, ...]:
-    return *(x.new_empty(x.shape) for x in (q, k, v, g, step)), dlast.new_empty(dlast.shape)
 
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor step, Tensor? begins"
@@ -305,6 +272,6 @@ _forward_op = define(
 _backward_op = define(
     f"state_space_backward(Tensor dout, Tensor dlast, {_ARGUMENTS}, Tensor states) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward_fake,
+    gradients_fake,
     CompositeExplicitAutograd=_backward,
 )

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
-from smp.kernels.recurrences.chunks import Pair
+from smp.kernels.recurrences.chunks import Inputs, Pair
 from smp.kernels.recurrences.delta_rule import gated_delta_rule
 from smp.kernels.registry import accumulation_dtype
 from smp.kernels.token_layout import TokenLayout
@@ -42,35 +42,19 @@ class DeltaRuleMixer(RecurrentMixer):
 
     backend = "torch"
 
-    def _read(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tokens: Tokens,
-        begins: torch.Tensor | None,
-        state: torch.Tensor | None,
-    ) -> Pair:
-        return gated_delta_rule(q, k, v, self._decay(tokens), tokens.rate, begins, state, self.backend)
+    def _read(self, x: Inputs, state: torch.Tensor | None) -> Pair:
+        return gated_delta_rule(*x._replace(g=self._decay(x.g)), state, self.backend)
 
-    def _of_pieces(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tokens: Tokens,
-        begins: torch.Tensor | None,
-        states_before: StatesBefore,
-    ) -> Ended:
+    def _of_pieces(self, x: Inputs, states_before: StatesBefore) -> Ended:
         """Outputs of pieces. One pass gives what a piece adds to the state before it and what it multiplies that state
         with: the first state is [0 | 1] and zeros follow the values, so the factor is in the columns after the sum."""
         # (rows, heads, key_dim, value_dim + key_dim): [0 | 1]
-        unit = torch.eye(self.key_dim, dtype=v.dtype, device=v.device)
-        first = F.pad(unit, (self.value_dim, 0)).expand(v.shape[0], v.shape[2], -1, -1)
-        v = F.pad(v, (0, self.key_dim))
+        unit = torch.eye(self.key_dim, dtype=x.v.dtype, device=x.v.device)
+        first = F.pad(unit, (self.value_dim, 0)).expand(x.v.shape[0], x.v.shape[2], -1, -1)
+        x = x._replace(v=F.pad(x.v, (0, self.key_dim)), g=self._decay(x.g))
         # Not by flash-linear-attention, whose kernels round to 16 bits.
         # (rows, length, heads, value_dim + key_dim) and (rows, heads, key_dim, value_dim + key_dim)
-        both, maps = gated_delta_rule(q, k, v, self._decay(tokens), tokens.rate, begins, first)
+        both, maps = gated_delta_rule(*x, first)
         widths = self.value_dim, self.key_dim
         before = states_before(*maps.split(widths, dim=3))
 
@@ -84,9 +68,9 @@ class DeltaRuleMixer(RecurrentMixer):
     def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _unit(q) * self.key_dim**-0.5, _unit(k)
 
-    def _decay(self, tokens: Tokens) -> torch.Tensor:
+    def _decay(self, g: torch.Tensor) -> torch.Tensor:
         """g as the rule takes it."""
-        return tokens.g
+        return g
 
 
 class GatedDeltaNet(DeltaRuleMixer):

@@ -105,9 +105,9 @@ class KimiDeltaAttention(DeltaRuleMixer):
         wide = accumulation_dtype(gate.dtype)
         return (out.to(wide) * gate.to(wide).sigmoid()).to(gate.dtype)
 
-    def _decay(self, tokens: Tokens) -> torch.Tensor:
+    def _decay(self, g: torch.Tensor) -> torch.Tensor:
         # (rows, length, heads/p, key_dim)
-        return tokens.g.unflatten(2, (-1, self.key_dim))
+        return g.unflatten(2, (-1, self.key_dim))
 
     def _decays(self, x: torch.Tensor) -> torch.Tensor:
         """g, (batch, length, heads/p x head_dim), in the precision of sums."""

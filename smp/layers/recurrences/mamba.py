@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from smp.kernels import TORCH, Kernels
-from smp.kernels.recurrences.chunks import Pair
+from smp.kernels.recurrences.chunks import Inputs, Pair
 from smp.kernels.recurrences.state_space import state_space
 from smp.kernels.registry import accumulation_dtype
 from smp.kernels.token_layout import TokenLayout
@@ -120,42 +120,26 @@ class Mamba2(RecurrentMixer):
         gated = out.flatten(1).to(wide) * F.silu(times(gate.to(wide), self.gate_multiplier))
         return gated.to(gate.dtype) if self.norm is None else self.norm(gated, gate.dtype)
 
-    def _read(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tokens: Tokens,
-        begins: torch.Tensor | None,
-        state: torch.Tensor | None,
-    ) -> Pair:
-        return state_space(q, k, v, tokens.g, tokens.rate, begins, state)
+    def _read(self, x: Inputs, state: torch.Tensor | None) -> Pair:
+        return state_space(*x, state)
 
-    def _of_pieces(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tokens: Tokens,
-        begins: torch.Tensor | None,
-        states_before: StatesBefore,
-    ) -> Ended:
+    def _of_pieces(self, x: Inputs, states_before: StatesBefore) -> Ended:
         """Outputs of pieces. What comes from before a piece only fades: by a number for each token and head, 0 after a
         border."""
-        out, added = state_space(q, k, v, tokens.g, tokens.rate, begins)
+        out, added = state_space(*x)
         # In fp64: exponents of long pieces are large sums of small numbers, and errors of exp grow with them.
-        total = tokens.g.double().cumsum(1)
-        if begins is not None:
-            total = total.masked_fill(begins.cumsum(1)[..., None] > 0, -torch.inf)
-        kept = total.exp().to(tokens.g.dtype)  # (rows, length, heads)
+        total = x.g.double().cumsum(1)
+        if x.begins is not None:
+            total = total.masked_fill(x.begins.cumsum(1)[..., None] > 0, -torch.inf)
+        kept = total.exp().to(x.g.dtype)  # (rows, length, heads)
         # ``kept`` at the last token is what the whole piece leaves of the state before it: M, a number.
         states = states_before(added, kept[:, -1, :, None, None])
 
         def ended() -> torch.Tensor:
             before = states()  # (rows, heads, state_dim, head_dim)
-            by_group = before.unflatten(1, (q.shape[2], -1)).transpose(2, 3).flatten(3)  # (rows, groups, ...)
+            by_group = before.unflatten(1, (x.q.shape[2], -1)).transpose(2, 3).flatten(3)  # (rows, groups, ...)
             # All heads of a group in one product: they share q.
-            read = (q.to(before.dtype).transpose(1, 2) @ by_group).transpose(1, 2).flatten(2).view_as(v)
+            read = (x.q.to(before.dtype).transpose(1, 2) @ by_group).transpose(1, 2).flatten(2).view_as(x.v)
             return out + kept[..., None] * read
 
         return ended

@@ -18,7 +18,7 @@ from torch import nn
 
 from smp.kernels import Kernels
 from smp.kernels.recurrences.causal_conv import causal_conv
-from smp.kernels.recurrences.chunks import Pair
+from smp.kernels.recurrences.chunks import Inputs, Pair
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.states import StatesPlan
 from smp.layers.linear import RowParallelLinear
@@ -126,27 +126,11 @@ class RecurrentMixer(nn.Module, ABC):
         """(tokens, heads/p, value_dim) -> what the output projection reads."""
 
     @abstractmethod
-    def _read(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tokens: Tokens,
-        begins: torch.Tensor | None,
-        state: torch.Tensor | None,
-    ) -> Pair:
+    def _read(self, x: Inputs, state: torch.Tensor | None) -> Pair:
         """The rule: outputs and the state after the last token."""
 
     @abstractmethod
-    def _of_pieces(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tokens: Tokens,
-        begins: torch.Tensor | None,
-        states_before: StatesBefore,
-    ) -> Ended:
+    def _of_pieces(self, x: Inputs, states_before: StatesBefore) -> Ended:
         """Outputs of pieces of sequences, whose states before follow from what all pieces make of theirs."""
 
     def _skipped(self, out: torch.Tensor, v: torch.Tensor, heads: Group | None) -> torch.Tensor:
@@ -188,7 +172,7 @@ class RecurrentMixer(nn.Module, ABC):
             # The last conv - 1 tokens before these, and the state after them.
             before, state = cache.states(self._states(tokens))
         q, k, v = self._convolved(tokens.mixed, before, documents.positions, heads)
-        out, last = self._read(q, k, v, tokens, documents.begins, state)
+        out, last = self._read(Inputs(q, k, v, tokens.g, tokens.rate, documents.begins), state)
         if cache is not None and documents.valid is not None:
             assert before is not None
             cache.keep(_last_tokens(tokens.mixed, before, documents.valid), last)
@@ -202,7 +186,8 @@ class RecurrentMixer(nn.Module, ABC):
         q, k, v = self._convolved(rows.mixed, plan.tokens_before(rows.mixed, self.cp), documents.positions)
         v = v.to(rows.g.dtype)  # what is multiplied with a state later is not rounded before
         start = partial(plan.start_states_before, cp=self.cp)
-        begun = [self._of_pieces(*part, documents.begins, start) for part in _by_heads(q, k, v, rows)]
+        inputs = Inputs(q, k, v, rows.g, rows.rate, documents.begins)
+        begun = [self._of_pieces(part, start) for part in _by_heads(inputs)]
         out = self._skipped(torch.cat([ended() for ended in begun], 2), v, None)
         return plan.to_tokens(out.to(rows.mixed.dtype), tokens.mixed.shape[0])
 
@@ -240,20 +225,18 @@ class RecurrentMixer(nn.Module, ABC):
         return last, state
 
 
-def _by_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: Tokens
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Tokens]]:
+def _by_heads(x: Inputs) -> list[Inputs]:
     """The same by parts of the heads. Compiled code waits for messages at once, and a GPU issues operations of a part
     for longer than its links carry the states: there they are one."""
-    keys, heads = q.shape[2], v.shape[2]
-    shares = () if torch.compiler.is_compiling() or v.device.type != "cpu" else _SHARES
+    keys, heads = x.q.shape[2], x.v.shape[2]
+    shares = () if torch.compiler.is_compiling() or x.v.device.type != "cpu" else _SHARES
     count = next((n for n in shares if heads % n == 0 and (keys % n == 0 or n % keys == 0)), 1)
     of_keys = min(count, keys)  # parts of the same keys follow each other
-    queries, all_keys = q.chunk(of_keys, 2), k.chunk(of_keys, 2)
-    parts = zip(*(x.chunk(count, 2) for x in (v, tokens.g, tokens.rate)), strict=True)
+    queries, all_keys = x.q.chunk(of_keys, 2), x.k.chunk(of_keys, 2)
+    parts = zip(*(y.chunk(count, 2) for y in (x.v, x.g, x.rate)), strict=True)
     return [
-        (queries[n * of_keys // count], all_keys[n * of_keys // count], values, Tokens(tokens.mixed, g, rate))
-        for n, (values, g, rate) in enumerate(parts)
+        Inputs(queries[n * of_keys // count], all_keys[n * of_keys // count], v, g, rate, x.begins)
+        for n, (v, g, rate) in enumerate(parts)
     ]
 
 
