@@ -18,10 +18,10 @@ def keyed_bits(count: int, seed: int, stream: int, index: int, purpose: int = 0)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
-def keyed_uniform(count: int, seed: int, stream: int, index: int, purpose: int = 0) -> npt.NDArray[np.float64]:
+def keyed_uniform(count: int, seed: int, stream: int, index: int) -> npt.NDArray[np.float64]:
     """``count`` numbers in [0, 1) with 53 random bits each."""
     # 53 bits: as many as a double has, so every number is exact.
-    words = keyed_bits(count, seed, stream, index, purpose) >> np.uint64(11)
+    words = keyed_bits(count, seed, stream, index) >> np.uint64(11)
     return words.astype(np.float64) * 2.0**-53
 
 

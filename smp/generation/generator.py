@@ -77,7 +77,7 @@ class Generator:
         # pass.
         self._ring: Ring | None = None
         if stages is not None and context is not None and context.pp is not None:
-            staged = require_stages(model, "--pipeline-model-parallel-size")
+            staged = require_stages(model)
             self._ring = Ring(staged, context.pp, stages, dtype, self.device)
         # One group of texts for each pipeline rank: while the tokens of one travel back to the
         # first stage, the stages compute the others.

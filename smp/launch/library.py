@@ -83,7 +83,9 @@ def read_recipe_text(name: str) -> tuple[str, Path]:
 def find_cluster(name: str) -> Path:
     """The file of a cluster."""
     known = sorted({name for folder in folders() for name in _names(folder / "cluster")})
-    return _find("cluster", name, known, ", ".join(known))
+    if name not in known:
+        raise _unknown("cluster", name, known, ", ".join(known))
+    return next(path for folder in folders() if (path := folder / "cluster" / f"{name}.yaml").is_file())
 
 
 def own_config() -> tuple[dict[str, Any], dict[str, str]]:
@@ -151,12 +153,6 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def _find(kind: str, name: str, known: list[str], otherwise: str) -> Path:
-    if name in known:
-        return next(path for folder in folders() if (path := folder / kind / f"{name}.yaml").is_file())
-    raise _unknown(kind, name, known, otherwise)
 
 
 def _unknown(kind: str, name: str, known: list[str], otherwise: str) -> ConfigError:

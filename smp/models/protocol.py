@@ -152,8 +152,9 @@ def require_capability(model: Model, capability: Capability, flag: str) -> None:
         raise ConfigError(f"{flag}: {type(model).__name__} has no {capability}; leave it out")
 
 
-def require_stages(model: Model, flag: str) -> StagedModel:
-    """``model``, of which a pipeline is asked by ``flag``. Raises ConfigError where it has no stages."""
+def require_stages(model: Model) -> StagedModel:
+    """``model``, which a pipeline is to cut. Raises ConfigError where it has no stages."""
     if not isinstance(model, StagedModel):
-        raise ConfigError(f"{flag}: {type(model).__name__} cannot be cut into stages; leave it out")
+        name = type(model).__name__
+        raise ConfigError(f"--pipeline-model-parallel-size: {name} cannot be cut into stages; leave it out")
     return model

@@ -49,9 +49,9 @@ def on_owners(
     parts: Callable[[int], torch.Tensor],
     compute: Callable[[int, torch.Tensor], torch.Tensor],
     put: Callable[[int, torch.Tensor], None],
-    whole_dims: int = 2,
 ) -> None:
-    """Compute with whole tensors, each on one of the ranks that share it.
+    """Compute with whole tensors, each on one of the ranks that share it. Their last two dimensions are made whole;
+    earlier ones, of stacked matrices, stay cut.
 
     Tensors go in rounds of as many as there are ranks, those of one shape together and the largest first, so that a
     rank has one whole tensor at a time and the ranks do equal work. Ranks that hold copies of a part do the same. All
@@ -62,9 +62,8 @@ def on_owners(
         parts: this rank's part of a tensor, by its index; asked for when its round comes.
         compute: from a tensor's index and the whole a result of the same shape.
         put: takes this rank's part of the result.
-        whole_dims: how many last dimensions are made whole; earlier ones stay cut.
     """
-    for numbers, order, mesh in _rounds(tensors, whole_dims):
+    for numbers, order, mesh in _rounds(tensors):
         # A round is a function, so that none of its tensors, which are views of what was received, outlives it.
         _round(tensors, numbers, order, mesh, parts, compute, put)
 
@@ -94,15 +93,13 @@ def _round(
         put(numbers[k], part)
 
 
-def _rounds(
-    tensors: Sequence[torch.Tensor], whole_dims: int
-) -> Iterator[tuple[list[int], tuple[int, ...], DeviceMesh | None]]:
+def _rounds(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], tuple[int, ...], DeviceMesh | None]]:
     """(numbers of tensors, mesh dimensions to put together in that order, their mesh) of each round."""
     kinds: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
     for number, tensor in enumerate(tensors):
         mesh, order = None, tuple[int, ...]()
         if isinstance(tensor, DTensor):
-            mesh, first = tensor.device_mesh, tensor.ndim - whole_dims
+            mesh, first = tensor.device_mesh, tensor.ndim - 2
             # Cuts are undone from the last one made to the first; dimensions of one rank cut nothing.
             order = tuple(c.mesh_dim for c in reversed(cuts_of(tensor)) if c.dim >= first and mesh.size(c.mesh_dim) > 1)
         # Tensors that are cut alike can go in one round: their all-to-alls have the same groups.

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from smp.kernels.precision.fp8 import E4M3, Quantised, dequantise, quantise
 from smp.layers.fp8.layer_scaling import LayerScaling, scales_of_parts
 from smp.parallel.collectives import all_gather_flat
+from smp.sharding.network import Allocates
 
 _ALIGNED = 8
 """Bytes; parts of other dtypes begin at multiples of their elements."""
@@ -39,16 +40,12 @@ class Part:
     scaling: LayerScaling | None
 
 
-class GatherFp8:
+class GatherFp8(Allocates):
     """All-gather of one unit's weights, (n) -> (n x ranks), as FSDP2 calls it."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._scaled = [part for part in parts if part.scaling is not None]
         self._plain = [part for part in parts if part.scaling is None]
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of the collective."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -31,13 +31,15 @@ from smp.parallel.network.select_collectives import NetworkCollectives
 _flat_reduce: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class _Allocates:
+class Allocates:
+    """What FSDP2 asks of its communication besides the call."""
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer of the collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class GatherWeights(_Allocates):
+class GatherWeights(Allocates):
     """All-gather of one unit's weights, (n) -> (n x ranks).
 
     Args:
@@ -107,7 +109,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-class ReduceGradients(_Allocates):
+class ReduceGradients(Allocates):
     """Reduce-scatter of one unit's gradients, (n x ranks) -> (n)."""
 
     def __init__(self, network: NetworkGroup, quantization: Quantization | None) -> None:

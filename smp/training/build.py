@@ -239,7 +239,7 @@ def assemble(config: Config, setup: RunSetup) -> Model:
         kernels=setup.kernels,
     )
     if plan is not None:
-        require_stages(model, "--pipeline-model-parallel-size")
+        require_stages(model)
     if context.cp_group is not None:
         require_capability(model, "context parallelism", "--context-parallel-size")
     if (fp8 := fp8_of(config)) is not None:
@@ -268,7 +268,7 @@ def build_forward_backward(config: Config, setup: RunSetup, model: Model) -> For
     accumulation."""
     if setup.plan is None:
         return Accumulation(model, config.parallel.data_parallel_sharding_strategy)
-    context, staged = setup.context, require_stages(model, "--pipeline-model-parallel-size")
+    context, staged = setup.context, require_stages(model)
     assert context.pp is not None, "a pipeline has ranks"
     # A ramp-up of the batch size changes the number of micro-batches, so there is a schedule for each. Before the
     # groups: many schedules take a while, in which no rank waits for another.

@@ -375,7 +375,7 @@ def test_every_part_that_waits_for_others_has_its_own_time(monkeypatch: pytest.M
     assert events == first  # and making a group is told by what makes it
 
     events.clear()
-    monkeypatch.setattr(build, "require_stages", lambda model, flag: model)
+    monkeypatch.setattr(build, "require_stages", lambda model: model)
     for name in ("plans_by_size", "Pipelined"):
         monkeypatch.setattr(build, name, lambda *given, name=name: (events.append(name), given)[1])
 

@@ -18,9 +18,9 @@ from smp.launch.backends.k8s_names import (
     check_mounts,
     check_name,
     check_quantity,
-    check_seconds,
     check_subdomain,
     check_tolerations,
+    termination_seconds,
     volume_name,
 )
 from smp.launch.elastic import refuse
@@ -286,7 +286,7 @@ def _pod(job: Job, kind: str, private: bool) -> Object:
         )
     return _set(
         restartPolicy="Never" if kind == "Job" else None,
-        terminationGracePeriodSeconds=check_seconds("termination_seconds", cluster["termination_seconds"]),
+        terminationGracePeriodSeconds=termination_seconds(cluster),
         hostNetwork=host or None,
         # With the host's network, names of Services resolve only under this policy.
         dnsPolicy="ClusterFirstWithHostNet" if host else None,

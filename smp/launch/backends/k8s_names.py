@@ -92,10 +92,11 @@ def check_env_from(sources: Iterable[Any]) -> None:
         check_subdomain(f"envFrom.{kinds[0]}.name", named.get("name"))
 
 
-def check_seconds(key: str, value: Any) -> int:
-    """A number of seconds."""
+def termination_seconds(cluster: Mapping[str, Any]) -> int:
+    """``cluster.termination_seconds``, checked."""
+    value = cluster["termination_seconds"]
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"cluster.{key}: {value!r} is not a number of seconds")
+        raise ConfigError(f"cluster.termination_seconds: {value!r} is not a number of seconds")
     return value
 
 

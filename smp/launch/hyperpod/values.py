@@ -194,8 +194,9 @@ def peft(value: Any, get: Get) -> Mapping[str, Any]:
         raise ConfigError(f"{value} cannot be had: take lora or qlora_4bit, or null to train all weights")
     # Defaults of HyperPod's trainer.
     rank, alpha = get("model.peft.rank") or 32, get("model.peft.alpha") or 16
-    dropout = 0.0 if get("model.multi_modal") else _or(get("model.peft.dropout"), 0.1)
-    lora = {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout}
+    # 0 is a dropout, null is HyperPod's.
+    given = 0.0 if get("model.multi_modal") else get("model.peft.dropout")
+    lora = {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": 0.1 if given is None else given}
     return lora | ({"load_in_4bit": True} if value == "qlora_4bit" else {})
 
 
@@ -208,10 +209,6 @@ def peft_dropout(value: Any, get: Get) -> Mapping[str, Any] | str:
     if value and get("model.multi_modal"):
         return f"{value} is 0 with multi_modal: adapters on transformers' modules have no dropout here"
     return {}
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def targets(value: Any, get: Get) -> Mapping[str, Any] | str:

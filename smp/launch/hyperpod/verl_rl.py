@@ -7,7 +7,6 @@ GPUs has no counterpart.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from smp.launch.hyperpod import tuning, verl
 from smp.launch.hyperpod import verl_rl_values as values
@@ -37,10 +36,6 @@ _ESTIMATORS = {
 _REFERENCE = "the reference is the model without its adapters, or a copy; it is computed as the policy is"
 _SAMPLING = "completions are sampled by the layers that train, which need no engine"
 _JUDGE = "the function in recipes.reward_funcs asks the judge"
-
-
-def _unset_or(neutral: tuple[Any, ...], why: str) -> Key:
-    return only(("", "None", *neutral), why)
 
 
 def _offloaded(keys: dict[str, Key]) -> dict[str, Key]:
@@ -265,7 +260,7 @@ _TRAINER = {
     "val_before_train": nothing("a run is evaluated before its first step"),
     "val_only": only((False,), "tools/evaluate.py evaluates a model"),
     "use_custom_rollouts": only((False,), "completions are sampled by the layers that train"),
-    "custom_rollout.*": _unset_or((), "completions are sampled by the layers that train"),
+    "custom_rollout.*": only(("", "None"), "completions are sampled by the layers that train"),
     "early_stopping.enable": only((False,), "a run ends where train_epochs or train_iters says"),
     "early_stopping.*": nothing("it goes with early_stopping.enable"),
     "max_actor_ckpt_to_keep": tuning.KEPT,

@@ -313,7 +313,7 @@ def _without(probabilities: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
 
 @torch.no_grad()
 def top_log_probs(
-    states: torch.Tensor, head: TeacherHead, k: int, temperature: float, *, chunk_tokens: int, backend: str = "torch"
+    states: torch.Tensor, head: TeacherHead, k: int, temperature: float, *, chunk_tokens: int
 ) -> TopLogits:
     """The k likeliest tokens, likeliest first, equal on all tensor-parallel ranks; of equally likely ones any.
 
@@ -326,17 +326,17 @@ def top_log_probs(
     shard = replace(head.shard, temperature=temperature)
     if head.shared_by is not None:
         states = gather_tokens(states, head.shared_by)
-    parts = [_top(states[i : i + chunk_tokens], head, shard, k, backend) for i in range(0, len(states), chunk_tokens)]
+    parts = [_top(states[i : i + chunk_tokens], head, shard, k) for i in range(0, len(states), chunk_tokens)]
     ids, log_probs, rest = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "log_probs", "rest"))
     return TopLogits(ids, log_probs, rest, shard.vocab_size)
 
 
-def _top(states: torch.Tensor, head: TeacherHead, shard: VocabShard, k: int, backend: str) -> TopLogits:
+def _top(states: torch.Tensor, head: TeacherHead, shard: VocabShard, k: int) -> TopLogits:
     logits = linear(states, head.matrix)
     shard.cap_(logits, with_slope=False)
     seen = shard.tempered(logits)
     seen = seen.to(accumulation_dtype(seen.dtype))
-    peak, log_sum = softmax_normalizer(seen, shard, backend)
+    peak, log_sum = softmax_normalizer(seen, shard, "torch")
     # The k largest of all are among the k largest of each rank.
     local = min(k, shard.valid)
     values, columns = seen[:, : shard.valid].topk(local, dim=1)

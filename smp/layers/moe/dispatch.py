@@ -143,14 +143,13 @@ class Dispatch:
             rows,
         )
 
-    def to_experts(self, x: torch.Tensor, backend: str = "torch") -> torch.Tensor:
-        """(tokens, h) -> the rows of this rank's experts, (sum of counts, h), sorted by expert. ``backend``: what moves
-        them on this rank, torch or triton."""
-        return self.send(x, backend)()
+    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, h) -> the rows of this rank's experts, (sum of counts, h), sorted by expert."""
+        return self.send(x)()
 
     def send(self, x: torch.Tensor, backend: str = "torch") -> Callable[[], torch.Tensor]:
-        """Begin :meth:`to_experts`; what is returned ends it. Rows travel while something else is computed in between,
-        and gradients during its backward pass."""
+        """Begin :meth:`to_experts`, with rows moved by ``backend``, torch or triton; what is returned ends it. Rows
+        travel while something else is computed in between, and gradients during its backward pass."""
         x = F.pad(x, (0, 0, 0, 1)) if self.padded else x
         # (tokens x k, h), sorted by expert
         rows = repeat_rows(x, self.order, self.inverse, self.k, backend)

@@ -12,6 +12,7 @@ EXAMPLE = Links(between=Link(0.0, 1.0), inside=Link(0.0, 4.0), call=0.0, add=1e3
 
 LONGEST = 64.0
 """Seconds of a line, with pieces of 16 bytes."""
+_COLUMNS = 64
 
 
 def messages(schedule: Schedule) -> str:
@@ -30,7 +31,7 @@ def messages(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def links_over_time(schedule: Schedule, network: Topology | None = None, width: int = 64) -> str:
+def links_over_time(schedule: Schedule, network: Topology | None = None) -> str:
     """A line for each link: the number of the piece that it carries, to the right the time.
 
     Args:
@@ -41,19 +42,19 @@ def links_over_time(schedule: Schedule, network: Topology | None = None, width: 
     locations = network.locations
     rows: dict[str, list[str]] = {}
     for node, _ in enumerate(network.nodes):
-        rows[f"uplink of node {node}"] = ["."] * width
+        rows[f"uplink of node {node}"] = ["."] * _COLUMNS
     for rank in range(schedule.size):
-        rows[f"rank {rank} inside"] = ["."] * width
+        rows[f"rank {rank} inside"] = ["."] * _COLUMNS
     for span in timeline.spans:
         if span.source == span.destination:
             continue
         node, other = locations[span.source][0], locations[span.destination][0]
         # A node has one uplink; inside of a node each rank has a link of its own.
         name = f"uplink of node {node}" if node != other else f"rank {span.source} inside"
-        first, last = (round(moment / LONGEST * width) for moment in (span.start, span.end))
+        first, last = (round(moment / LONGEST * _COLUMNS) for moment in (span.start, span.end))
         # At least one column, or a short message would not be seen.
         for column in range(first, max(last, first + 1)):
-            rows[name][min(column, width - 1)] = str(span.piece)
+            rows[name][min(column, _COLUMNS - 1)] = str(span.piece)
     return "\n".join(f"{name:<17} {''.join(row)}" for name, row in rows.items())
 
 

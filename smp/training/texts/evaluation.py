@@ -145,13 +145,12 @@ class Perplexity:
         }
 
 
-def harness_model(scorer: TextScorer, name: str, seed: int = 0) -> Any:
+def harness_model(scorer: TextScorer, name: str) -> Any:
     """An ``lm_eval.api.model.LM`` of a model, for ``lm_eval.simple_evaluate(model=...)``.
 
     Args:
         scorer: what computes.
         name: stands for model and tokenizer in the library's own cache of requests.
-        seed: of tasks that sample.
 
     Raises:
         ValueError: the library is not installed.
@@ -173,7 +172,7 @@ def harness_model(scorer: TextScorer, name: str, seed: int = 0) -> Any:
             return [scorer.text(request.args[0])[0] for request in requests]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            return _written(scorer, [request.args for request in requests], seed)
+            return _written(scorer, [request.args for request in requests])
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             source, tokenizer = scorer.tokenizer.template, scorer.tokenizer
@@ -189,7 +188,7 @@ def harness_model(scorer: TextScorer, name: str, seed: int = 0) -> Any:
     return Model()
 
 
-def _written(scorer: TextScorer, asked: Sequence[tuple[str, dict[str, Any]]], seed: int) -> list[str]:
+def _written(scorer: TextScorer, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     """Texts for requests, (context, settings). Those with the same settings are written together."""
     groups: dict[str, list[int]] = {}
     for number, (_, settings) in enumerate(asked):
@@ -197,11 +196,11 @@ def _written(scorer: TextScorer, asked: Sequence[tuple[str, dict[str, Any]]], se
     texts: dict[int, str] = {}
     for numbers in groups.values():
         contexts = [asked[number][0] for number in numbers]
-        texts |= dict(zip(numbers, scorer.write(contexts, *_how(asked[numbers[0]][1], seed)), strict=True))
+        texts |= dict(zip(numbers, scorer.write(contexts, *_how(asked[numbers[0]][1])), strict=True))
     return [texts[number] for number in range(len(asked))]
 
 
-def _how(settings: dict[str, Any], seed: int) -> tuple[list[str], int, Sampling]:
+def _how(settings: dict[str, Any]) -> tuple[list[str], int, Sampling]:
     """(strings that end a text, most tokens, sampling): greedy unless the task asks for sampling."""
     known = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
     # Ignoring one would change a published score in silence.
@@ -213,5 +212,5 @@ def _how(settings: dict[str, Any], seed: int) -> tuple[list[str], int, Sampling]
     sampling = Sampling(temperature=0)
     if settings.get("do_sample"):
         chosen = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        sampling = Sampling(**{name: settings.get(name, value) for name, value in chosen.items()}, seed=seed)
+        sampling = Sampling(**{name: settings.get(name, value) for name, value in chosen.items()}, seed=0)
     return [until] if isinstance(until, str) else until, int(settings.get("max_gen_toks", 256)), sampling
