@@ -116,9 +116,9 @@ def choose(logits: torch.Tensor, shard: VocabShard, sampling: Sampling, keys: to
     block = (sums.double().log() + _gumbel(_OF_BLOCKS, keys, blocks)).argmax(1)
     columns = block[:, None] * BLOCK + torch.arange(BLOCK, device=logits.device)  # (rows, BLOCK), global ids
     scores = _columns(logits, columns, shard)
-    place = (scores.double() + _gumbel(_OF_TOKENS, keys, columns)).argmax(1, keepdim=True)
-    chosen = scores.gather(1, place)[:, 0]
-    return Sampled(columns.gather(1, place)[:, 0], chosen - peak - total.log())
+    best = (scores.double() + _gumbel(_OF_TOKENS, keys, columns)).argmax(1, keepdim=True)
+    chosen = scores.gather(1, best)[:, 0]
+    return Sampled(columns.gather(1, best)[:, 0], chosen - peak - total.log())
 
 
 def _tempered(logits: torch.Tensor, temperature: float, group: Group) -> torch.Tensor:

@@ -36,7 +36,7 @@ class TokenLayout:
         key_length: keys of each sequence; by default ``length``.
         key_document_ids: integers (batch, key_length); by default ``document_ids``.
         query_positions, key_positions: int64 (batch, length) and (batch or 1, key_length), where each token stands in
-            its sequence, when rows are at different places: they count instead of ``query_start`` and ``key_start``.
+            its sequence, when rows are at different positions: they count instead of ``query_start`` and ``key_start``.
         chunk: with them, tokens see only keys of their own chunk of so many positions.
         cache: keys and values of earlier tokens, in a forward pass that generates (``smp.layers.kv_cache``).
         prepared: what layers derive from the tokens, once for all that need the same, by the key of the need: rotary
@@ -132,7 +132,7 @@ class TokenLayout:
     def make_mask(self, pattern: Pattern, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """(batch or 1, 1, length, key_length): 0 where a query sees a key, else -inf."""
         causal, window = pattern
-        queries, keys = self.places(device)
+        queries, keys = self.positions(device)
         # ([batch,] length, key_length)
         distance = queries[..., :, None] - keys[..., None, :]
         seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -147,7 +147,7 @@ class TokenLayout:
             seen = seen & self._same_document(self.document_ids, device)
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
 
-    def places(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def positions(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 ([batch or 1,] length) and ([batch or 1,] key_length): where queries and keys stand in sequences."""
         if self.query_positions is not None and self.key_positions is not None:
             return self.query_positions, self.key_positions

@@ -211,8 +211,7 @@ def _read_hyperpods_cluster(tree: dict[str, Any], notes: list[str]) -> None:
     # Overrides of a recipe in a cluster's file are those of HyperPod's SDK: they come after all
     # words.
     for key, value in flatten(changes or {}).items():
-        place = ("recipes", *key.split("."))
-        _set(tree, _translated_path(tree, place, value), value)
+        _set(tree, _translated_path(tree, ("recipes", *key.split(".")), value), value)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

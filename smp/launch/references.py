@@ -94,15 +94,15 @@ class _Resolver:
         # As in OmegaConf: one dot is the section of the reference, each further one a section
         # above.
         dots, names = len(match[1]), match[2].split(".")
-        place: Path = (*(path[:-dots] if dots else ()), *names)
+        target: Path = (*(path[:-dots] if dots else ()), *names)
         node: Any = self.tree
-        for name in place:
+        for name in target:
             if dots > len(path) or not isinstance(node, Mapping) or name not in node:
                 # Unknown names: OmegaConf has the error messages.
                 self.plain = False
                 return None
             node = node[name]
-        return self.value(node, place, waiting)
+        return self.value(node, target, waiting)
 
 
 def _by_omegaconf(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,10 +114,10 @@ class SeenKeysNeed:
         column = torch.arange(length, device=device).expand(batch, length)
         begins = torch.zeros_like(column)
         if layout.document_ids is not None:
-            places = of_documents(to_device(layout.document_ids, device)).positions
-            assert places is not None
+            positions = of_documents(to_device(layout.document_ids, device)).positions
+            assert positions is not None
             # A document's first token: nothing before it may be seen.
-            begins = column - places
+            begins = column - positions
         return SeenKeys(*_numbers(begins, column, length, layout.padding), Pairs(batch, length, length))
 
     def _of_cut(self, layout: TokenLayout, cut: SequenceCut, device: torch.device) -> SeenKeys:

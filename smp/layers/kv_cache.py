@@ -129,7 +129,7 @@ class CacheView:
         for known, x in zip(kept, new, strict=True):
             # Rows after are padding of sequence parallelism, which has no place in the cache.
             rows = x[: self.columns.numel()].reshape(-1, x.shape[2])
-            known.view(-1, x.shape[2]).index_copy_(0, self._places(x.shape[1]), rows)
+            known.view(-1, x.shape[2]).index_copy_(0, self._lines(x.shape[1]), rows)
         return [x[self.start : self.start + batch, :, : self.keys] for x in kept]
 
     def states(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -149,7 +149,7 @@ class CacheView:
         for known, x in zip(self.cache.states[self.layer], states, strict=True):
             known[self.start : self.start + len(self.columns)] = x
 
-    def _places(self, heads: int) -> torch.Tensor:
+    def _lines(self, heads: int) -> torch.Tensor:
         """int64 (batch x length x heads,): rows of a tensor of the cache with so many heads; once for all layers."""
         if heads not in self.indices:
             slots = torch.arange(self.start, self.start + len(self.columns), device=self.columns.device)

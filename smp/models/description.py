@@ -165,5 +165,5 @@ def _biases(model: ModelConfig) -> str:
         "attention's output": model.add_attention_output_bias,
         "MLPs": model.add_mlp_bias,
     }
-    places = " and on ".join(name for name, has in named.items() if has)
-    return f"biases on {places}" if places else "no biases"
+    biased = " and on ".join(name for name, has in named.items() if has)
+    return f"biases on {biased}" if biased else "no biases"

@@ -282,22 +282,22 @@ def _topology(options: Any) -> tuple[Topology, Any]:
             one: they would run different schedules.
     """
     size, file = options.group_size, os.environ.get(TOPOLOGY)
-    place, links, read, problem = socket.gethostname(), None, "None None", ""
+    node, links, read, problem = socket.gethostname(), None, "None None", ""
     try:
         if file is not None:
             nodes, links = read_topology(file, dist.get_world_size() if dist.is_initialized() else size)
             read = f"{nodes!r} {links!r}"
             if nodes is not None:
-                place = nodes.name_of((list(options.global_ranks_in_group) or range(size))[options.group_rank])
+                node = nodes.name_of((list(options.global_ranks_in_group) or range(size))[options.group_rank])
     except ConfigError as error:  # the others would wait for what this rank has to say
         problem = str(error).removeprefix("--network-topology ")
     store = dist.PrefixStore("smp/nodes", options.store)
     digest = hashlib.sha256(read.encode()).hexdigest()  # short: every rank reads those of all
-    store.set(str(options.group_rank), json.dumps([place, problem, file is not None, digest]))
+    store.set(str(options.group_rank), json.dumps([node, problem, file is not None, digest]))
     # ``get`` waits for a key: every rank has read what all others found.
     said = [json.loads(store.get(str(rank))) for rank in range(size)]
     _check_alike([problem for _, problem, *_ in said], [read for _, _, *read in said])
-    return Topology.of([place for place, *_ in said]), links
+    return Topology.of([node for node, *_ in said]), links
 
 
 def _check_alike(problems: Sequence[str], files: Sequence[Sequence[Any]]) -> None:

@@ -74,4 +74,4 @@ def test_a_thread_is_in_a_collective_or_elsewhere() -> None:
     time.sleep(0.2)
     assert thread.ident is not None
     word = word_of_thread(thread.ident)
-    assert word.collective == "" and ".sleeps (test_hang.py:" in word.place and "time.sleep(5)" in word.stack
+    assert word.collective == "" and ".sleeps (test_hang.py:" in word.function and "time.sleep(5)" in word.stack

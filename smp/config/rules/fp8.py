@@ -148,11 +148,11 @@ def _check_widths(model: ModelConfig, parallel: ParallelConfig, tp: int) -> None
     multiple = _BLOCKS.get(parallel.fp8_recipe, 1 if parallel.fp8_emulate else _ALIGNED)
     # Widths per tensor-parallel process for cut dimensions.
     for name, width in (whole | {name: width // tp for name, width in cut.items()}).items():
-        place = "" if name in whole else shared
+        whose = "" if name in whole else shared
         require(
             width % multiple == 0,
             f"--fp8-recipe {parallel.fp8_recipe} takes widths that are multiples of {multiple}: {name} is {width}"
-            f"{place}; change it",
+            f"{whose}; change it",
         )
     if parallel.fp8_emulate:
         return

@@ -49,11 +49,13 @@ def _parts(folder: Path, files: list[Path]) -> dict[str, str]:
     """Splits that files or folders are named after, each with a path or pattern that names it alone."""
     out = dict[str, str]()
     for path in files:
-        place = folder
+        parent = folder
         for name in path.relative_to(folder).parts:
             if match := _SPLIT.match(name):
-                out.setdefault(match[1].lower(), str(place / name if place / name != path else place / f"{match[1]}*"))
-            place /= name
+                out.setdefault(
+                    match[1].lower(), str(parent / name if parent / name != path else parent / f"{match[1]}*")
+                )
+            parent /= name
     return out
 
 

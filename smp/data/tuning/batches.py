@@ -203,10 +203,10 @@ class TuningDataset:
         return [(mixed, np.concatenate([trained[:prompt], others_trained[answer:]])[:longest])]
 
     def _texts(self, row: int, later: int = 0) -> npt.NDArray[np.int64]:
-        """Texts in the sequence with number ``row``, or ``later`` places after it in its epoch; none after the end of
-        data that are read once."""
+        """Texts in the sequence with number ``row``, or ``later`` positions after it in its epoch; none after the end
+        of data that are read once."""
         index, part = divmod(row, self.rows)
-        epoch, place = divmod(index, self.samples_per_epoch)
+        epoch, position = divmod(index, self.samples_per_epoch)
         # Validation is read once; the last batch is filled up with sequences without text.
         if self.seed is None and epoch > 0:
             return np.empty(0, np.int64)
@@ -215,10 +215,10 @@ class TuningDataset:
             if order is None or order[0] != epoch:
                 # In one step: another thread may look at it meanwhile.
                 order = self._order = epoch, keyed_permutation(self.samples_per_epoch, self.seed, 1, epoch)
-            place = int(order[1][(place + later) % self.samples_per_epoch])
+            position = int(order[1][(position + later) % self.samples_per_epoch])
         else:
-            place = (place + later) % self.samples_per_epoch
-        return self.sequences[place * self.rows + part]
+            position = (position + later) % self.samples_per_epoch
+        return self.sequences[position * self.rows + part]
 
     def _row(self, texts: list[Encoded]) -> npt.NDArray[np.int64]:
         """Tokens, labels, documents, positions and lengths of the texts of a sequence, int64 (5, seq_length). Padding

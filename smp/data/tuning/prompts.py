@@ -173,14 +173,14 @@ class PromptDataset:
 
     def drawn(self, number: int) -> Prompt:
         """The prompt of draw ``number``."""
-        epoch, place = divmod(number, len(self.chosen))
+        epoch, position = divmod(number, len(self.chosen))
         if self.seed is not None:
             if self._order[0] != epoch:
                 # One permutation is kept: draws ask for an epoch's prompts in ascending order.
                 order = keyed_permutation(len(self.chosen), self.seed, 1, epoch)
                 self._order = epoch, self.chosen[order]
-            return self.prompts[int(self._order[1][place])]
-        return self.prompts[int(self.chosen[place])]
+            return self.prompts[int(self._order[1][position])]
+        return self.prompts[int(self.chosen[position])]
 
     @property
     def manifest(self) -> list[dict[str, str]]:

@@ -222,11 +222,11 @@ def _from_left(parts: Sequence[str], whole: str) -> list[int] | None:
     found, at = [0], len(parts[0])
     for part in parts[1:-1]:
         # + 1: an image expands to at least one character.
-        place = whole.find(part, at + 1)
-        if place < 0:
+        start = whole.find(part, at + 1)
+        if start < 0:
             return None
-        found.append(place)
-        at = place + len(part)
+        found.append(start)
+        at = start + len(part)
     # The last part is fixed at the end in both directions.
     return [*found, len(whole) - len(parts[-1])]
 
@@ -238,9 +238,9 @@ def _from_right(parts: Sequence[str], whole: str) -> list[int] | None:
     at = len(whole) - len(parts[-1])
     found = [at]
     for part in reversed(parts[1:-1]):
-        place = whole.rfind(part, 0, at - 1)
-        if place < 0:
+        start = whole.rfind(part, 0, at - 1)
+        if start < 0:
             return None
-        found.append(place)
-        at = place
+        found.append(start)
+        at = start
     return [0, *reversed(found)]

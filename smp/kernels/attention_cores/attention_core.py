@@ -82,8 +82,8 @@ class AttentionCore(Protocol):
         sinks: torch.Tensor | None = None,
     ) -> Pair:
         """(out, lse). With ``dropout_key``, 0-dim int64, probabilities are dropped, keyed by the layout's
-        token_index, the global head and the place of the key. With ``sinks``, (heads,), each head has a score next to
-        those of its keys, see :mod:`smp.kernels.attention_cores.sinks`."""
+        token_index, the global head and the position of the key. With ``sinks``, (heads,), each head has a score next
+        to those of its keys, see :mod:`smp.kernels.attention_cores.sinks`."""
 
 
 class BlockCore(AttentionCore, Protocol):

@@ -143,18 +143,18 @@ def _alibi(scores: torch.Tensor, layout: TokenLayout, first_head: int, heads: in
     # Slopes follow from all heads of the model, of which this rank has some.
     own = alibi_slopes(heads)[first_head : first_head + scores.shape[1]]
     slopes = torch.tensor(own, dtype=scores.dtype, device=scores.device)[:, None, None]
-    queries, keys = layout.places(scores.device)
+    queries, keys = layout.positions(scores.device)
     distance = keys[..., None, :] - queries[..., :, None]  # ([batch,] length, keys)
     return slopes * distance.unsqueeze(-3)
 
 
 def _drop(p: torch.Tensor, layout: TokenLayout, spec: AttentionSpec, key: torch.Tensor) -> torch.Tensor:
-    """Dropout of probabilities (batch, heads, length, keys) by (global token, global head, place of the key)."""
+    """Dropout of probabilities (batch, heads, length, keys) by (global token, global head, position of the key)."""
     if layout.token_index is None:
         raise ValueError("dropout needs TokenLayout.token_index: its masks are keyed by it")
     tokens = layout.token_index[: layout.num_queries].view(layout.batch, 1, layout.length)
     heads = spec.first_head + torch.arange(p.shape[1], device=p.device)
     # Heads have 16 bits of the number: tokens never meet across heads.
     rows = (tokens * (1 << 16) + heads[None, :, None]).flatten()  # a number per (token, global head)
-    # ``first_channel``: keys that a rank or a block holds keep their place in the sequence.
+    # ``first_channel``: keys that a rank or a block holds keep their position in the sequence.
     return keyed_dropout(p.flatten(0, 2), key, rows, spec.dropout, first_channel=layout.key_start).view_as(p)

@@ -256,11 +256,11 @@ def _backward(dout: torch.Tensor, dlast: torch.Tensor, *saved: Any) -> tuple[tor
     dread, dasked = dout @ known.transpose(2, 3), (dv @ known.transpose(2, 3)).neg_()
     dkept = written @ dstates[1:].transpose(2, 3)
     of_before = d.of_numbers((dread * read).addcmul_(dasked, asked))
-    of_behind = d.of_numbers(dkept * kept)
+    of_to_end = d.of_numbers(dkept * kept)
     # Second part: gradients through what reads and asks the state before the chunk.
     dq += dread * d.before
     dk += dasked * d.before + dkept * d.to_end
-    dg = d.gradient(of_pairs, of_before, of_behind, d.of_states(known * dstates[1:]))
+    dg = d.gradient(of_pairs, of_before, of_to_end, d.of_states(known * dstates[1:]))
     tokens = (as_tokens(dx, like) for dx, like in ((dq, x.q), (dk, x.k), (dv, x.v)))
     numbers = (as_tokens(dx, y if y.dim() == 4 else y[..., None]).view_as(y) for dx, y in ((dg, x.g), (dbeta, x.rate)))
     return *tokens, *numbers, dstates[0].clone().view(x.v.shape[0], x.v.shape[2], *states.shape[2:])

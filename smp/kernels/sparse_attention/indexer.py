@@ -72,9 +72,9 @@ def _chosen(
         scores, _ = scores_of(q[some], k[span], w[some])
         kept = best(scores, within(first, last, some, span), topk)
         # In the order of the keys, one after the other; what is not kept goes to one place after all.
-        place = torch.where(kept, kept.cumsum(1) - 1, topk)
-        number = torch.arange(span.start, span.stop, device=q.device, dtype=torch.int32).expand_as(place)
-        indices[some] = indices.new_zeros(len(place), topk + 1).scatter_(1, place, number)[:, :topk]
+        column = torch.where(kept, kept.cumsum(1) - 1, topk)
+        number = torch.arange(span.start, span.stop, device=q.device, dtype=torch.int32).expand_as(column)
+        indices[some] = indices.new_zeros(len(column), topk + 1).scatter_(1, column, number)[:, :topk]
         counts[some] = kept.sum(1, dtype=torch.int32)
     return [indices, counts]
 
@@ -143,14 +143,14 @@ def _chosen_loss(
 ) -> list[torch.Tensor]:
     wide = accumulation_dtype(q.dtype)
     total, dq, dk, dw = _empty(q, k, w)
-    place = torch.arange(indices.shape[1], device=q.device)
+    column = torch.arange(indices.shape[1], device=q.device)
     bytes_of_row = indices.shape[1] * max(q.shape[1], q.shape[2]) * wide.itemsize
     for some in rows_at_once(q.shape[0], bytes_of_row):
         index = indices[some].long()
         # (queries, topk, head_dim): each query's own keys
         own = k[index]
         scores, products = scores_of(q[some], own, w[some])
-        kl, ds = _kl(scores, place < counts[some, None], target[some].to(wide))
+        kl, ds = _kl(scores, column < counts[some, None], target[some].to(wide))
         total += (kl * weights[some]).sum()
         # The gradient of the weighted sum of losses, made with the loss: the backward pass only scales it.
         ds = ds * weights[some, None].to(wide)

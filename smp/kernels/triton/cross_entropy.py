@@ -45,15 +45,15 @@ def stats_kernel(logits, columns, peaks, log_sums, targets, stride, valid, BLOCK
 def gradient_kernel(logits, peaks, log_sums, columns, weights, stride, width, valid, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = logits + row * stride + column
+    offsets = logits + row * stride + column
     weight = tl.load(weights + row)
-    z = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
+    z = tl.load(offsets, mask=column < width, other=0.0).to(tl.float32)
     # Two subtractions: peak + log_sum in one number would round the small one away.
     gradient = tl.exp((z - tl.load(peaks + row)) - tl.load(log_sums + row)) * weight
     # The target's column loses the weight in the same pass.
     gradient = tl.where(column == tl.load(columns + row), gradient - weight, gradient)
     gradient = tl.where(column < valid, gradient, 0.0)
-    tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < width)
+    tl.store(offsets, gradient.to(logits.dtype.element_ty), mask=column < width)
 
 
 def _width(logits: torch.Tensor) -> int:

@@ -17,8 +17,8 @@ TILE, TILE_WARPS = 128, 8
 def largest_kernel(x, bits, count, BLOCK: tl.constexpr):
     """The bits of magnitudes, as integers, have the order of the magnitudes; infinity is larger than every number, and
     NaN larger than infinity."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    number = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
     # Atomics on integers have one result whatever their order, unlike a sum.
     magnitude = number.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.atomic_max(bits, tl.max(magnitude, axis=0))

@@ -18,7 +18,7 @@ FEW_ROWS = 256
 
 
 @triton.jit
-def _place_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+def _tile_at(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
     """(Row, column) of a tile of a matrix of tiles, ``GROUP`` rows of them at a time, down and then to the right."""
     # The order of Triton's matmul tutorial ("grouped ordering"), for the L2 cache.
     in_group = GROUP * column_tiles
@@ -97,12 +97,12 @@ def rows_kernel(
         # Masks over the experts, because a program cannot index a tensor in registers.
         before, at = number < expert, number == expert
         own = tile - tl.sum(tl.where(before, tiles, 0), axis=0) * column_tiles
-        place, column_place = _place_of(own, tl.sum(tl.where(at, tiles, 0), axis=0), column_tiles, GROUP)
+        row_tile, column_tile = _tile_at(own, tl.sum(tl.where(at, tiles, 0), axis=0), column_tiles, GROUP)
         # int64: rows x width may be more than 2^31.
-        first = (tl.sum(tl.where(before, count, 0), axis=0) + place * BLOCK_ROWS).to(tl.int64)
+        first = (tl.sum(tl.where(before, count, 0), axis=0) + row_tile * BLOCK_ROWS).to(tl.int64)
         # Rows of the expert from this tile on; the last tile has fewer than BLOCK_ROWS.
-        left = tl.sum(tl.where(at, count, 0), axis=0) - place * BLOCK_ROWS
-        row, column = tl.arange(0, BLOCK_ROWS), column_place * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        left = tl.sum(tl.where(at, count, 0), axis=0) - row_tile * BLOCK_ROWS
+        row, column = tl.arange(0, BLOCK_ROWS), column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         matrix = expert.to(tl.int64) * inner * width
         total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         total = _add_product(
@@ -165,12 +165,12 @@ def weights_kernel(
     for tile in range(tl.program_id(0), experts * row_tiles * column_tiles, tl.num_programs(0)):
         # All experts have as many tiles here, unlike in ``rows_kernel``.
         expert = tile // (row_tiles * column_tiles)
-        place, column_place = _place_of(tile % (row_tiles * column_tiles), row_tiles, column_tiles, GROUP)
+        row_tile, column_tile = _tile_at(tile % (row_tiles * column_tiles), row_tiles, column_tiles, GROUP)
         first = tl.sum(tl.where(number < expert, count, 0), axis=0).to(tl.int64)
         # The summed dimension is the expert's rows; without rows the tile stores zeros.
         rows = tl.sum(tl.where(number == expert, count, 0), axis=0)
-        row = place * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        column = column_place * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        row = row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        column = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         total = _add_product(
             total,

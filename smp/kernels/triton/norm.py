@@ -40,13 +40,13 @@ def forward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row[:, None] < rows) & (column[None, :] < features)
-    place = row[:, None] * features + column[None, :]
+    offsets = row[:, None] * features + column[None, :]
     # (ROWS, BLOCK): whole rows, so that mean and variance need no second kernel
-    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        wide += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        wide += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
         rounded = wide.to(total.dtype.element_ty)
-        tl.store(total + place, rounded, mask=inside)
+        tl.store(total + offsets, rounded, mask=inside)
         # What is normalized is the rounded sum, as without fusion: the same bits.
         wide = rounded.to(tl.float32)
     if CENTER:
@@ -59,7 +59,7 @@ def forward_kernel(
     out = wide * inverse[:, None] * tl.load(weight + column, mask=column < features, other=0.0).to(tl.float32)[None, :]
     if CENTER:
         out += tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + offsets, out.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -89,13 +89,13 @@ def backward_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         inside = (row[:, None] < rows) & (column[None, :] < features)
-        place = row[:, None] * features + column[None, :]
+        offsets = row[:, None] * features + column[None, :]
         inverse = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
-        normal = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        normal = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
         if CENTER:
             normal = tl.where(inside, normal - tl.load(mean + row, mask=row < rows, other=0.0)[:, None], 0.0)
         normal *= inverse
-        g = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
         dw += tl.sum(g * normal, axis=0)
         if CENTER:
             db += tl.sum(g, axis=0)
@@ -107,8 +107,8 @@ def backward_kernel(
             out -= (tl.sum(g, axis=1) / features)[:, None]
         out *= inverse
         if ADD:
-            out += tl.load(dtotal + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + place, out.to(dx.dtype.element_ty), mask=inside)
+            out += tl.load(dtotal + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + offsets, out.to(dx.dtype.element_ty), mask=inside)
     # No atomics: a second kernel adds up the partial sums in a fixed order.
     partial = tl.program_id(0).to(tl.int64) * features + column
     tl.store(dweight + partial, dw, mask=column < features)
@@ -126,8 +126,8 @@ def sum_kernel(partial, out, out_bias, parts, features, PARTS: tl.constexpr, COL
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
         inside = (part[:, None] < parts) & (column[None, :] < features)
-        place = (which * parts + part[:, None]) * features + column[None, :]
-        total += tl.load(partial + place, mask=inside, other=0.0)
+        offsets = (which * parts + part[:, None]) * features + column[None, :]
+        total += tl.load(partial + offsets, mask=inside, other=0.0)
     # In one order for every launch: (PARTS, COLUMNS) lanes, then over the lanes.
     found = tl.sum(total, axis=0).to(out.dtype.element_ty)
     if which == 0:

@@ -43,8 +43,8 @@ def forward_kernel(
     column = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
     real = (row[:, None] < rows) & (column[None, :] < EXPERTS)
-    place = row[:, None] * EXPERTS + column[None, :]
-    z = tl.load(logits + place, mask=real, other=0.0).to(tl.float32)
+    offsets = row[:, None] * EXPERTS + column[None, :]
+    z = tl.load(logits + offsets, mask=real, other=0.0).to(tl.float32)
     # What a bias is added to and, but for softmax, what weights are made of.
     scores = z
     if SCORES == "sigmoid":
@@ -53,7 +53,7 @@ def forward_kernel(
         scores = _softmax(tl.where(column[None, :] < EXPERTS, z, float("-inf")))
     values = z
     if GIVEN:
-        values = tl.load(compared + place, mask=real, other=0.0).to(tl.float32)
+        values = tl.load(compared + offsets, mask=real, other=0.0).to(tl.float32)
     elif BIASED:
         values = scores + tl.load(bias + column, mask=column < EXPERTS, other=0.0).to(tl.float32)[None, :]
     values = tl.where(values == values, values, float("inf"))  # NaN is the largest, as in a sort
@@ -103,8 +103,8 @@ def backward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     real = (row[:, None] < rows) & (column[None, :] < EXPERTS)
-    place = row[:, None] * EXPERTS + column[None, :]
-    z = tl.load(logits + place, mask=real, other=0.0).to(tl.float32)
+    offsets = row[:, None] * EXPERTS + column[None, :]
+    z = tl.load(logits + offsets, mask=real, other=0.0).to(tl.float32)
     g = tl.zeros((ROWS, BLOCK), tl.float32)
     # A row after the last one has chosen nothing but the first expert, so that nothing is divided by 0.
     chosen = (row[:, None] >= rows) & (column[None, :] == 0)
@@ -130,7 +130,7 @@ def backward_kernel(
         else:
             p = _softmax(tl.where(chosen, z, float("-inf")))
         dz = p * (g - tl.sum(p * g, axis=1)[:, None])
-    tl.store(dlogits + place, dz.to(dlogits.dtype.element_ty), mask=real)
+    tl.store(dlogits + offsets, dz.to(dlogits.dtype.element_ty), mask=real)
 
 
 def options(experts: int, k: int) -> dict[str, Any]:

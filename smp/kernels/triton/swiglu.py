@@ -44,12 +44,12 @@ def backward_kernel(
     s = tl.sigmoid(g)
     silu = g * s
     # The results are contiguous, whatever the strides of the inputs.
-    place = row * width + column
-    tl.store(dgate + place, (d * u * s * (1 + g * (1 - s))).to(dgate.dtype.element_ty), mask=inside)
-    tl.store(dup + place, (d * silu).to(dup.dtype.element_ty), mask=inside)
+    offsets = row * width + column
+    tl.store(dgate + offsets, (d * u * s * (1 + g * (1 - s))).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + offsets, (d * silu).to(dup.dtype.element_ty), mask=inside)
     # The same expression as in the forward kernel, in the same order: the same bits.
     if AGAIN:
-        tl.store(again + place, (silu * u).to(again.dtype.element_ty), mask=inside)
+        tl.store(again + offsets, (silu * u).to(again.dtype.element_ty), mask=inside)
 
 
 def _grid(x: torch.Tensor) -> tuple[int, int]:

@@ -102,18 +102,18 @@ def _given(leaves: Mapping[str, Any], form: Form) -> dict[str, Key]:
     return found
 
 
-def _say(result: Translated, place: dict[str, Any], name: str, became: Mapping[str, Any]) -> None:
-    """Add the settings of the key ``name`` to ``place``. Raises ConfigError when another key gives one of them another
-    value, since their order would decide."""
+def _say(result: Translated, settings: dict[str, Any], name: str, became: Mapping[str, Any]) -> None:
+    """Add the settings of the key ``name`` to ``settings``. Raises ConfigError when another key gives one of them
+    another value, since their order would decide."""
     for setting, value in became.items():
         # The first key that sets a setting is named in the error of the second.
         other = result.said.setdefault(setting, name)
-        if other != name and place.get(setting) != value:
+        if other != name and settings.get(setting) != value:
             raise ConfigError(
-                f"{name}: {setting} {as_text(value)} contradicts {other}, which says {as_text(place.get(setting))}; "
+                f"{name}: {setting} {as_text(value)} contradicts {other}, which says {as_text(settings.get(setting))}; "
                 "say both alike"
             )
-    place.update(became)
+    settings.update(became)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -99,12 +99,12 @@ def runs_of(cut: SequenceCut, rank: int | None) -> list[Run]:
     # A run ends where the cut jumps to another chunk, or a document ends.
     first[:, 1:] = (columns.diff() != 1) | (ids.diff() != 0)
     # The first token of each run, row by row.
-    sequence, place = first.nonzero(as_tuple=True)
-    rows = sequence * columns.shape[1] + place
+    sequence, column = first.nonzero(as_tuple=True)
+    rows = sequence * columns.shape[1] + column
     sizes = torch.cat((rows, rows.new_tensor([columns.numel()]))).diff()
-    starts = columns[sequence, place]
+    starts = columns[sequence, column]
     return [
-        Run(*run) for run in torch.stack((sequence, ids[sequence, place], starts, starts + sizes, rows), 1).tolist()
+        Run(*run) for run in torch.stack((sequence, ids[sequence, column], starts, starts + sizes, rows), 1).tolist()
     ]
 
 

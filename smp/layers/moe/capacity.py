@@ -62,10 +62,10 @@ class Capacity:
         chosen, worth, back = experts[:count], weights[:count], None
         if self.group is not None and layout.cut is not None:
             # Every rank decides for whole sequences, alike, and keeps the rows of its own tokens.
-            places = to_device(layout.cut.together(self.group.size), experts.device)
-            order = places.argsort()
+            order_of_all = to_device(layout.cut.together(self.group.size), experts.device)
+            order = order_of_all.argsort()
             chosen, worth = (wait(start_all_gather(x, self.group), self.group)[order] for x in (chosen, worth))
-            back = places[self.group.rank * count :][:count]
+            back = order_of_all[self.group.rank * count :][:count]
         chosen, worth = (x.reshape(layout.batch, -1) for x in (chosen, worth))  # (batch, S x k)
         limit = self.limit(chosen.shape[1] // k, k, num_experts)
         fitting = _fitting(chosen, _rounded(worth) if self.policy == "probs" else None, limit, num_experts).view(-1, k)

@@ -78,8 +78,8 @@ class Dispatch:
         counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         of_row = chosen.index_select(0, first)
         # Number of each row among those of its expert.
-        places = torch.arange(len(chosen), device=chosen.device) - (counts.cumsum(0) - counts).index_select(0, of_row)
-        slot = (of_row * slots + places).clamp(max=rows)  # what is dropped: after all
+        nth = torch.arange(len(chosen), device=chosen.device) - (counts.cumsum(0) - counts).index_select(0, of_row)
+        slot = (of_row * slots + nth).clamp(max=rows)  # what is dropped: after all
         # Empty slots point after the last token's choices: at the row of zeros that ``send`` pads.
         order = torch.full((rows + 1,), len(chosen), dtype=torch.int64, device=chosen.device)
         order.scatter_(0, slot, first)[rows:].fill_(len(chosen))

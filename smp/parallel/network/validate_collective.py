@@ -72,8 +72,8 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 moved = True
     stuck = [rank for rank, program in enumerate(programs) if position[rank] < len(program)]
     if stuck:
-        places = "; ".join(f"rank {r}, position {position[r]}, {programs[r][position[r]][0]}" for r in stuck)
-        raise ScheduleError(f"{schedule}: deadlock: {places}")
+        stuck_at = "; ".join(f"rank {r}, position {position[r]}, {programs[r][position[r]][0]}" for r in stuck)
+        raise ScheduleError(f"{schedule}: deadlock: {stuck_at}")
 
 
 def message_of(rank: int, action: Action) -> Message | None:

@@ -36,13 +36,13 @@ class Word:
 
     Attributes:
         collective: the one that it is in; empty: none.
-        place: innermost function of this package, or of the script if there is none.
+        function: innermost function of this package, or of the script if there is none.
         stack: innermost frames, the last one innermost.
     """
 
     host: str
     collective: str
-    place: str
+    function: str
     stack: str
 
 
@@ -60,8 +60,8 @@ def word_of_thread(ident: int) -> Word:
     waits = waits or [_MESSAGE for frame, _ in frames[:2] if frame.f_code.co_qualname == "_Step._wait"]
     collective = f"{waits[-1]} of {caller}" if waits else ""
     innermost, line = frames[0]
-    place = f"{innermost.f_code.co_qualname} ({Path(innermost.f_code.co_filename).name}:{line})"
-    return Word(socket.gethostname(), collective, place, stack)
+    function = f"{innermost.f_code.co_qualname} ({Path(innermost.f_code.co_filename).name}:{line})"
+    return Word(socket.gethostname(), collective, function, stack)
 
 
 def _is_torchs(frame: FrameType) -> bool:
@@ -124,7 +124,7 @@ def describe(words: Mapping[int, Word], size: int) -> str:
     lines = [f"hang: {_ranks(there)} in {collective}" if there else "hang: no rank is in a collective"]
     for rank in absent:
         word = words[rank]
-        instead = f"it is in {word.collective}, another one" if word.collective else f"it is in {word.place}"
+        instead = f"it is in {word.collective}, another one" if word.collective else f"it is in {word.function}"
         lines.append(f"hang: rank {rank} on {word.host} has not come: {instead}; its stack:\n{word.stack.rstrip()}")
     if silent:
         lines.append(f"hang: {_ranks(silent)} silent: stopped, gone, or in code that holds the interpreter")

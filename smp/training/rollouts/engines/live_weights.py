@@ -78,8 +78,8 @@ class LiveWeights(Weights):
         whole = torch.zeros(shape, dtype=dtype, device=self._device)
         if name in self._mine:
             region = local_region(self._own[name])
-            place = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
-            whole[place] = local_part(self._own[name]).detach().to(whole)
+            where = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
+            whole[where] = local_part(self._own[name]).detach().to(whole)
         # 0 + x is x: the sum is exact.
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(whole)
