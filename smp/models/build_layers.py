@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from smp.config import ModelConfig
 from smp.config import layer_specs as specs
 from smp.config.layer_specs import (
@@ -27,6 +29,7 @@ from smp.kernels.attention_cores.attention_core import AttentionSpec
 from smp.kernels.quick_geglu import QuickGeglu
 from smp.layers.attention import QueryKeyOptions, SelfAttention
 from smp.layers.block import MoEBlock, TransformerBlock
+from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.heads.head import VocabParallelHead
 from smp.layers.heads.prediction import Prediction
 from smp.layers.heads.score import ScoreHead
@@ -318,6 +321,31 @@ MIXER_BUILDERS: dict[type, MixerBuilder] = {
     ParallelMixer: _parallel,
 }
 """Builders by the type of a mixer's spec; :func:`smp.models.mixers.register_mixer` adds one."""
+
+
+def build_embedding(config: ModelConfig, context: ParallelContext, dtype: torch.dtype | None) -> VocabParallelEmbedding:
+    """The embedding, whose result has ``dtype``; None: that of its weight."""
+    assert config.vocab_size is not None
+    return VocabParallelEmbedding(
+        config.vocab_size,
+        config.hidden_size,
+        context,
+        divisible_by=config.make_vocab_size_divisible_by,
+        init_std=config.init_method_std,
+        compute_dtype=dtype,
+    )
+
+
+def build_positions(config: ModelConfig, context: ParallelContext, dtype: torch.dtype | None) -> PositionEmbedding:
+    """Learned positions (GPT-2, OPT), in ``dtype`` as the embedding."""
+    return PositionEmbedding(
+        config.max_position_embeddings,
+        config.hidden_size,
+        context,
+        offset=config.position_embedding_offset,
+        init_std=config.init_method_std,
+        compute_dtype=dtype,
+    )
 
 
 def build_prediction(config: ModelConfig, build: Build, norm: NormSpec) -> Prediction:

@@ -18,11 +18,10 @@ from smp.config.layers import layer_specs, norm_of
 from smp.config.rules.mtp import mtp_layers
 from smp.kernels import TORCH, Kernels
 from smp.layers.block import MoEBlock, TransformerBlock
-from smp.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from smp.layers.heads.head import ModelOutput, VocabParallelHead
 from smp.layers.moe import Counted
 from smp.models.auxiliary import Found, auxiliary_outputs
-from smp.models.build_layers import Build, build_head, build_prediction
+from smp.models.build_layers import Build, build_embedding, build_head, build_positions, build_prediction
 from smp.models.expert_counts import ExpertCounts
 from smp.models.micro_batch import MicroBatch
 from smp.models.multi_token import mtp_loss
@@ -87,9 +86,9 @@ class GPT(StagedModel):
         first, last = any(p.embedding for p in self.parts), any(p.head for p in self.parts)
         # The last stage has a copy of the matrix where it needs one; the values of both follow from its name.
         with_matrix = first or (last and self.embeds_at_the_end)
-        self.embedding = self._make_embedding(context, compute_dtype) if with_matrix else None
+        self.embedding = build_embedding(config, context, compute_dtype) if with_matrix else None
         learned = first and config.position_embedding_type == "learned_absolute"
-        self.positions = self._make_positions(context, compute_dtype) if learned else None
+        self.positions = build_positions(config, context, compute_dtype) if learned else None
         self.embedding_norm = build.norm(norm) if first and config.embedding_layernorm else None
         # They read what the final norm gives, so they belong to the part that has it.
         mtp = mtp_layers(config) if last else range(0)
@@ -102,29 +101,6 @@ class GPT(StagedModel):
         # None and not left out: every stage has the same attributes, and state_dict has no keys for None.
         self.final_norm = build.norm(norm) if last else None
         self.head = build_head(config, context, kernels) if last else None
-
-    def _make_embedding(self, context: ParallelContext, dtype: torch.dtype | None) -> VocabParallelEmbedding:
-        config = self.config
-        assert config.vocab_size is not None
-        return VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            context,
-            divisible_by=config.make_vocab_size_divisible_by,
-            init_std=config.init_method_std,
-            compute_dtype=dtype,
-        )
-
-    def _make_positions(self, context: ParallelContext, dtype: torch.dtype | None) -> PositionEmbedding:
-        config = self.config
-        return PositionEmbedding(
-            config.max_position_embeddings,
-            config.hidden_size,
-            context,
-            offset=config.position_embedding_offset,
-            init_std=config.init_method_std,
-            compute_dtype=dtype,
-        )
 
     @property
     def is_whole(self) -> bool:
