@@ -98,10 +98,10 @@ OBJECTIVES = {
 
 @dataclass
 class ObjectiveConfig:
-    """What is minimised."""
+    """The loss of a fine-tuning run."""
 
     objective: str = one_of("sft", OBJECTIVES)
-    """What the loss is of."""
+    """Which loss is minimised."""
     dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = only_with("sigmoid", objective="dpo")
     """sigmoid: DPO's own; hinge: SLiC's, max(0, 1 - beta x margin); ipo: the squared distance of the margin, of means
     over tokens, from 1 / (2 beta)."""

@@ -80,7 +80,7 @@ class RolloutConfig:
     its score of prompt and completion, by its own tokenizer and template, is one more reward. It has the layout of the
     run and stays as it is."""
     reward_model_weight: float = only_with(1.0, reward_model=GIVEN)
-    """What its score counts."""
+    """Factor of its score in the sum of rewards."""
     reward_workers: int = only_with(1, reward_funcs=GIVEN, environment=GIVEN)
     """Processes that call reward functions, and as many with episodes, for each data-parallel process; they work
     while others still write."""

@@ -69,7 +69,7 @@ _REFUSED = {
 
 
 DEGREES = ("tensor_parallel_degree", "expert_parallel_degree", "context_parallel_degree")
-"""What scripts assign to ``smp.state`` before ``init``."""
+"""Degrees that scripts assign to ``smp.state`` before ``init``."""
 
 
 def read(

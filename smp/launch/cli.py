@@ -173,12 +173,12 @@ def _instead(words: list[str], removed: tuple[str, ...], recipe: Recipe) -> tupl
 
 
 def _used(name: str, recipe: Recipe, known: Mapping[str, Setting]) -> Any:
-    """What a setting is: by default the entry point's own."""
+    """A setting's value, by default the entry point's."""
     return recipe.settings.get(name, known[name].default if name in known else None)
 
 
 def _worded(error: ConfigError, message: str) -> ConfigError:
-    """The same error, of the same class, with another message."""
+    """An error of the same class with another message."""
     return FeatureError(message) if isinstance(error, FeatureError) else ConfigError(message)
 
 

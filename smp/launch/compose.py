@@ -317,7 +317,7 @@ def _index(node: list[Any], path: tuple[str, ...], last: int) -> int:
 
 
 def _at(tree: Any, path: tuple[str, ...]) -> Any:
-    """What is at a path; None: nothing."""
+    """The value at ``path``; None: there is none."""
     for name in path:
         tree = _item(tree, name)
     return tree

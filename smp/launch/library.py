@@ -129,7 +129,7 @@ def load_yaml(path: Path, is_text: Callable[..., bool] = lambda path: False, und
 
 
 def parse_yaml(text: str, path: Path, is_text: Callable[..., bool], under: str) -> dict[str, Any]:
-    """The same for a text from ``path``."""
+    """The mapping in a YAML text from ``path``."""
     try:
         loaded = load_scalars(text)
     except ValueError as error:

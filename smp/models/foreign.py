@@ -102,7 +102,7 @@ def blocks_of(module: Any) -> list[tuple[str, nn.Module]]:
 
 
 def _blocks_in(module: Any, top: str) -> list[tuple[str, nn.Module]]:
-    """Of the list of modules with most elements, which is in no other."""
+    """(name, module) of each block: the elements of the longest list of modules that lies in no other list."""
     lists = {name: child for name, child in module.get_submodule(top).named_modules(prefix=top) if _is_list(child)}
     # Not the lists inside of layers, such as a layer's experts.
     outer = {n: c for n, c in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
@@ -125,7 +125,7 @@ def decoder_of(module: Any) -> str:
 
 
 def name_of(module: nn.Module, part: Any) -> str:
-    """Of a module in ``module``."""
+    """The name of ``part`` in ``module``."""
     return next(name for name, child in module.named_modules() if child is part)
 
 

@@ -361,7 +361,8 @@ def start_exchange(x: torch.Tensor, sent: list[int], received: list[int], group:
 
 
 class _StartGather(torch.autograd.Function):
-    """What is under way; its adjoint sums what the end's backward pass has begun to send back."""
+    """Start of an all-gather. Its adjoint waits for the gradients that the backward pass of the end has begun to send,
+    and sums them."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, back: Any) -> tuple[torch.Tensor, ...]:

@@ -25,7 +25,7 @@ LOOK = 0.02
 
 
 class AbsentError(Exception):
-    """What is waited for will not come; the text says why."""
+    """The number that is waited for will not come; the text says why."""
 
 
 class _Timespec(ctypes.Structure):

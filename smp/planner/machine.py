@@ -119,7 +119,7 @@ def calibrate(processes: int, steps: Iterable[Calls], kinds: Iterable[str], *, t
 
 
 def slowest(ranks: Sequence[Mapping[Timed, float]]) -> dict[Timed, float]:
-    """Of each call the seconds of the rank that takes longest: the others wait for it at the next collective."""
+    """Seconds of each call on its slowest rank: the others wait for it at the next collective."""
     return {call: max(times[call] for times in ranks) for call in ranks[0]}
 
 

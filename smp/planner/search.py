@@ -19,8 +19,8 @@ from smp.training.cost.memory import MemoryEstimate, largest_memory
 FREE = 0.08
 """Share of a device's memory that stays free: the CUDA context, NCCL's buffers, fragments."""
 FREE_IN_PIPELINE = 0.12
-"""The same with a pipeline, for which the memory formula is less exact: of 22 random layouts two needed more than 8 %
-above it, both with a pipeline and a vocabulary of 256,000 (tests/planner/formula_sample.py)."""
+"""Share that stays free with a pipeline, for which the memory formula is less exact: of 22 random layouts two needed
+more than 8 % above it, both with a pipeline and a vocabulary of 256,000 (tests/planner/formula_sample.py)."""
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES: tuple[tuple[Any, int | None], ...] = (("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None))
 LONG_SEQUENCE = 32768

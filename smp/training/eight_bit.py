@@ -57,7 +57,7 @@ def choose_fp8(config: Config, device: torch.device) -> list[str]:
 
 
 def describe_fp8(config: Config) -> list[str]:
-    """What computes in FP8 and what does not, in a line; none without FP8."""
+    """A line that says which layers compute in FP8; none without FP8."""
     parallel = config.parallel
     if parallel.fp8_format is None:
         return []
@@ -76,7 +76,7 @@ def describe_fp8(config: Config) -> list[str]:
 
 
 def without_history(config: Config, what: str) -> list[str]:
-    """What the user should hear of a second model of the run, that is never trained: delayed scales come of steps."""
+    """Notes on a second model of the run that is never trained, where scales are delayed: these come from steps."""
     parallel = config.parallel
     if parallel.fp8_format is None or parallel.fp8_recipe != "delayed":
         return []

@@ -30,7 +30,7 @@ class ForwardBackward(Protocol):
         rank, made of each micro-batch, without graphs."""
 
     def forward(self, micro_batches: MicroBatches) -> list[ModelOutput]:
-        """The same without gradients, in the order of the micro-batches."""
+        """Outputs of the micro-batches, in their order, without gradients."""
 
 
 class Accumulation:

@@ -128,7 +128,7 @@ class _Columns:
     device: torch.device
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Those of a tensor (rows, full length), on the device."""
+        """This rank's columns of a tensor (rows, full length), on the device."""
         if self.chosen is None:
             return to_device(x, self.device)[:, : self.length]
         # (rows, full length) -> (rows, length / cp)

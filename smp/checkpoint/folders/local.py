@@ -84,7 +84,7 @@ class LocalFolder:
             sync_to_disk(path.parent)
 
     def names(self) -> list[str]:
-        """What is inside, sorted; nothing when it does not exist."""
+        """Names of the folder's entries, sorted; none when it does not exist."""
         return sorted(os.listdir(self.local)) if self.local.is_dir() else []
 
     def size(self, name: str) -> int | None:

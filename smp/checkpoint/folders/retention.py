@@ -21,11 +21,11 @@ class Retention:
     """Rules for which checkpoints stay: one that any rule wants stays."""
 
     last: int
-    """The newest ones, this many. At least 2, or nothing is left to fall back to when the newest turns out damaged."""
+    """Keeps this many of the newest. At least 2, or nothing is left to fall back to when the newest is damaged."""
     every: int | None = None
-    """Those whose iteration is a multiple of this."""
+    """Keeps checkpoints whose iteration is a multiple of this."""
     best: int | None = None
-    """Those with the lowest validation loss, this many; a checkpoint without a loss is never among them."""
+    """Keeps this many with the lowest validation loss; a checkpoint without a loss is never among them."""
 
     def __post_init__(self) -> None:
         if self.last < 2:

@@ -182,7 +182,7 @@ ELSEWHERE = {
     "--output": "--save",
     "--output-dir": "--save",
 }
-"""What other programs call a flag of this project."""
+"""Other programs' names of flags, for hints."""
 
 
 def _hint(flag: str, known: Sequence[str]) -> str:

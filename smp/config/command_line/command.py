@@ -26,7 +26,7 @@ _ASKED = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryEr
 
 
 class DamageError(ValueError):
-    """What is on storage is not what was written there. No other command line would help."""
+    """Stored data differ from what was written. No other command line would help."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -121,7 +121,7 @@ def flag_of(name: str) -> str:
 
 
 def given(group: Any, *names: str) -> list[str]:
-    """Those of these settings that differ from the schema's default, as written on a command line."""
+    """Settings among ``names`` that differ from the schema's default, as written on a command line."""
     changed = {name: getattr(group, name) for name in names if getattr(group, name) != getattr(type(group)(), name)}
     return [_as_given(flag_of(name), value) for name, value in changed.items()]
 

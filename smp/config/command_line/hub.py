@@ -97,7 +97,7 @@ def model_path(text: str) -> Path:
 
 
 def tokenizer_path(text: str) -> Path:
-    """The same for --tokenizer-model."""
+    """The folder or file that --tokenizer-model names."""
     return _argument(text, "tokenizer", "--tokenizer-model")
 
 

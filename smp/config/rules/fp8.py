@@ -16,7 +16,7 @@ _ONLY_WITH_FP8 = (
 _BLOCKS = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Neighbouring numbers that share a scale."""
 _TOKENS = {"blockwise": 128, "mxfp8": 32}
-"""The same along tokens, in a weight's gradient."""
+"""Neighbouring tokens that share a scale in the product of a weight's gradient."""
 # cuBLASLt's FP8 products need dimensions that are multiples of 16.
 _ALIGNED = 16
 _NOT_GROUPED = "products of experts take one scale of a matrix, or scales of its rows"

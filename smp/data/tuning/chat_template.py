@@ -198,7 +198,8 @@ class ChatTemplate:
     def _with_marks_shown(
         self, conversation: Conversation, numbers: Sequence[int], names: Sequence[str], *, ask: bool
     ) -> set[int]:
-        """Those of the messages ``numbers`` of which a mark in what they say under ``names`` is in the text."""
+        """Messages among ``numbers`` whose values under the keys ``names`` the template renders: a mark put there comes
+        out in the text."""
         marks = {i: f"{_FRONT}{i}{_BACK}" for i in numbers}
         messages = list(conversation.messages)
         # Each message has a mark of its own number, so that one rendering tells them apart.

@@ -18,7 +18,7 @@ from smp.data.tuning.tokenizer import APART, TuningTokenizer
 
 _COLOURS = {True: ("\x1b[1;32m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
 _BRACKETS = {True: ("⟦", "⟧"), False: ("", "")}
-"""What is written around trained and untrained stretches."""
+"""Brackets around trained and untrained stretches, where a terminal has no colours."""
 
 Encoded = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
 """Token ids (n,), and for each whether the model is trained to say it."""

@@ -44,7 +44,7 @@ class ImageTensors:
     filler: torch.Tensor | None = None
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ImageTensors:
-        """The same with ``change`` applied to every tensor, such as a move to a device."""
+        """A copy with ``change`` applied to every tensor, such as a move to a device."""
         values, tokens = ({name: change(t) for name, t in of.items()} for of in (self.values, self.tokens))
         return ImageTensors(values, tokens, None if self.filler is None else change(self.filler))
 
@@ -195,7 +195,7 @@ def _of_rows(read: Sequence[Sequence[_Read]], name: str) -> torch.Tensor:
 
 
 def _joined(read: Sequence[Sequence[_Read]], name: str) -> torch.Tensor:
-    """Of all texts of a micro-batch one after the other along the first dimension, (images or patches, ...)."""
+    """The tensor ``name`` of all texts of a micro-batch, joined along the first dimension, (images or patches, ...)."""
     every = [one.made[name] for of in read for one in of]
     tail = _largest([t.shape[1:] for t in every])
     return torch.cat([_padded(t, (len(t), *tail)) for t in every])

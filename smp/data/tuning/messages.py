@@ -18,7 +18,7 @@ ROLES = {name: role for role, names in _NAMES.items() for name in (role, *names)
 # Keys that say whether a message is trained, and their values; "weight" is OpenAI's.
 _MARKS = {"train": "true or false", "weight": "1 or 0"}
 _OTHER_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""What may replace the content of a message."""
+"""Keys with which a message needs no content."""
 
 
 class BadSampleError(ValueError):

@@ -65,7 +65,7 @@ class FromRankZero:
         self.device = device
 
     def tensor(self, mine: torch.Tensor) -> torch.Tensor:
-        """What rank 0 has in place of ``mine``, on every rank."""
+        """Rank 0's tensor, on every rank; ``mine`` gives its shape."""
         sent = mine.to(self.device) if dist.get_rank() == 0 else torch.empty_like(mine, device=self.device)
         sent = sent.contiguous()
         # Broadcast sends memory as it lies.

@@ -114,7 +114,7 @@ class OutputMatrix:
 
 @dataclass
 class Result:
-    """What a forward pass has computed; None: only logits."""
+    """The output of a forward pass; None where it gives logits alone."""
 
     output: ModelOutput | None = None
 

@@ -100,7 +100,8 @@ class ChannelDecays:
         return x
 
     def of_states(self, x: torch.Tensor) -> torch.Tensor:
-        """The same of states (n, B, K, value channels), in the shape of G's last token."""
+        """The gradient by the logarithm of ``whole``, in the shape of G's last token, of products with states (n, B, K,
+        value channels)."""
         return (x.sum(3, keepdim=True) * self.whole).transpose(2, 3)
 
     def gradient(

@@ -97,7 +97,7 @@ class Decays:
         return x.sum(3, keepdim=True)
 
     def of_states(self, x: torch.Tensor) -> torch.Tensor:
-        """The same of states, (n, B, key channels, value channels)."""
+        """The gradient by the logarithm of ``whole`` of products with states, (n, B, key channels, value channels)."""
         return x.sum((2, 3), keepdim=True) * self.whole
 
     def gradient(

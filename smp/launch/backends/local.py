@@ -113,7 +113,7 @@ def _show(folder: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def state(folder: Path, facts: Facts) -> str:
-    """What the job does."""
+    """The job's state."""
     if not (folder / LOG).exists():
         return NOT_SUBMITTED
     doing = with_request(folder, busy(folder, facts)) or ended(folder) or "not running"

@@ -205,7 +205,7 @@ def _queued(number: str) -> str | None:
 
 
 def state(folder: Path, facts: Facts) -> str:
-    """What Slurm and the run say."""
+    """The job's state by Slurm and by the run's status file."""
     if not facts.get("id"):
         return NOT_SUBMITTED
     runs = sorted(folder.glob("array-*")) or [folder]

@@ -235,7 +235,7 @@ def _described(facts: Facts) -> Any:
 
 
 def state(folder: Path, facts: Facts) -> str:
-    """What SageMaker says."""
+    """The job's state by SageMaker."""
     if not facts.get("id"):
         return NOT_SUBMITTED
     found = _described(facts)

@@ -167,7 +167,7 @@ def node(status_file: str, command: list[str]) -> int:
 
 
 def progress(folder: str, checkpoints: str) -> Any:
-    """What changes when a run has progressed: its newest checkpoint, or in an object store its iteration."""
+    """A value that changes when the run progresses: its newest checkpoint, or in an object store its iteration."""
     if "://" in checkpoints:
         return read_json(os.path.join(folder, "status.json"), {}).get("iteration", 0)
     try:
@@ -308,7 +308,7 @@ def taken_back() -> bool:
 
 
 def decide(said: str, code: int, asked: str | None, cancelled: bool) -> str:
-    """What follows a run that has ended."""
+    """What follows a run that has ended: done, bad_config, cancelled, requeue, or again in this allocation."""
     if said in ("done", "bad_config"):
         return said
     if said == "nothing" and code == 0 and asked is None:

@@ -92,7 +92,7 @@ class StatesPlan:
         return ended
 
     def _states(self, added: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """Of the rows of all ranks and one that is none, the state before each of this rank's."""
+        """The state before each of this rank's rows, from the rows of all ranks and one empty row."""
         is_number = factor.shape[3] == 1
         # S -> M S + B from piece to piece, for all sequences at once. As many steps as a sequence has pieces, whatever
         # its length. Every rank does all of them, so there is no second exchange.

@@ -78,7 +78,7 @@ class FakeReference:
         return self._passes is not None
 
     def run(self, micro_batches: MicroBatches) -> None:
-        """As ``smp.training.objectives.reference.ModelReference`` does."""
+        """A forward pass of the reference, as :class:`smp.training.objectives.reference.ModelReference` runs it."""
         assert self._passes is not None, "is_computed was asked before"
         with self._around():
             self._passes.forward(micro_batches)

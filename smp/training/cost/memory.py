@@ -307,7 +307,7 @@ def kept_by_blocks(config: Config, layout: Layout, tuned: Tuned = PRETRAINED) ->
 
 
 def _kind(spec: LayerSpec) -> tuple[tuple[str, Any], ...]:
-    """What of a layer decides how much it keeps."""
+    """Properties of a layer that decide how much memory it keeps: layers with equal ones keep equally much."""
     recurrence = next((mixer for mixer in spec.mixers if isinstance(mixer, Recurrence)), None)
     attends = any(not isinstance(mixer, Recurrence) for mixer in spec.mixers)
     parts = ("attends", attends), ("feeds", spec.feed_forward is not None)

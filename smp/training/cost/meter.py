@@ -197,7 +197,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def _body(self, func: Any, args: Any) -> Callable[..., Any] | None:
-        """What a call counts as; None: as itself."""
+        """The function whose operators are counted in place of ``func``; None: ``func`` is counted itself."""
         return _body(func, args)
 
     def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -243,7 +243,7 @@ class Meter(TorchDispatchMode):
 
     @property
     def current_phase(self) -> str | None:
-        """What :meth:`phase` was entered with, or backward."""
+        """The name given to :meth:`phase`, or ``backward`` in autograd's pass; None outside."""
         # -1 outside of autograd's engine: the backward pass of a phase is told apart by it.
         in_backward = self._phase is not None and torch._C._current_graph_task_id() >= 0
         return "backward" if in_backward else self._phase

@@ -23,7 +23,7 @@ class Tuned:
 
 
 PRETRAINED = Tuned()
-"""What a run without adapters or frozen parts has."""
+"""A run without adapters or frozen parts."""
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class PartBytes:
 
 
 def bytes_of_parts(config: Config, layout: Layout, share: Share, weights: Weights) -> list[PartBytes]:
-    """What :class:`PartBytes` says of each part of a pipeline's process."""
+    """:class:`PartBytes` of each part of a pipeline's process."""
     found = []
     for part in share.parts:
         own = Share.of(config.model, layout, [part])

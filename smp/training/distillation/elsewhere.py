@@ -176,7 +176,7 @@ class TeacherElsewhere:
         return Group(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())
 
     def _trimmed(self, batch: RankBatch) -> RankBatch:
-        """As the teacher computes it."""
+        """The batch that the teacher computes: without lengths where it does not leave out padding."""
         return batch if self.trims else replace(batch, lengths=None)
 
     # All ranks take part, also those that send or receive nothing.

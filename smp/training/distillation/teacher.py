@@ -53,8 +53,8 @@ class ModelTeacher:
         return lambda i, micro_batch: TeacherStates(head, states[i])
 
     def states(self, batch: RankBatch) -> list[torch.Tensor]:
-        """What the output matrix is multiplied with, of each micro-batch, (tokens [/p], hidden); nothing on a pipeline
-        rank that does not have the head."""
+        """The input of the output matrix for each micro-batch, (tokens [/p], hidden); empty on a pipeline rank without
+        the head."""
         # Dropout off. The student's mode is its own.
         self.model.eval()
         outputs = self.forward_backward.forward(self.micro_batches(batch))
@@ -63,13 +63,13 @@ class ModelTeacher:
         return [output.values for output in outputs if output.values is not None]
 
     def micro_batches(self, batch: RankBatch) -> MicroBatches:
-        """What the teacher is asked."""
+        """The micro-batches of the teacher's forward pass, which keeps the states in front of its head."""
         wanted = AnswerLoss(states=self._take)
         return answer_micro_batches(batch, lambda _: wanted, self.device, self.cp)
 
     @property
     def head(self) -> TeacherHead:
-        """What makes logits of the states, known from the first batch on."""
+        """The output matrix that turns the states into logits, known from the first batch on."""
         return self._heads[0]
 
     def forget_matrix(self) -> None:

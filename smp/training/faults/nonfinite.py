@@ -127,7 +127,7 @@ def _in_words(module: str, micro_batch: int, rows: list[int] | None, batch: Rank
 
 
 def _told(own: list[str]) -> list[str]:
-    """What each rank found, as lines, of those that found something. Every rank calls it."""
+    """A line for each rank that found something. Collective."""
     # The strings are gathered only if there are some.
     if not any_rank(bool(own)):
         return []

@@ -85,7 +85,7 @@ class FollowingReference:
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps, by names of their own: the tensors themselves, which loading fills."""
+        """Tensors for a checkpoint, under names of the reference's own. Loading fills them in place."""
         return {_own_name(name): tensor for name, tensor in self._own.items()}
 
     @property

@@ -54,7 +54,7 @@ class Rollout:
         return len(self.samples)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """As tensors, for checkpoints."""
+        """The rollout as tensors, for checkpoints."""
         arrays = {
             "tokens": self.samples.tokens,
             "trained": self.samples.trained.astype(np.uint8),
@@ -74,7 +74,7 @@ class Rollout:
 
     @staticmethod
     def of_state(state: Mapping[str, torch.Tensor]) -> Rollout:
-        """What :meth:`state` gave."""
+        """The rollout that :meth:`state` has written as tensors."""
         array = {name: x.numpy() for name, x in state.items()}
         samples = Samples(array["tokens"], array["trained"].astype(np.bool_), array["offsets"])
         return Rollout(

@@ -66,7 +66,7 @@ class LiveWeights(Weights):
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors of the model on any rank, those of adapters too; the same on all ranks."""
+        """Names of all tensors of the model and its adapters, on whichever rank they are; the same on all ranks."""
         return sorted(self._shapes)
 
     def _kind(self, name: str) -> torch.dtype:
