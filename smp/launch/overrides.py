@@ -158,6 +158,7 @@ class _Reader:
             if (quoted := self.take(_QUOTED)) is None:
                 raise ValueError(f"{self.rest!r} has no closing quote")
             return _unquoted(quoted)
+        # Hydra's functions are sweeps, which would be several jobs, and casts: here a key's type is known.
         if function := _FUNCTION.match(self.text, self.position):
             raise ValueError(
                 f"{function[1]}(...) is {'a sweep' if function[1] in _SWEEPS else 'a function'}; write the value"

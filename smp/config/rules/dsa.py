@@ -70,7 +70,7 @@ def check_dsa(config: Config) -> None:
     said = "--experimental-attention-variant dsa"
     flags = given(parallel, "fp8_format", "compile")
     require(not flags, f"{said} and {', '.join(flags)} exclude each other; leave out one")
-    if config.objective is None:
+    if config.objective is None:  # pretraining trains indexers with the rest
         return
     idle = given(model, *_OF_THE_LOSS)
     require(

@@ -87,6 +87,7 @@ def _check_source(config: Config, typed: Collection[str]) -> None:
         "how long to train is missing: give --train-epochs, --train-iters or --train-samples",
     )
     _check_parts(config, typed, evaluates=saves or training.evaluates)
+    # Two of a kind would answer one question twice.
     for alternatives in (
         given(training, "eval_interval", "eval_epochs"),
         given(training, "eval_iters", "full_validation"),

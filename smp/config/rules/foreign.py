@@ -56,6 +56,7 @@ _APART = "the model is an encoder with a decoder, which read a prompt and its an
 def _check_apart(config: Config) -> None:
     """Raise ConfigError for settings that need prompt and answer in one sequence."""
     objective, data, parallel = config.objective, config.data, config.parallel
+    # The encoder reads prompts, the decoder answers: two sequences of their own lengths for each sample.
     require(objective is not None, f"pretrain_gpt.py has no prompts, and {_APART}: fine-tune it (finetune.py)")
     assert objective is not None
     name = objective.objective

@@ -177,6 +177,7 @@ def _widths_of_heads(model: ModelConfig) -> dict[str, int]:
             "--num-attention-heads x --kv-channels": heads * head_dim,
             "--num-query-groups x --kv-channels": groups * head_dim,
         }
+    # TP cuts the projections from latents to heads; the latents are whole on every process.
     return {
         "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim)": heads
         * (model.qk_head_dim + model.qk_pos_emb_head_dim),

@@ -45,6 +45,7 @@ def check_mtp(config: Config) -> None:
     flags = given(parallel, "fp8_format")
     require(not flags, f"{said} and {', '.join(flags)} exclude each other; leave out one")
     length = config.data.seq_length
+    # The k-th of these layers predicts the token k + 1 ahead.
     require(
         length is None or length > model.mtp_num_layers,
         f"{said}: a sequence of --seq-length {length} has no token so far ahead; give a longer one",

@@ -126,6 +126,7 @@ def _factors(model: ModelConfig, name: str) -> tuple[float, ...]:
     except ValueError:
         raise ConfigError(f"{flag} {text}: expected numbers") from None
     require(all(0 < x < math.inf for x in numbers), f"{flag} {text}: expected numbers above 0")
+    # LongRoPE (arXiv 2402.13753) scales each frequency by itself, and a pair of channels has one.
     require(
         len(numbers) == pairs,
         f"{flag} has {len(numbers)} numbers, but {model.rotary_channels} rotated channels are {pairs} pairs",

@@ -76,6 +76,7 @@ def check_tolerations(tolerations: Iterable[Any]) -> None:
         for name, allowed in choices.items():
             if given.get(name) not in (None, *allowed):
                 raise ConfigError(f"cluster.tolerations.{name}: {given[name]!r} is none of {', '.join(allowed)}")
+        # Kubernetes' own rule (core/v1 Toleration). Its API server would refuse the pod after the job is made.
         if given.get("operator") == "Exists" and given.get("value"):
             raise ConfigError(f"cluster.tolerations.value: {given['value']!r} does not go with the operator Exists")
 

@@ -45,6 +45,7 @@ def artifacts(job: Job) -> Artifacts:
     if job.tree.get("container"):
         raise ConfigError(f"container: {job.tree['container']} with cluster=local, which takes what is installed here")
     names = stage_names(job)
+    # No scheduler here chains jobs: the script runs the stages before and after the training itself.
     script = render(
         "local.sh.j2",
         name=job.recipe.name,

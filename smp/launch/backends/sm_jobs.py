@@ -164,6 +164,7 @@ def _channels(section: Mapping[str, Any]) -> list[dict[str, Any]]:
     system = _file_system(section)
     if s3 and system:
         raise ConfigError("cluster.sm_jobs_config.inputs: give s3 or file_system, not both")
+    # A file system is one channel, in S3 each name is one.
     if system:
         source: dict[str, Any] = {
             "FileSystemId": system["id"],

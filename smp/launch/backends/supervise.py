@@ -242,6 +242,7 @@ def stage(folder: str, script: str) -> int | None:
         return None
     if was_cancelled(folder):
         return finish(folder, "cancelled")
+    # The scheduler asked for an end, the user did not: the job is queued again.
     if child.asked is not None:
         return finish(folder, "requeue")
     write_json(os.path.join(folder, "end.json"), {"end": f"stage {name} failed with {code}"})
