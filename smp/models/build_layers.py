@@ -75,6 +75,11 @@ class Build:
         # writes to it starts smaller. Layers of the whole model, on every pipeline stage.
         return Build(config.hidden_size, std, std / (2 * config.num_layers) ** 0.5, context, kernels)
 
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """Arguments of every layer that has weights inside and at its end."""
+        return {"init_std": self.init_std, "output_std": self.output_std, "kernels": self.kernels}
+
     def norm(self, spec: NormSpec) -> Norm:
         """A norm of the residual stream."""
         options: dict[str, Any] = {"eps": spec.eps, "one_plus": spec.one_plus, "kernels": self.kernels}
@@ -120,9 +125,7 @@ class Build:
             bias=spec.bias,
             gate_multiplier=spec.gate_multiplier,
             multiplier=spec.multiplier,
-            init_std=self.init_std,
-            output_std=self.output_std,
-            kernels=self.kernels,
+            **self.drawn,
         )
 
     def experts(self, spec: ExpertsSpec) -> MoE:
@@ -134,9 +137,7 @@ class Build:
             self.context,
             activation=activation_of(spec.expert.activation),
             bias=spec.expert.bias,
-            init_std=self.init_std,
-            output_std=self.output_std,
-            kernels=self.kernels,
+            **self.drawn,
         )
         capacity = spec.capacity
         return MoE(
@@ -219,9 +220,7 @@ def _attention(spec: AttentionMixer, build: Build) -> SelfAttention:
         needs=tuple(need for need in (table, scaled) if need is not None),
         gate=spec.gate,
         sinks=spec.sinks,
-        init_std=build.init_std,
-        output_std=build.output_std,
-        kernels=build.kernels,
+        **build.drawn,
     )
 
 
@@ -250,9 +249,7 @@ def _latent_attention(spec: LatentMixer, build: Build) -> LatentAttention:
         dropout=spec.dropout,
         rope=None if table is None else table.key,
         needs=() if table is None else (table,),
-        init_std=build.init_std,
-        output_std=build.output_std,
-        kernels=build.kernels,
+        **build.drawn,
     )
 
 
@@ -267,9 +264,7 @@ def _delta_net(spec: DeltaNetMixer, build: Build) -> Mixer:
         conv=spec.conv,
         norm_eps=spec.norm_eps,
         negative=spec.negative,
-        init_std=build.init_std,
-        output_std=build.output_std,
-        kernels=build.kernels,
+        **build.drawn,
     )
 
 
@@ -281,9 +276,7 @@ def _kimi_delta(spec: KimiDeltaMixer, build: Build) -> Mixer:
         head_dim=spec.value_dim,
         conv=spec.conv,
         norm_eps=spec.norm_eps,
-        init_std=build.init_std,
-        output_std=build.output_std,
-        kernels=build.kernels,
+        **build.drawn,
     )
 
 
@@ -300,9 +293,7 @@ def _mamba(spec: MambaMixer, build: Build) -> Mixer:
         step_limits=(least, math.inf if largest is None else largest),
         norm_eps=spec.norm_eps if spec.norm else None,
         multipliers=spec.multipliers,
-        init_std=build.init_std,
-        output_std=build.output_std,
-        kernels=build.kernels,
+        **build.drawn,
     )
 
 
