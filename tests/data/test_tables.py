@@ -75,7 +75,7 @@ def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str) ->
         ("a.json", '[{"text": "x"} {"text": "y"}]', "not a JSON array that can be read .no comma"),
         ("a.json", '[{"text": "x"}', "not a JSON array that can be read"),
         ("a.json", '[{"text": "x", "text": "y"}]', "a.json: not a JSON array .*the key 'text' is there twice"),
-        ("a.json", '[{"text": "x"}] \n[{"text": "y"}]', "not a JSON array .*more behind .* at character 17"),
+        ("a.json", '[{"text": "x"}] \n[{"text": "y"}]', "not a JSON array .*more after .* at character 17"),
         ("a.json", '[{"text": "x"}]}', "more after the array, at character 15"),
         ("a.json", '[{"text": "x"},\n]', "no element after the comma, at character 16"),
         ("a.json", '"text"', "neither a JSON array nor a JSON object on each line"),

@@ -140,9 +140,9 @@ def widen(packed: torch.Tensor, dtype: torch.dtype, *, double: bool) -> torch.Te
 def _scales(rows: torch.Tensor, k: int) -> torch.Tensor:
     """fp32 (rows, k), of rows with double quantization."""
     _, index, _, offset, phase, nested = rows.split([32 * k, k, -k % 4, 4, 4, 4 * nested_of_row(k)], 1)
-    index = phase.contiguous().view(torch.int32) + torch.arange(k, device=rows.device)
+    block = phase.contiguous().view(torch.int32) + torch.arange(k, device=rows.device)
     # A row's first block may lie in the middle of 256 that share a nested scale: ``phase`` says how far.
-    scale = nested.contiguous().view(torch.float32).gather(1, index // NESTED)
+    scale = nested.contiguous().view(torch.float32).gather(1, block // NESTED)
     codes = _table(_dynamic_codes(), rows.device)
     return F.embedding(index.int(), codes[:, None]).squeeze(-1) * scale + offset.contiguous().view(torch.float32)
 
