@@ -123,7 +123,7 @@ def _training(training: TrainingConfig, sizes: BatchSizes) -> TrainingConfig:
     if iters is None and samples is None and not training.dry_run:
         raise ConfigError("how long to train is missing: give --train-iters or --train-samples (or --dry-run)")
     if samples is not None:
-        # Recomputed also when train_iters stands beside it: a resolved config resolves to itself.
+        # Recomputed also when train_iters is given too: a resolved config resolves to itself.
         iters = sizes.steps(samples)
     return replace(training, train_iters=iters)
 

@@ -268,7 +268,7 @@ def from_hf(content: Mapping[str, Any], where: str = CONFIG) -> ModelConfig:
     if family.predicts and (number := content.get(NEXT_N)):
         reader.check_number(NEXT_N, number, int)
         values["mtp_num_layers"] = number
-    # Last: what a family says in words of its own may rest on the settings before.
+    # Last: what a family says under keys of its own may rest on the settings before.
     if family.own is not None:
         values |= family.own.read(reader, values)
     if family.classifier in (content.get("architectures") or []):

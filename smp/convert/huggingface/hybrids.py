@@ -1,5 +1,5 @@
 """Architectures of transformers with delta rules of their own: names of their tensors, and what their ``config.json``
-say in words of their own. No torch here."""
+say under keys of their own. No torch here."""
 
 from __future__ import annotations
 

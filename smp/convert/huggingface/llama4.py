@@ -1,4 +1,4 @@
-"""What Llama 4's ``config.json`` says in words of its own, see ``families.Own``. No torch here.
+"""What Llama 4's ``config.json`` says under keys of its own, see ``families.Own``. No torch here.
 
 Layers with RoPE have chunks and, by ``use_qk_norm``, L2 norms; the others' queries grow with their positions. Experts
 are ``intermediate_size`` wide, and so is the MLP next to them; dense layers are ``intermediate_size_mlp`` wide.

@@ -1,4 +1,4 @@
-"""Architectures of transformers with Mamba-2: names of their tensors, and what their ``config.json`` say in words of
+"""Architectures of transformers with Mamba-2: names of their tensors, and what their ``config.json`` say under keys of
 their own. No torch here."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from smp.data.tuning.shapes import Reading, refuse_with_text
 _PROMPTS = ("prompt", "messages", "conversations", "conversation", "question", "problem", "instruction")
 """Keys of a prompt; the first one in a record is used."""
 _TAKEN = ("prompts", "completions", "completion_ids")
-"""What reward functions get beside the columns, by these names."""
+"""Arguments of reward functions other than the columns."""
 
 
 @dataclass(frozen=True)

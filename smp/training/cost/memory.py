@@ -21,7 +21,7 @@ With n = parameters on one of tp processes (vocabulary padding included) and d =
   With --offload-activations of --activation-loading-horizon layers only; cast weights leave with them.
 - backward: gradients in flight through a block's MLP, and what recompute replays of the block; or the masks of dropout
   while they are made again.
-- the optimizer's step: with Muon six copies of the largest matrix in fp32 and its Gram matrix, beside the gradients.
+- the optimizer's step: with Muon six copies of the largest matrix in fp32 and its Gram matrix, on top of the gradients.
 - A matrix that embedding and output share stays gathered from the loss until the embedding's gradient is there, and so
   does its gradient as an output matrix, both in compute precision.
 - logits: one chunk, whose gradient replaces it, with --final-logit-softcapping also the cap's derivative; logits of

@@ -46,7 +46,7 @@ class Weights:
         n, sharing = elements(share.parameters, before_ep), layout.dp_shard * layout.cp
         # A stage's share of the adapters, by its layers.
         adapters = tuned.adapters * len(share.layers) // config.model.num_layers
-        if config.model.dsa_indexer_warmup:  # which train alone, as adapters do, beside weights in fp32
+        if config.model.dsa_indexer_warmup:  # which train alone, as adapters do; the weights are in fp32
             adapters = elements([p for p in share.parameters if learns(config.model, p.name)], before_ep)
         partly = tuned.adapters > 0 or config.model.dsa_indexer_warmup
         trained, frozen = adapters if partly else n, float(b * n * tuned.copies)
