@@ -33,7 +33,7 @@ class BatchSizes:
 
     @classmethod
     def of(cls, data: DataConfig) -> BatchSizes:
-        """From settings whose global batch is resolved.
+        """The batch sizes of settings whose global batch is resolved.
 
         Raises:
             ConfigError: they do not say how the batch gets to --global-batch-size.

@@ -83,7 +83,7 @@ def interleave(weights: Sequence[int]) -> npt.NDArray[np.uint16]:
 
 
 class Turns:
-    """Whose turn it is, for one set of weights."""
+    """The order in which sources give samples, for one set of weights."""
 
     def __init__(self, weights: Sequence[int], cache: NodeCache | None = None) -> None:
         self.weights = list(weights)

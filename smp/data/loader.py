@@ -76,7 +76,7 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In place of a batch that this rank could not read, with the reason."""
+    """Stands for a batch that this rank could not read."""
 
     reason: str
 

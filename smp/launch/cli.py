@@ -154,7 +154,7 @@ def _prepare(words: list[str]) -> tuple[Job, Artifacts]:
 
 
 def _instead(words: list[str], removed: tuple[str, ...], recipe: Recipe) -> tuple[str, ...]:
-    """For each word that takes away what the recipe says, which settings it said and what they are without."""
+    """A line for each word that removes keys of the recipe: the settings that they said, and the values without."""
     known = settings(FINETUNE if recipe.task == "finetune" else PRETRAIN)
     lines = []
     for word in removed:

@@ -60,8 +60,8 @@ class Group:
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the backward pass of a Function that exchanges tensors, or keeps its gradients from the forward pass: torch
-    would take what comes out for a constant, and a second derivative would be wrong without an error.
+    """Decorator of the backward pass of a Function that exchanges tensors, or keeps its gradients from the forward
+    pass: torch would take the result for a constant, and a second derivative would be wrong without an error.
 
     Raises:
         ConfigError: the backward pass is one with ``create_graph=True``.
@@ -296,7 +296,7 @@ def sum_gradients(weights: Sequence[torch.Tensor], group: Group) -> list[torch.T
 
 
 class _StartExchange(torch.autograd.Function):
-    """Begins the exchange. Its backward pass waits for the reverse exchange, which ``_EndExchange.backward`` has
+    """Start of an all-to-all. Its backward pass waits for the reverse exchange, which ``_EndExchange.backward`` has
     begun."""
 
     @staticmethod

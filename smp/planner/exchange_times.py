@@ -49,7 +49,7 @@ class Exchanges:
         return statistics.median(run(clock) for _ in range(REPEATS))
 
     def _mesh(self, ranks: int) -> DeviceMesh:
-        """This rank's of all groups of so many neighbours."""
+        """The mesh of this rank's group, where all ranks are in groups of so many neighbours."""
         if ranks not in self._groups:
             starts = range(0, dist.get_world_size(), ranks)
             groups = {start: dist.new_group(range(start, start + ranks), backend=NAME) for start in starts}

@@ -128,7 +128,7 @@ class CallRecorder(Meter):
         return CallSite(phase) if self._action is None else CallSite(phase, self._action.op, self._action.stage)
 
     def _body(self, func: Any, args: Any) -> Callable[..., Any] | None:
-        """With a product for each expert: each reads weights of its own."""
+        """As the meter's, but grouped products are one product for each expert: each reads weights of its own."""
         return products_of_even_experts(func, args) or super()._body(func, args)
 
     def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

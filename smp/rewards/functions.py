@@ -54,7 +54,7 @@ class Call(NamedTuple):
     columns: dict[str, list[Any]]
 
     def copied(self) -> Call:
-        """For one function, which may change what it is given."""
+        """A copy for one function, which may change its arguments."""
         rest = copy.deepcopy(self._replace(completion_ids=[]))
         return rest._replace(completion_ids=[list(ids) for ids in self.completion_ids])  # many, and plain
 

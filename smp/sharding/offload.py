@@ -68,7 +68,7 @@ class _Storage:
         return self._make()
 
     def on_host(self) -> torch.Tensor:
-        """Its part of the buffer."""
+        """The tensor's part of the host buffer."""
         assert self.buffer is not None
         return self.buffer[: self.nbytes].view(self._dtype)
 

@@ -79,7 +79,7 @@ class Pipelined:
 
     @property
     def place(self) -> str:
-        """This rank in the pipeline, for messages."""
+        """The rank's number and stages, as text for messages."""
         stages = ", ".join(map(str, self._parts))
         return f"pipeline rank {self._runner.links.rank} (stage{'s' * (len(self._parts) > 1)} {stages})"
 

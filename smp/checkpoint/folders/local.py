@@ -38,7 +38,7 @@ class Source(Protocol):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size of the file in bytes."""
 
     def read_into(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes from ``offset``. Raises EOFError when the file ends before."""

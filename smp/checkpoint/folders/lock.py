@@ -62,7 +62,7 @@ class Holder:
 
     @staticmethod
     def here() -> Holder:
-        """This process."""
+        """The holder that is this process."""
         pid = os.getpid()
         return Holder(socket.gethostname(), _system(), pid, started_at(pid), secrets.token_hex(8))
 

@@ -28,7 +28,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read. The message is one line and names the file or the tensors."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For other ranks: pickled with the exit code, because a pickle has no cause, from which the code is read."""
+        """Pickled for other ranks with its exit code: that is read from the cause, which a pickle loses."""
         return _from_elsewhere, (type(self), self.args, exit_code(self))
 
 

@@ -33,7 +33,7 @@ class Members:
 
     @staticmethod
     def of(environment: Mapping[str, str], world_size: int, max_nodes: int) -> Members:
-        """From torchrun's variables; without a launcher, as in a dry run, for ``max_nodes`` nodes."""
+        """The members by torchrun's variables; without a launcher, as in a dry run, ``max_nodes`` nodes."""
         each = int(environment.get("LOCAL_WORLD_SIZE", max(world_size // max_nodes, 1)))
         return Members(each, world_size // each)
 

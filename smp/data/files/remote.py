@@ -123,7 +123,7 @@ class RemoteFile:
         return self._in_store.suffix
 
     def with_suffix(self, suffix: str) -> PurePosixPath:
-        """Its path within the store, with another ending."""
+        """The file's path within the store, with another ending."""
         return self._in_store.with_suffix(suffix)
 
     def open(self, mode: str = "rb") -> BinaryIO:

@@ -120,7 +120,7 @@ class Result:
 
 
 def _shard_of(head: Any, softcap: float | None) -> VocabShard:
-    """This rank's rows of the output matrix."""
+    """Which rows of the output matrix this rank has."""
     weight, vocabulary = head.weight, head.out_features
     group = Group("", 1, 0)
     if isinstance(weight, DTensor) and any(isinstance(p, Shard) and p.dim == 0 for p in weight.placements):

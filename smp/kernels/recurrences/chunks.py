@@ -123,7 +123,8 @@ def decay_gradient(
 
 
 def passing_gradient(before: torch.Tensor, to_end: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The part of :func:`decay_gradient` that is not of pairs of a chunk; also of as many channels as these have."""
+    """The part of :func:`decay_gradient` that comes from states, not from pairs of a chunk; for any number of
+    channels."""
     # to_end: tokens before t, without t itself, whose writes its decay does not touch.
     return from_here_on(before).add_(to_end.cumsum(-2) - to_end + whole)
 

@@ -22,7 +22,8 @@ from smp.kernels.sparse_attention.blocks import Pairs, rows_at_once, within
 def masked(
     q: torch.Tensor, table: torch.Tensor, indices: torch.Tensor, counts: torch.Tensor, scale: float, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By a mask over all pairs. Arguments and results as of :func:`selected`; differentiable by autograd."""
+    """Attention with a mask over all pairs of tokens. Arguments and results as of :func:`selected`; differentiable by
+    autograd."""
     counts_here = torch.arange(indices.shape[1], device=q.device) < counts[:, None]
     chosen = torch.zeros(q.shape[0], table.shape[0] + 1, dtype=torch.bool, device=q.device)
     chosen = chosen.scatter_(1, torch.where(counts_here, indices.long(), table.shape[0]), True)[:, :-1]

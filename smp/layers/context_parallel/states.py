@@ -60,7 +60,7 @@ class StatesPlan:
         return _Moved.apply(x.flatten(0, 1), self.order, self.back).unflatten(0, (self.rows, self.length))
 
     def to_tokens(self, x: torch.Tensor, batch: int) -> torch.Tensor:
-        """The way back."""
+        """The inverse of :meth:`to_rows`."""
         return _Moved.apply(x.flatten(0, 1), self.back, self.order).unflatten(0, (batch, -1))
 
     def tokens_before(self, x: torch.Tensor, cp: Group) -> torch.Tensor:

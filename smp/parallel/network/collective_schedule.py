@@ -54,7 +54,7 @@ class Action:
 
     @property
     def peer(self) -> int:
-        """The other end of a message."""
+        """The rank at the other end of a message."""
         return self.ranks[0]
 
     @property

@@ -65,7 +65,7 @@ class Origin:
             return None
 
     def note(self) -> dict[str, Any]:
-        """For ``extra``."""
+        """The origin as JSON, for a checkpoint's ``extra``."""
         return asdict(self)
 
     def is_that_of(self, extra: Mapping[str, Any]) -> bool:

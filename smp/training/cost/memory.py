@@ -100,7 +100,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """At that moment, with what is always there."""
+        """Bytes at the moment of the peak, with weights and optimizer state."""
         return self.parameters + self.optimizer + self.secondary + self.most
 
 

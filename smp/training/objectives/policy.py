@@ -82,7 +82,7 @@ class Known:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One of the formulas above, as the settings say."""
+    """A loss of completions, by the module's formula that the settings name."""
 
     settings: RolloutConfig
 

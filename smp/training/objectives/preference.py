@@ -42,7 +42,7 @@ from smp.training.objectives.contract import (
 
 @dataclass(frozen=True)
 class PairLoss:
-    """One of the formulas above, with its settings."""
+    """A loss of pairs, by one of the module's formulas, with its settings."""
 
     kind: Literal["sigmoid", "hinge", "ipo", "orpo"]
     beta: float

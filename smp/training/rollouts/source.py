@@ -119,7 +119,7 @@ class RolloutSource:
         """Nothing is open here: the kind of run ends the processes of reward functions."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint: the same on all ranks, which call it together."""
+        """The state for a checkpoint, equal on all ranks. Collective."""
         # At most one step of a generation is half-way: its number, and the completions, are the
         # whole state.
         state = {
