@@ -1,7 +1,8 @@
 """Failures of a real run, one after the other, and what they cost: steps trained again, silent differences, hangs.
 
-    python -m benchmarks.failures --minutes 60 --seed 1
-    python -m benchmarks.failures --minutes 60 --inprocess-restart
+    python -m benchmarks.failures FOLDER --minutes 60 --seed 1
+    python -m benchmarks.failures FOLDER --minutes 60 --seed 2 --inprocess-restart
+    python -m benchmarks.failure_checks FOLDER
 
 Three nodes (torchruns) of one process each on this machine, with a copy in memory after every step and a checkpoint
 every 5. Drawn at random: what happens (a worker gets SIGKILL or SIGSTOP, a node loses worker and torchrun, a file is
@@ -19,38 +20,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import random
-import statistics
-import tempfile
+import signal
+import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks.failure_checks import FLAGS, LONG, NODES, RECORDS, Record
 from tests.training.cut_lab import CUT, CutJob
-from tests.training.elastic_lab import Job
-from tests.training.preloaded import STAND_IN, preloaded
+from tests.training.elastic_lab import Job, children_of
+from tests.training.preloaded import STAND_IN, TORCHRUN, forked_of, preloaded
 
-NODES, BOUND, PATIENCE, LONG = 3, 1e-6, 300.0, 60.0
-Logged = tuple[int, float, float]
-"""Iteration, loss and gradient norm."""
-FLAGS = (
-    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size 97 --mock-data "
-    "--seq-length 17 --init-method-std 0.2 --hidden-dropout 0.1 --global-batch-size 4 --micro-batch-size 1 "
-    "--log-interval 1 --lr 0.001 --lr-decay-style constant --no-tensorboard --no-progress-bar --log-dir logs"
-)
+PATIENCE = 300.0
+STACKS = """
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR1)
+"""
+"""Lines of a program that tells its stacks when it is asked to."""
 ELASTIC = (
     f"--max-nodes {NODES} --min-nodes 1 --peer-snapshot-interval 1 --save ck --load auto --save-interval 5 "
-    "--keep-last-k 2 --distributed-timeout-minutes 0.4"
+    "--distributed-timeout-minutes 0.4"
 )
 PROGRAM = (
     f"""{STAND_IN}{CUT}"""
     + """
-import os, signal, sys, time
+import faulthandler, os, signal, sys, time
 from pathlib import Path
+faulthandler.register(signal.SIGUSR1)
 if "--inprocess-restart" in sys.argv and "SMP_KEEPER" not in os.environ:  # it keeps one that trains
     import pretrain_gpt
     sys.exit(pretrain_gpt.main(sys.argv[1:]))
@@ -58,8 +57,16 @@ from smp.checkpoint import peers
 from smp.training import trainer
 from smp.training.checkpoints import saving
 
+def kill(what):
+    parent = os.getppid()  # torchrun, or the keeper, whose word says which process torchrun is
+    torchrun = int(os.environ.get("SMP_LAUNCHER") or parent)
+    for pid in {"kill": [], "agent": [torchrun], "keeper": [parent], "node": [torchrun, parent]}[what]:
+        os.kill(pid, signal.SIGKILL)
+    if what in ("kill", "node"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
 def strike(part):
-    for what in ("kill", "stop", "full", "cut"):
+    for what in ("kill", "stop", "full", "cut", "agent", "keeper", "node"):
         order = Path(f"{what}-{part}-{os.environ['RANK']}")
         if order.exists():
             order.unlink(missing_ok=True)
@@ -67,7 +74,7 @@ def strike(part):
                 raise OSError(28, "No space left on device")
             if what == "cut":
                 return cut()
-            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP) if what == "stop" else kill(what)
 
 def before(module, name, part):
     inner = getattr(module, name)
@@ -123,166 +130,195 @@ class Failure:
         return Failure(what, part, tuple(sorted(rng.sample(range(NODES), count))))
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Seconds to the first step that was new, and steps that were trained again."""
+@dataclass
+class Struck:
+    """How a failure went.
 
-    seconds: float
-    again: int
+    Attributes:
+        mark: how much each node had printed before.
+        seconds: from the last victim's loss to the first new step.
+        still: the longest time in which no step was logged, that in which the nodes were made complete again included.
+        again: steps that were trained again.
+        lost: torchruns that are gone.
+    """
 
-
-def every_step(folder: Path) -> list[Logged]:
-    """Of all starts; steps that were trained twice are there twice."""
-    found = []
-    for path in folder.glob("logs/metrics*.jsonl"):  # of steps that were lost, too
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # cut off by a kill
-                record = json.loads(line)
-                if "lm loss" in record:
-                    found.append((record["iteration"], record["lm loss"], record["grad norm"]))
-    return found
-
-
-def compare(logged: list[Logged], want: dict[int, dict[str, float]]) -> str:
-    """Losses and gradient norms against those of one process, in words."""
-    words = []
-    for what, found in (
-        ("lm loss", [(i, loss) for i, loss, _ in logged]),
-        ("grad norm", [(i, norm) for i, _, norm in logged]),
-    ):
-        worst = max(abs(value - want[i][what]) / abs(want[i][what]) for i, value in found)
-        different = sum(not math.isclose(value, want[i][what], rel_tol=BOUND) for i, value in found)
-        words.append(f"{what} of {len(found)} steps: {different} different, worst {worst:.1e}")
-    return "; ".join(words)
+    mark: dict[Path, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    still: float = 0.0
+    again: int = 0
+    lost: int = 0
 
 
-def strike(job: Job, failure: Failure) -> Cost:
+class Watch(threading.Thread):
+    """Measures how long no step is logged, and asks processes for their stacks where that lasts."""
+
+    def __init__(self, job: Job, struck: Struck) -> None:
+        super().__init__(daemon=True)
+        self._job, self._struck, self._over = job, struck, threading.Event()
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        since, seen, asked = time.monotonic(), 0, 0
+        while not self._over.wait(0.1):
+            size = sum(path.stat().st_size for path in self._job.folder.glob("logs/metrics*.jsonl"))
+            if size != seen:
+                since, seen, asked = time.monotonic(), size, 0
+            still = time.monotonic() - since
+            self._struck.still = max(self._struck.still, still)
+            if still > 30 * (asked + 1):
+                asked += 1
+                ask_for_stacks(self._job)
+
+
+def ask_for_stacks(job: Job) -> None:
+    """Let all processes of a job write their Python stacks to the logs of their nodes."""
+    for number, node in enumerate(job.nodes):
+        with contextlib.suppress(OSError, IndexError):
+            log = job.logs()[number]
+            pids = [forked_of(node.pid)]
+            for child in job.workers(number):
+                pids += [forked_of(child), *map(forked_of, children_of(forked_of(child)))]
+            with log.open("a") as file:
+                file.write(f"\n{time.strftime('%H:%M:%S')}: stacks of {pids}\n")
+            for pid in pids:
+                status = Path(f"/proc/{pid}/status").read_text()
+                caught = int(status.split("SigCgt:")[1].split()[0], 16)
+                if caught >> (signal.SIGUSR1 - 1) & 1:
+                    os.kill(pid, signal.SIGUSR1)
+
+
+def strike(job: Job, failure: Failure, struck: Struck) -> None:
     """Let it happen, wait until all nodes train again behind it.
 
     Raises:
         TimeoutError: they do not.
     """
-    began, before, mark = time.monotonic(), job.iteration, job.mark()
+    struck.mark = job.mark()
     orders = [job.folder / f"{failure.what}-{failure.part}-{rank}" for rank in failure.victims]
-    live = [number for number, node in enumerate(job.nodes) if node.poll() is None]
-    if failure.what in ("node", "agent"):
-        for victim in failure.victims:
-            if failure.what == "node":
-                job.kill(live[victim])
-            else:
-                job.nodes[live[victim]].kill()
-        job.start(len(failure.victims))
-    elif failure.what == "keeper":
-        for victim in failure.victims:
-            job.kill_worker(live[victim])
-    else:
-        for order in orders:
-            order.touch()
-        if failure.part == "recovery":
-            (job.folder / "kill-forward-0").touch()  # or there would be none
-        began += job.until(lambda: not any(order.exists() for order in orders), PATIENCE)
-        before = job.iteration
-    off = job.cut_off() if isinstance(job, CutJob) else None
-    if failure.what == "full":
+    before, gone = job.iteration, [node for node in job.nodes if node.poll() is not None]
+
+    def all_struck() -> bool:
+        """A node that is lost is replaced at once."""
+        lost = [node for node in job.nodes if node.poll() is not None and node not in gone]
+        gone.extend(lost)
+        struck.lost += len(lost)
+        job.start(len(lost))
+        there = failure.what not in ("node", "agent") or struck.lost >= len(failure.victims)
+        return there and not any(order.exists() for order in orders)
+
+    for order in orders:
+        order.touch()
+    if failure.part == "recovery":
+        (job.folder / "kill-forward-0").touch()  # or there would be none
+    with Watch(job, struck):
+        job.until(all_struck, PATIENCE)
+        began, before = time.monotonic(), max(job.iteration, before)
+        off = job.cut_off() if isinstance(job, CutJob) else None
+        if failure.what == "full":
+            job.until(lambda: job.iteration > before + 2, PATIENCE)
+            return
+        # A failure is over when the job trains behind what it had reached, on all nodes.
+        job.until(lambda: "resumed from" in job.since(struck.mark), PATIENCE)
+        job.until(lambda: job.iteration > before, PATIENCE)
+        struck.seconds = time.monotonic() - began
+        if isinstance(job, CutJob) and off is not None:
+            job.until(lambda: f"{NODES - 1} nodes" in job.now(), PATIENCE)
+            with contextlib.suppress(OSError):  # it may have ended
+                job.kill(off)  # torchrun waits for a store that it has lost for minutes
+            job.nodes[off].wait()
+            job.mend(off)
+            job.start()
+        job.until(lambda: f"{NODES} nodes" in job.now(), PATIENCE)
         job.until(lambda: job.iteration > before + 2, PATIENCE)
-        return Cost(0.0, 0)
-    # A failure is over when the job trains behind what it had reached, on all nodes.
-    job.until(lambda: "resumed from" in job.since(mark), PATIENCE)
-    job.until(lambda: job.iteration > before, PATIENCE)
-    seconds = time.monotonic() - began
-    if isinstance(job, CutJob) and off is not None:
-        job.until(lambda: f"{NODES - 1} nodes" in job.now(), PATIENCE)
-        with contextlib.suppress(OSError):  # it may have ended
-            job.kill(off)  # torchrun waits for a store that it has lost for minutes
-        job.nodes[off].wait()
-        job.mend(off)
-        job.start()
-    job.until(lambda: f"{NODES} nodes" in job.now(), PATIENCE)
-    job.until(lambda: job.iteration > before + 2, PATIENCE)
-    at = [int(line.rsplit(" ", 1)[1]) for line in job.since(mark).splitlines() if "resumed from" in line]
-    return Cost(seconds, max(before - min(at), 0))
+    at = [int(line.rsplit(" ", 1)[1]) for line in job.since(struck.mark).splitlines() if "resumed from" in line]
+    struck.again = max(before - min(at), 0)
 
 
 @dataclass
-class Found:
-    """What several jobs have found.
+class Jobs:
+    """Jobs that failures were injected into, and where it is written down.
 
     Attributes:
-        did_not: how often a job did not go on.
+        made: how many.
     """
 
-    costs: list[tuple[Failure, Cost]] = field(default_factory=list)
-    logged: list[Logged] = field(default_factory=list)
-    jobs: int = 0
-    did_not: int = 0
+    folder: Path
+    asked: argparse.Namespace
+    deadline: float
+    made: int = 0
 
-    def tell(self, want: dict[int, dict[str, float]]) -> None:
-        """Print it; ``want``: of each iteration, what one process logs."""
-        print(f"failures: {len(self.costs)} in {self.jobs} jobs, did not go on: {self.did_not}")
-        for what, names in (
-            ("", [failure.what for failure, _ in self.costs]),
-            ("in ", [failure.part for failure, _ in self.costs]),
-            ("at once: ", [str(len(failure.victims)) for failure, _ in self.costs]),
-        ):
-            for name in sorted(set(names)):
-                found = [cost for (_, cost), of in zip(self.costs, names, strict=True) if of == name]
-                seconds, again = [cost.seconds for cost in found], Counter(cost.again for cost in found)
-                print(
-                    f"{what}{name}: {len(found)}, median {statistics.median(seconds):.0f} s, longest "
-                    f"{max(seconds):.0f} s, {sum(s > LONG for s in seconds)} above {LONG:.0f} s; steps trained again: "
-                    f"{dict(sorted(again.items()))}"
-                )
-        print(compare(self.logged, want))
+    def strike_often(self, number: int) -> None:
+        """One failure after the other, to job after job where one does not go on."""
+        rng = random.Random(1000 * self.asked.seed + number)
+        while time.monotonic() < self.deadline:
+            job = self._job(number)
+            failure, struck = None, Struck()
+            try:
+                job.start(NODES)
+                # A checkpoint and a copy are there.
+                job.until(lambda job=job: f"{NODES} nodes" in job.now() and job.iteration > 6, PATIENCE)
+                while time.monotonic() < self.deadline:
+                    failure, struck = self._drawn(rng), Struck()
+                    strike(job, failure, struck)
+                    self._note(job, number, failure, struck)
+            except (TimeoutError, RuntimeError) as error:
+                self._note(job, number, failure, struck, f"{type(error).__name__} {str(error).splitlines()[0]}")
+            finally:
+                job.close()
 
-
-def strike_often(folder: Path, asked: argparse.Namespace, number: int, deadline: float, found: Found) -> None:
-    """One failure after the other, to job after job where one does not go on."""
-    rng = random.Random(1000 * asked.seed + number)
-    flags = f"{FLAGS} {ELASTIC} {INSIDE if asked.inprocess_restart else ''} --train-iters 1000000"
-    while time.monotonic() < deadline:
-        found.jobs += 1
-        job = (CutJob if asked.cut else Job)(folder / str(found.jobs), flags, 1, NODES)
+    def _job(self, number: int) -> Job:
+        folder = self.folder / f"{number}-{self.made}"
+        self.made += 1
+        flags = f"{FLAGS} {ELASTIC} {INSIDE if self.asked.inprocess_restart else ''} --train-iters 1000000"
+        job = (CutJob if self.asked.cut else Job)(folder, flags, 1, NODES)
         (job.folder / "program.py").write_text(PROGRAM)
-        failure = None
-        try:
-            job.start(NODES)
-            # A checkpoint and a copy are there.
-            job.until(lambda job=job: f"{NODES} nodes" in job.now() and job.iteration > 8, PATIENCE)
-            while time.monotonic() < deadline:
-                failure = Failure.drawn(rng, asked.inprocess_restart, asked.cut)
-                cost = strike(job, failure)
-                found.costs.append((failure, cost))
-                print(f"{number}: {failure}: {cost.seconds:.0f} s, {cost.again} steps again", flush=True)
-        except (TimeoutError, RuntimeError) as error:
-            found.did_not += 1
-            print(f"{number}: {failure}: {type(error).__name__}\n{str(error)[-20000:]}", flush=True)
-        finally:
-            job.close()
-        found.logged += every_step(job.folder)
+        (job.folder / "torchrun.py").write_text(TORCHRUN.replace("runpy.run", f"{STACKS}runpy.run"))
+        return job
+
+    def _drawn(self, rng: random.Random) -> Failure:
+        while True:
+            failure = Failure.drawn(rng, self.asked.inprocess_restart, self.asked.cut)
+            if self.asked.only is None or failure.what in self.asked.only.split(","):
+                return failure
+
+    def _note(self, job: Job, number: int, failure: Failure | None, struck: Struck, error: str = "") -> None:
+        kind = "in process" if self.asked.inprocess_restart else "cut" if self.asked.cut else "restart"
+        failure = failure or Failure("start", "start", ())
+        cost = struck.seconds, struck.still, struck.again
+        record = Record(kind, job.folder.name, failure.what, failure.part, failure.victims, *cost, error)
+        print(f"{number}: {record}", flush=True)
+        with (self.folder / RECORDS).open("a") as file:
+            file.write(f"{json.dumps(asdict(record))}\n")
+        if error or struck.still > LONG:
+            said = [path.read_bytes()[struck.mark.get(path, 0) :].decode() for path in job.logs()]
+            path = self.folder / f"long-{job.folder.name}-{job.iteration}.txt"
+            path.write_text("\n--- next node\n".join([str(record), *said]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for the jobs and what is found")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="at once")
     parser.add_argument("--inprocess-restart", action="store_true", help="replace processes that are lost")
+    parser.add_argument("--only", help="these failures, such as stop,node")
     parser.add_argument("--cut", action="store_true", help="cut a node's link, and nothing else (needs root)")
     asked = parser.parse_args()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # a process that was stopped hears no SIGTERM
-    deadline, found = time.monotonic() + 60 * asked.minutes, Found()
-    with tempfile.TemporaryDirectory() as name, preloaded(Path(name)):
+    folder = asked.folder / str(asked.seed)
+    folder.mkdir(parents=True)
+    with preloaded(folder):
+        jobs = Jobs(folder, asked, time.monotonic() + 60 * asked.minutes)
         with ThreadPoolExecutor(asked.jobs) as pool:
-            for one in [pool.submit(strike_often, Path(name), asked, n, deadline, found) for n in range(asked.jobs)]:
+            for one in [pool.submit(jobs.strike_often, n) for n in range(asked.jobs)]:
                 one.result()
-        flags = f"{FLAGS} --train-iters {max(i for i, _, _ in found.logged)}"
-        alone = Job(Path(name, "alone"), flags, 1, 1, step=0)
-        try:
-            alone.start()
-            assert alone.finish(3600) == [0], alone.said()
-            found.tell(alone.records())
-        finally:
-            alone.close()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from smp.training.cost.describe import describe
 from smp.training.errors import TrainingError
 from smp.training.faults.copies import EndedError
 from smp.training.faults.members import ended_for_spares, exit_code_of, members, require_room, wait_as_spare
+from smp.training.faults.silence import SignsOfLife
 from smp.training.inprocess.again import Alone, Generation, LostRunError, run_again
 from smp.training.inprocess.link import REPLACE
 from smp.training.kind import RunKind
@@ -70,13 +71,22 @@ def launch(config: Config, process: Process, make_kind: Callable[[], RunKind], n
     timeout = config.parallel.distributed_timeout_minutes
     watchdog = Watchdog(process, timeout, lambda why: _end(f"{name}: {why}", config, process))
     # Until the end: what a process is stuck in while it ends is reported as well.
-    with contextlib.closing(watchdog):
+    with contextlib.closing(watchdog), _signs_of_life(config, process):
         if process.link is None:
             return _train(config, make_kind, name, watchdog, StopSignal, Alone(process))
         stop = StopSignal()
         # The signal handler is installed once, for all tries.
         train = partial(_train, config, make_kind, name, watchdog, lambda: stop)
         return run_again(config.parallel, process, lambda: stop.name is not None, train)
+
+
+def _signs_of_life(config: Config, process: Process) -> contextlib.AbstractContextManager[object]:
+    """Context in which this process is killed where it is stopped for longer than the others wait for it, in runs that
+    go on without it. A keeper sees to that for its own."""
+    parallel, copies = config.parallel, config.checkpoint.peer_snapshot_interval
+    if process.link is not None or process.world_size == 1 or (parallel.max_nodes is None and copies is None):
+        return contextlib.nullcontext()
+    return contextlib.closing(SignsOfLife(f"rank {process.rank}", 60 * parallel.distributed_timeout_minutes))
 
 
 def _train(

@@ -1,0 +1,72 @@
+"""Signs of life: who is stopped is killed, and nobody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.training.elastic_lab import children_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import sys, time
+from smp.training.faults.silence import SignsOfLife
+
+life = SignsOfLife("rank 3", float(sys.argv[1]))
+print("lives", flush=True)
+{rest}
+life.close()
+"""
+
+
+@pytest.fixture
+def started(request: pytest.FixtureRequest) -> subprocess.Popen[str]:
+    limit, rest = request.param
+    words = [sys.executable, "-c", PROGRAM.format(rest=rest), str(limit)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    program = subprocess.Popen(
+        words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+    )
+    request.addfinalizer(program.kill)
+    assert program.stdout is not None and program.stdout.readline() == "lives\n"
+    return program
+
+
+@pytest.mark.parametrize("started", [(3, "time.sleep(100)")], indirect=True)
+def test_who_is_stopped_is_killed_also_where_all_are(started: subprocess.Popen[str]) -> None:
+    os.kill(started.pid, signal.SIGSTOP)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == -signal.SIGKILL
+    assert "rank 3: no sign of life for " in said
+
+
+@pytest.mark.parametrize("started", [(3, "time.sleep(8)")], indirect=True)
+def test_who_lives_is_left_alone_and_signals_are_its_own(started: subprocess.Popen[str]) -> None:
+    (listener,) = children_of(started.pid)
+    os.kill(listener, signal.SIGTERM)
+    _, said = started.communicate(timeout=60)
+    assert (started.returncode, said) == (0, "")
+    assert not Path(f"/proc/{listener}").exists()
+
+
+@pytest.mark.parametrize("started", [(8, "time.sleep(100)")], indirect=True)
+def test_a_pause_of_all_processes_does_not_count(started: subprocess.Popen[str]) -> None:
+    (listener,) = children_of(started.pid)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(started.pid, number)
+        os.kill(listener, number)
+        time.sleep(10 if number == signal.SIGSTOP else 0)
+    time.sleep(3)  # it would have been killed
+    assert started.poll() is None
+    started.kill()
+    started.wait()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{listener}").exists():  # nobody is left whom it could kill
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
