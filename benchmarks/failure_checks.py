@@ -40,7 +40,7 @@ class Record:
 
     Attributes:
         kind: how the run goes on after it.
-        seconds, still, again: see ``benchmarks.failures.Struck``.
+        seconds, still, starved, again: see ``benchmarks.failures.Struck``.
         error: why the job did not go on; empty: it did.
     """
 
@@ -51,12 +51,14 @@ class Record:
     victims: tuple[int, ...]
     seconds: float
     still: float
+    starved: float
     again: int
     error: str = ""
 
     def __str__(self) -> str:
         at = ", ".join(map(str, self.victims))
         cost = self.error or f"{self.seconds:.0f} s, {self.again} steps again, {self.still:.0f} s without a step"
+        cost += f" ({self.starved:.0f} of them without a processor)" if self.starved > 1 else ""
         return f"{self.job}, {self.kind}: {self.what} in {self.part} at {at}: {cost}"
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from benchmarks.failure_checks import FLAGS, LONG, NODES, RECORDS, Record
 from tests.training.cut_lab import CUT, CutJob
 from tests.training.elastic_lab import Job, children_of
-from tests.training.preloaded import STAND_IN, TORCHRUN, forked_of, preloaded
+from tests.training.preloaded import ADDRESS, STAND_IN, TORCHRUN, forked_of, preloaded
 
 PATIENCE = 300.0
 STACKS = """
@@ -138,6 +138,7 @@ class Struck:
         mark: how much each node had printed before.
         seconds: from the last victim's loss to the first new step.
         still: the longest time in which no step was logged, that in which the nodes were made complete again included.
+        starved: seconds of it in which this process got no processor: nobody else did either.
         again: steps that were trained again.
         lost: torchruns that are gone.
     """
@@ -145,6 +146,7 @@ class Struck:
     mark: dict[Path, int] = field(default_factory=dict)
     seconds: float = 0.0
     still: float = 0.0
+    starved: float = 0.0
     again: int = 0
     lost: int = 0
 
@@ -164,13 +166,16 @@ class Watch(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        since, seen, asked = time.monotonic(), 0, 0
+        since, seen, asked, starved, looked = time.monotonic(), 0, 0, 0.0, time.monotonic()
         while not self._over.wait(0.1):
+            late = time.monotonic() - looked - 0.1
+            starved, looked = starved + (late if late > 0.5 else 0.0), time.monotonic()
             size = sum(path.stat().st_size for path in self._job.folder.glob("logs/metrics*.jsonl"))
             if size != seen:
-                since, seen, asked = time.monotonic(), size, 0
+                since, seen, asked, starved = time.monotonic(), size, 0, 0.0
             still = time.monotonic() - since
-            self._struck.still = max(self._struck.still, still)
+            if still > self._struck.still:
+                self._struck.still, self._struck.starved = still, starved
             if still > 30 * (asked + 1):
                 asked += 1
                 ask_for_stacks(self._job)
@@ -183,7 +188,9 @@ def ask_for_stacks(job: Job) -> None:
             log = job.logs()[number]
             pids = [forked_of(node.pid)]
             for child in job.workers(number):
-                pids += [forked_of(child), *map(forked_of, children_of(forked_of(child)))]
+                # Who listens to a worker's signs of life was not forked.
+                trains = [one for one in children_of(forked_of(child)) if Path(f"{os.environ[ADDRESS]}.{one}").exists()]
+                pids += [forked_of(child), *map(forked_of, trains)]
             with log.open("a") as file:
                 file.write(f"\n{time.strftime('%H:%M:%S')}: stacks of {pids}\n")
             for pid in pids:
@@ -290,7 +297,7 @@ class Jobs:
     def _note(self, job: Job, number: int, failure: Failure | None, struck: Struck, error: str = "") -> None:
         kind = "in process" if self.asked.inprocess_restart else "cut" if self.asked.cut else "restart"
         failure = failure or Failure("start", "start", ())
-        cost = struck.seconds, struck.still, struck.again
+        cost = struck.seconds, struck.still, struck.starved, struck.again
         record = Record(kind, job.folder.name, failure.what, failure.part, failure.victims, *cost, error)
         print(f"{number}: {record}", flush=True)
         with (self.folder / RECORDS).open("a") as file:

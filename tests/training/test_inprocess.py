@@ -133,18 +133,27 @@ def test_a_process_that_is_stopped_is_replaced_and_nobody_waits_for_ever(
 
 EXPERTS = "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
 LAYOUTS = {
-    "PP 2": ("", "--pipeline-model-parallel-size 2"),
-    "experts, EP 2": (EXPERTS, "--expert-model-parallel-size 2"),
+    "PP 2": ("", "--pipeline-model-parallel-size 2", 2, (1,)),
+    "PP 3, the middle stage": ("--num-layers 3", "--pipeline-model-parallel-size 3", 3, (1,)),
+    "PP 4, both stages in the middle": ("--num-layers 4", "--pipeline-model-parallel-size 4", 4, (1, 2)),
+    "TP 2": ("", "--tensor-model-parallel-size 2", 2, (1,)),
+    "CP 2": ("", "--context-parallel-size 2", 2, (1,)),
+    "experts, EP 2": (EXPERTS, "--expert-model-parallel-size 2", 2, (1,)),
 }
+"""Settings of the model, of the layout, processes, and which of them are lost."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_other_layouts_go_on(name: str, tmp_path: Path, jobs: list[Job]) -> None:
-    model, layout = LAYOUTS[name]
+    model, layout, processes, lost = LAYOUTS[name]
     alone = run_here(tmp_path / "alone", f"{FLAGS} {SGD} {model}", base="")
-    job = started(tmp_path / "job", f"{SGD} {model} {layout}", jobs)
-    lose(job, 1)
+    job = started(tmp_path / "job", f"{SGD} {model} {layout}", jobs, each=processes)
+    keepers, before = job.workers(0), job.trainers(0)
+    lose(job, *lost)
+    after = job.trainers(0)
+    assert job.workers(0) == keepers
+    assert [rank for rank in range(processes) if after[rank] != before[rank]] == list(lost)
     assert job.finish() == [0], job.said()
     assert "rank 0: restart 1 in process: after the loss" in job.said()
     require_equal(job, alone.losses, alone.folder, BOUND)
