@@ -51,8 +51,8 @@ class Record:
     victims: tuple[int, ...]
     seconds: float
     still: float
-    starved: float
-    again: int
+    starved: float = 0.0
+    again: int = 0
     error: str = ""
 
     def __str__(self) -> str:

@@ -32,7 +32,7 @@ from pathlib import Path
 from benchmarks.failure_checks import FLAGS, LONG, NODES, RECORDS, Record
 from tests.training.cut_lab import CUT, CutJob
 from tests.training.elastic_lab import Job, children_of
-from tests.training.preloaded import ADDRESS, STAND_IN, TORCHRUN, forked_of, preloaded
+from tests.training.preloaded import STAND_IN, TORCHRUN, forked_of, preloaded
 
 PATIENCE = 300.0
 STACKS = """
@@ -188,9 +188,7 @@ def ask_for_stacks(job: Job) -> None:
             log = job.logs()[number]
             pids = [forked_of(node.pid)]
             for child in job.workers(number):
-                # Who listens to a worker's signs of life was not forked.
-                trains = [one for one in children_of(forked_of(child)) if Path(f"{os.environ[ADDRESS]}.{one}").exists()]
-                pids += [forked_of(child), *map(forked_of, trains)]
+                pids += [forked_of(child), *map(forked_of, children_of(forked_of(child)))]
             with log.open("a") as file:
                 file.write(f"\n{time.strftime('%H:%M:%S')}: stacks of {pids}\n")
             for pid in pids:

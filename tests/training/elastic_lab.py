@@ -39,8 +39,24 @@ QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8,is_h
 
 
 def children_of(pid: int) -> list[int]:
-    """Process numbers of what a process has started, the oldest first."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Process numbers of what a process has started, the oldest first; who listens to its signs of life does not
+    count."""
+    return [child for child, listens in _children(pid) if not listens]
+
+
+def listener_of(pid: int) -> int:
+    """Who listens to the signs of life of a process."""
+    (found,) = (child for child, listens in _children(pid) if listens)
+    return found
+
+
+def _children(pid: int) -> list[tuple[int, bool]]:
+    """All of them, and whether they listen."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            found.append((int(child), b"silence.py" in Path(f"/proc/{child}/cmdline").read_bytes()))
+    return found
 
 
 class Job:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -114,11 +115,9 @@ def test_behind_the_last_restart_in_process_torchrun_starts_all(tmp_path: Path, 
 
 @pytest.mark.slow
 @proves("inprocess_heartbeat_timeout", "inprocess_barrier_timeout")
-def test_a_process_that_is_stopped_is_replaced_and_nobody_waits_for_ever(
-    tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
-    flags = "--cpu-collectives gloo --inprocess-heartbeat-timeout 20 --inprocess-barrier-timeout 40"
+def test_a_process_that_is_stopped_is_replaced_and_nobody_waits_for_ever(tmp_path: Path, jobs: list[Job]) -> None:
+    # The keeper that is stopped would be killed after the heartbeat's timeout: the barrier's is to be the shorter one.
+    flags = "--cpu-collectives gloo --inprocess-heartbeat-timeout 60 --inprocess-barrier-timeout 40"
     job = started(tmp_path / "job", flags, jobs)
     lose(job, 0, by=signal.SIGSTOP)
     assert re.search(r"rank 0: no sign of life for \d+ s", job.said()) and "restart 1 in process" in job.said()
@@ -259,6 +258,22 @@ def keeper_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Keepe
     yield of_lines
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_keeper_that_is_stopped_is_killed() -> None:
+    lines = "Keeper(ParallelConfig(inprocess_heartbeat_timeout=3.0), Process(5, 6, 0)).run()"
+    program = (
+        "import sys; from smp.config.parallel import ParallelConfig; from smp.training.process import Process; "
+        "from smp.training.inprocess.keeper import Keeper; assert 'torch' not in sys.modules; "
+        "sys.orig_argv = [sys.executable, '-S', '-c', 'import time; print(1, flush=True); time.sleep(20)']; "
+    )
+    words = [sys.executable, "-c", program + lines]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None and keeper.stdout.readline() == "1\n"
+        keeper.send_signal(signal.SIGSTOP)
+        assert keeper.wait(60) == -signal.SIGKILL
+        assert keeper.stderr is not None
+        assert keeper.stderr.readline().startswith("rank 5's keeper: no sign of life for ")
 
 
 def test_workers_that_never_train_are_replaced_so_many_times(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.elastic_lab import children_of
+from tests.training.elastic_lab import listener_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -48,7 +48,7 @@ def test_who_is_stopped_is_killed_also_where_all_are(started: subprocess.Popen[s
 
 @pytest.mark.parametrize("started", [(3, "time.sleep(8)")], indirect=True)
 def test_who_lives_is_left_alone_and_signals_are_its_own(started: subprocess.Popen[str]) -> None:
-    (listener,) = children_of(started.pid)
+    listener = listener_of(started.pid)
     os.kill(listener, signal.SIGTERM)
     _, said = started.communicate(timeout=60)
     assert (started.returncode, said) == (0, "")
@@ -57,7 +57,7 @@ def test_who_lives_is_left_alone_and_signals_are_its_own(started: subprocess.Pop
 
 @pytest.mark.parametrize("started", [(8, "time.sleep(100)")], indirect=True)
 def test_a_pause_of_all_processes_does_not_count(started: subprocess.Popen[str]) -> None:
-    (listener,) = children_of(started.pid)
+    listener = listener_of(started.pid)
     for number in (signal.SIGSTOP, signal.SIGCONT):
         os.kill(started.pid, number)
         os.kill(listener, number)

@@ -17,6 +17,7 @@ from typing import Any
 from smp.config import ConfigError
 from smp.config.parallel import ParallelConfig
 from smp.config.rules.elastic import LAUNCHER, OWN_STORES
+from smp.training.faults.silence import SignsOfLife
 from smp.training.inprocess.link import (
     ALIVE,
     BEAT,
@@ -120,6 +121,8 @@ class Keeper:
     def run(self) -> int:
         """Run workers until one ends by itself, or the launcher has stopped it; returns its exit code."""
         fruitless = 0  # workers in a row that did not come to train
+        # A keeper that is stopped replaces nobody, and torchrun waits for it: its end lets all be started again.
+        life = SignsOfLife(f"{self._name}'s keeper", self._patience)
         try:
             self._active.begin(FIRST)
             while True:
@@ -140,6 +143,7 @@ class Keeper:
             for worker in (self._active, self._ready):
                 if worker is not None:
                     worker.end()
+            life.close()
 
     def _watch(self) -> int:
         """Wait for the active worker to end; returns its exit code."""
