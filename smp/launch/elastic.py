@@ -7,7 +7,8 @@ from smp.config.rules.elastic import OWN_STORES
 from smp.launch.recipe import Recipe
 
 SHUTDOWN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-"""Seconds that workers have to save before they are killed."""
+"""Seconds that workers have to save at the end of a job before they are killed. Where nodes come or go torchrun 2.13
+gives them 30, whatever this says."""
 # Workers fail when a node is lost, which torchrun counts as a restart.
 RESTARTS = 1000
 MEETING = "last_call_timeout=30,keep_alive_interval=2,keep_alive_max_attempt=15"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.elastic_lab import listener_of
+from tests.training.elastic_lab import Job, listener_of
+from tests.training.preloaded import forked_of, preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -70,3 +72,31 @@ def test_a_pause_of_all_processes_does_not_count(started: subprocess.Popen[str])
     while Path(f"/proc/{listener}").exists():  # nobody is left whom it could kill
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size 97 --mock-data "
+    "--seq-length 17 --init-method-std 0.2 --hidden-dropout 0.1 --global-batch-size 4 --micro-batch-size 1 "
+    "--train-iters 16 --log-interval 1 --no-tensorboard --no-progress-bar --log-dir logs"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victims", [(0,), (0, 1)], ids=["one of two nodes", "all"])
+def test_a_run_whose_processes_are_stopped_goes_on_by_a_restart(victims: tuple[int, ...], tmp_path: Path) -> None:
+    copies = "--max-nodes 2 --peer-snapshot-interval 1 --distributed-timeout-minutes 0.4"
+    job = Job(tmp_path / "job", f"{MODEL} {copies}", 1, 2, step=0.3)
+    quiet = Job(tmp_path / "quiet", MODEL, 1, 1, step=0, each=2)
+    with contextlib.closing(job), contextlib.closing(quiet), preloaded(tmp_path):
+        quiet.start()
+        job.start(2)
+        job.until(lambda: "2 nodes" in job.now() and job.iteration > 2)
+        for node in victims:
+            os.kill(forked_of(job.workers(node)[0]), signal.SIGSTOP)
+        assert job.finish(600) == [0, 0], job.said()
+        assert quiet.finish(600) == [0], quiet.said()
+    assert "no sign of life for 24 s, and so killed" in job.said()
+    assert "Unable to shutdown process" not in job.said()  # torchrun had nobody to wait for
+    assert "resumed from the memory of the nodes" in job.said()
+    assert job.losses() == quiet.losses() and len(job.losses()) == 16

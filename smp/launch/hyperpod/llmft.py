@@ -397,7 +397,7 @@ KEYS: dict[str, Key] = {
     ),
     **{f"elastic_policy.{name}": tuning.of_elastic for name in ("min_nodes", "max_nodes", "replica_increment_step")},
     "elastic_policy.scaling_timeout": nothing("torchrun waits 30 seconds for more nodes (last_call_timeout)"),
-    "elastic_policy.graceful_shutdown_timeout": nothing("env_vars.TORCH_ELASTIC_SHUTDOWN_TIMEOUT says it; 600 seconds"),
+    "elastic_policy.graceful_shutdown_timeout": nothing("torchrun waits 30 seconds; 600 at the end of the job"),
     "elastic_policy.*": nothing("torchrun finds nodes that are lost and meets with new ones"),
     "scale_config.*": nothing("batch size and learning rate are the same with any number of nodes"),
     "training_config.force_rerun": nothing("give another run.name to begin again"),
