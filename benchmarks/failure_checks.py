@@ -83,7 +83,7 @@ def compare(jobs: list[Path], quiet: Path) -> dict[str, Any]:
     saved = [path.parent for folder in jobs for path in sorted(folder.glob("ck/iter_*/manifest.json"))]
     last = max([record["iteration"] for record in steps] + [int(path.name[5:]) for path in saved])
     alone, three = (
-        _undisturbed(quiet / str(n), f"{FLAGS} --save ck --save-interval 5 --train-iters {last}", n) for n in (1, NODES)
+        _undisturbed(quiet / str(n), f"{FLAGS} --save ck --save-interval 1 --train-iters {last}", n) for n in (1, NODES)
     )
     found = {}
     for name in ("lm loss", "grad norm"):
