@@ -293,7 +293,7 @@ class Jobs:
                 return failure
 
     def _note(self, job: Job, number: int, failure: Failure | None, struck: Struck, error: str = "") -> None:
-        kind = "in process" if self.asked.inprocess_restart else "cut" if self.asked.cut else "restart"
+        kind = "in process" if self.asked.inprocess_restart else "restart"
         failure = failure or Failure("start", "start", ())
         cost = struck.seconds, struck.still, struck.starved, struck.again
         record = Record(kind, job.folder.name, failure.what, failure.part, failure.victims, *cost, error)

@@ -24,6 +24,7 @@ from smp.parallel.node_group import default_backend
 from smp.pipeline.failure import LOST, function_of_thread
 from smp.training.faults.hang import Hang, word_of_thread
 from smp.training.host_memory import keep_freed_memory
+from smp.training.inprocess.connections import bound_silence, open_connections
 from smp.training.process import Process
 from smp.training.settings import report, report_own
 
@@ -66,9 +67,11 @@ def start_process_group(
     timeout = datetime.timedelta(minutes=timeout_minutes)
     store: dist.Store = dist.HashStore()  # one process alone needs no port and nobody to meet
     if process.under_launcher:
+        before = open_connections()
         with watchdog.ending(waits=2):  # for the process that keeps the store, then for all that come to it
             found, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
         found.set_timeout(timeout)
+        bound_silence(before, timeout.total_seconds())
         # Each try to run in the same processes has keys of its own.
         store = dist.PrefixStore("default_pg" if process.link is None else f"default_pg {process.restarts}", found)
     with watchdog.ending():

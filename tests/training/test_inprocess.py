@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,13 +19,16 @@ import torch.distributed as dist
 
 from smp.config import ConfigError
 from smp.config.parallel import ParallelConfig
+from smp.training.inprocess.connections import bound_silence, open_connections
 from smp.training.inprocess.keeper import AGENT_STORE, Keeper, keep
 from smp.training.inprocess.link import FRUITLESS
 from smp.training.inprocess.meeting import GaveUpError, Meeting, RunEndedError
 from smp.training.process import Process
 from tests.checkpoint.plain_reader import read_checkpoint
+from tests.training.cut_lab import CutJob
 from tests.training.elastic_lab import Job
 from tests.training.flag_runs import proves, run_here
+from tests.training.preloaded import preloaded
 from tests.training.tiny_hf import write_model, write_samples, write_tokenizer
 
 pytestmark = pytest.mark.timeout(600)
@@ -182,6 +186,24 @@ def test_packed_fine_tuning_goes_on(tmp_path: Path, jobs: list[Job]) -> None:
     require_equal(job, [losses[i] for i in sorted(losses)], quiet.folder, BOUND)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2")
+def test_the_link_of_the_node_with_the_store_is_cut(tmp_path: Path, jobs: list[Job]) -> None:
+    settings = "--max-nodes 2 --inprocess-heartbeat-timeout 8 --distributed-timeout-minutes 0.4"
+    job = CutJob(tmp_path / "job", f"{FLAGS} {SGD} {INSIDE} {settings}", 1, 2)
+    jobs.append(job)
+    with preloaded(tmp_path):
+        job.start(2)
+        job.until(lambda: "2 nodes" in job.now() and job.iteration > 2)
+        lost = job.node_of("  2 nodes")  # with rank 0, whose keeper keeps the store
+        CutJob._ip("-n", job.switch, "link", "set", f"port{job.space[lost]}", "down")
+        job.nodes[1 - lost].wait(400)
+    assert job.nodes[1 - lost].returncode == 0, job.said()
+    assert "no answer from the store of this start" not in job.said()
+    alone = run_here(tmp_path / "alone", f"{FLAGS} {SGD}", base="")
+    require_equal(job, alone.losses, alone.folder, BOUND)
+
+
 @pytest.fixture
 def meetings() -> Iterator[Callable[[int], list[Meeting]]]:
     """Those of so many ranks. They are closed: each has a thread that ends its process where a run is not left."""
@@ -244,6 +266,23 @@ def test_a_meeting_that_is_closed_cuts_nothing_and_its_thread_ends(meetings: Cal
         assert other.recv(1) == b"x"
         other.close()
         os.close(client)
+
+
+def test_a_connection_to_a_store_ends_where_its_machine_is_silent() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = open_connections()
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    assert bound_silence(before, 8.0) >= 1
+    bounded = 0
+    for name, descriptor in open_connections().items():
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            if name not in before and one.getpeername()[1] == server.port:
+                assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 8000
+                assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                bounded += 1
+    assert bounded == 1
+    client.set("still", "there")
+    assert server.get("still") == b"there"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from smp.config.parallel import ParallelConfig
-from smp.training.inprocess.connections import cut_connections, open_connections
+from smp.training.inprocess.connections import bound_silence, cut_connections, open_connections
 from smp.training.inprocess.link import FRUITLESS, REPLACE, SUSPENDED
 from smp.training.process import Process
 
@@ -87,7 +87,9 @@ class Meeting:
         """
         first = 60 * settings.distributed_timeout_minutes  # the keeper of rank 0 may come late
         timeout = timedelta(seconds=max(settings.inprocess_barrier_timeout, _GRACE, first))
+        before = open_connections()
         store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
+        bound_silence(before, settings.inprocess_heartbeat_timeout)
         orphaned = (lambda: False) if (link := process.link) is None else (lambda: link.orphaned)
         store = dist.PrefixStore("smp/inprocess", store)
         return Meeting(store, settings, process.rank, process.world_size, stopped, orphaned)
