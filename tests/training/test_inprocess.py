@@ -140,7 +140,7 @@ LAYOUTS = {
     "PP 3, the middle stage": ("--num-layers 3", "--pipeline-model-parallel-size 3", 3, (1,)),
     "PP 4, both stages in the middle": ("--num-layers 4", "--pipeline-model-parallel-size 4", 4, (1, 2)),
     "TP 2": ("", "--tensor-model-parallel-size 2", 2, (1,)),
-    "CP 2": ("", "--context-parallel-size 2", 2, (1,)),
+    "CP 2": ("--seq-length 16", "--context-parallel-size 2", 2, (1,)),
     "experts, EP 2": (EXPERTS, "--expert-model-parallel-size 2", 2, (1,)),
 }
 """Settings of the model, of the layout, processes, and which of them are lost."""
