@@ -61,3 +61,12 @@ def _own_state() -> Iterator[None]:
     yield
     if "smp.hf.state" in sys.modules:  # not imported for this: tests of settings do without torch
         sys.modules["smp.hf.state"].state.reset()
+
+
+@pytest.fixture
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs that the test starts are forked where their PYTHONPATH is ``preloaded.python_path()``."""
+    from tests.training.preloaded import preloaded  # imports torch
+
+    with preloaded(tmp_path_factory.mktemp("forked")):
+        yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from pathlib import Path
 
 
 def bring() -> None:
@@ -19,17 +20,20 @@ def bring() -> None:
 
     import finetune  # noqa: F401
     import pretrain_gpt  # noqa: F401
+    import smp
     import smp.training.launch
     import smp.training.pretraining
-    import smp.training.tuning.kinds  # noqa: F401
+    import smp.training.tuning.kinds
     import tests.distributed  # noqa: F401
     from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
     from smp.config.command_line.fields import settings
+    from smp.training.reporting.run_record import commit_of
 
     with contextlib.suppress(ImportError):  # which tests can do without
         from transformers import LlamaForCausalLM  # noqa: F401
     for entry_point in (PRETRAIN, FINETUNE):
         settings(entry_point)  # read from the schema's source once
+    commit_of(Path(smp.__file__).parents[1])  # two programs of each run
 
 
 gc.disable()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.preloaded import python_path
 from tools.demo import Runner, bigram_figures, last_validation_loss, layout, side_by_side, summary, validation_losses
 from tools.demo_corpus import functions
 from tools.demo_corpus import main as demo_corpus
@@ -51,6 +52,7 @@ def test_a_failed_step_ends_the_demo(capfd: pytest.CaptureFixture[str]) -> None:
     assert shown[1].startswith("$ ") and shown[2] == "so far"
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_demo_from_corpus_to_sample(tmp_path: Path, times: int) -> None:
     pytest.importorskip("matplotlib")
@@ -59,7 +61,7 @@ def test_demo_from_corpus_to_sample(tmp_path: Path, times: int) -> None:
         done = subprocess.run(
             [sys.executable, str(ROOT / "tools" / "demo.py"), "--folder", str(tmp_path), *small],
             cwd=tmp_path,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()},
             capture_output=True,
             text=True,
         )

@@ -212,7 +212,7 @@ class Job:
     def trainers(self, node: int) -> list[int]:
         """With --inprocess-restart, of each worker the process that trains: the first that it started, of those that
         live."""
-        return [children_of(worker)[0] for worker in self.workers(node)]
+        return [children_of(forked_of(worker))[0] for worker in self.workers(node)]
 
     def finish(self, seconds: float = 240.0) -> list[int]:
         """Wait for the end; exit codes of all nodes."""

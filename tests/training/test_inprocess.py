@@ -89,6 +89,7 @@ def require_same_bits(job: Job, jobs: list[Job]) -> None:
     require_equal(job, [losses[i] for i in sorted(losses)], quiet.folder, 0.0)
 
 
+@pytest.mark.usefixtures("forked")
 @proves("inprocess_restart")
 def test_a_lost_process_is_replaced_and_the_others_stay(tmp_path: Path, jobs: list[Job]) -> None:
     alone = run_here(tmp_path / "alone", f"{FLAGS} {SGD}", base="")

@@ -19,8 +19,8 @@ from smp.pipeline.recorder import Recorder
 from smp.training import launch
 from smp.training.process import ended, write_status
 from tests.training.flag_runs import TINY
+from tests.training.preloaded import python_path
 
-ROOT = Path(__file__).resolve().parents[2]
 DIES = """
 import os, signal, sys
 import pretrain_gpt
@@ -67,12 +67,19 @@ def lose(folder: Path, name: str) -> dict[int, str]:
     (folder / "dies.py").write_text(DIES)
     launcher = f"-m torch.distributed.run --standalone --nproc-per-node {processes} --redirects 3 --log-dir ranks"
     words = [sys.executable, *launcher.split(), "dies.py", *TINY.split(), *flags.split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VICTIM": str(victim), "IN": where}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(),
+        "OMP_NUM_THREADS": "1",
+        "VICTIM": str(victim),
+        "IN": where,
+    }
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 1 and "Signal 9 (SIGKILL)" in done.stderr, done.stderr
     return {rank: next(folder.glob(f"ranks/*/attempt_0/{rank}/stderr.log")).read_text() for rank in range(processes)}
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == FAST else pytest.mark.slow) for n in LOST])
 def test_all_but_the_lost_rank_say_where_they_stand(name: str, tmp_path: Path) -> None:
     _, victim, where, _ = LOST[name]

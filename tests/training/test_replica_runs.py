@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.training.flag_runs import TINY, proves
+import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.training.flag_runs import TINY, proves
+from tests.training.preloaded import python_path
+
 FLIPS = """
 import os, sys
 import pretrain_gpt
@@ -36,7 +38,7 @@ def run(folder: Path, ranks: int, wrong: int, flags: str) -> subprocess.Complete
     folder.mkdir()
     (folder / "flips.py").write_text(FLIPS)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "flips.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WRONG": str(wrong)}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "WRONG": str(wrong)}
     flags = f"{TINY} --global-batch-size {2 * ranks} --hybrid-shard-degree 1 --train-iters 6 --save ck {flags}"
     return subprocess.run([*words, *flags.split()], cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -46,6 +48,7 @@ def losses(folder: Path) -> list[float]:
     return [record["lm loss"] for record in map(json.loads, lines) if "lm loss" in record]
 
 
+@pytest.mark.usefixtures("forked")
 @proves("check_replicas_interval")
 def test_the_majority_repairs_and_without_one_nothing_wrong_is_saved(tmp_path: Path) -> None:
     flags = "--check-replicas-interval 1"

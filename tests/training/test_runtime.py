@@ -29,6 +29,7 @@ from smp.training.process import Process
 from smp.training.reporting.sinks import JsonlSink
 from smp.training.runtime import Watchdog, library_settings
 from tests.training.flag_runs import TINY, Hook, Run, Runs, Watched, clean_process, proves
+from tests.training.preloaded import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -438,6 +439,7 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.usefixtures("forked")
 @proves("distributed_timeout_minutes")
 def test_a_rank_that_hangs_ends_the_run_and_the_stacks_say_which(tmp_path: Path) -> None:
     """Rank 0 waits in a collective for rank 1, which sleeps: both dump their stacks, rank 0 says who has not come to
@@ -446,7 +448,7 @@ def test_a_rank_that_hangs_ends_the_run_and_the_stacks_say_which(tmp_path: Path)
     (tmp_path / "hangs.py").write_text(HANGS)
     # The store that torchrun gives its ranks: a free port that one of them opens later may be taken by then.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common = {**os.environ, "PYTHONPATH": python_path(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks = []
     for rank in ("0", "1"):

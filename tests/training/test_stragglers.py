@@ -16,8 +16,8 @@ from smp.training.reporting import own_time
 from smp.training.reporting.own_time import HostTime
 from smp.training.reporting.stragglers import WINDOW, Detector, roles_of
 from tests.training.flag_runs import TINY, proves, run_here
+from tests.training.preloaded import python_path
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS, STEPS = 8, 1000
 
 
@@ -137,12 +137,13 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """Rank 2 sleeps 200 ms in each forward pass from iteration 25 on."""
 
 
+@pytest.mark.usefixtures("forked")
 @proves("log_straggler", "straggler_minmax_count")
 def test_a_run_names_the_rank_that_is_slow(tmp_path: Path) -> None:
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     flags = "--train-iters 60 --global-batch-size 16 --hidden-size 64 --log-straggler --straggler-minmax-count 2"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "sleeps.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*words, *TINY.split(), *flags.split()], cwd=tmp_path, env=environment, capture_output=True, text=True
     )

@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,15 @@ def start_record(config: Config, layout: Layout, device: torch.device, iteration
         "processes": layout.world_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
         "versions": {"smp": smp.__version__, "python": platform.python_version(), "torch": torch.__version__},
-        "git": _git(Path(smp.__file__).parents[1]),
+        "git": commit_of(Path(smp.__file__).parents[1]),
         "settings": {name: without_credentials(value) for name, value in as_flat_dict(config).items()},
     }
 
 
-def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit of the program and whether files differ from it."""
+@cache
+def commit_of(folder: Path) -> dict[str, Any] | None:
+    """Commit of the program and whether files differ from it. Asked once: what a process has imported stays what it is,
+    whatever is checked out behind it."""
     if not (
         folder / ".git"
     ).exists():  # an installed package may be inside of another repository, whose commit would say nothing
