@@ -13,9 +13,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.recurrences import state_space
+from smp.kernels.recurrences import delta_rule, state_space
 from smp.kernels.recurrences.causal_conv import causal_conv
-from smp.kernels.recurrences.delta_rule import CHUNK, Pair, chunked, gated_delta_rule, step_by_step
+from smp.kernels.recurrences.chunks import CHUNK, Inputs, Pair
+
+
+def one_by_one(rule: Callable[..., Pair]) -> Callable[..., Pair]:
+    """The rule with tensors as arguments: q, k, v, g, rate, where documents begin, the state."""
+    return lambda *given, **options: rule(Inputs(*given[:6]), *given[6:], **options)
+
+
+step_by_step, chunked = one_by_one(delta_rule.step_by_step), one_by_one(delta_rule.chunked)
+gated_delta_rule = one_by_one(delta_rule.gated_delta_rule)
 
 
 def of_channels(rule: Callable[..., Pair]) -> Callable[..., Pair]:
@@ -30,7 +39,7 @@ def of_channels(rule: Callable[..., Pair]) -> Callable[..., Pair]:
 RULES = {
     "delta rule": (step_by_step, chunked),
     "of channels": (of_channels(step_by_step), of_channels(chunked)),
-    "state space": (state_space.step_by_step, state_space.chunked),
+    "state space": (one_by_one(state_space.step_by_step), one_by_one(state_space.chunked)),
 }
 of_each_rule = pytest.mark.parametrize("rule", RULES)
 ROWS, KEY_HEADS, HEADS, KEY, VALUE = 2, 2, 4, 6, 5
@@ -132,7 +141,7 @@ def test_sums_are_in_fp32(rule: str) -> None:
     assert out.dtype == torch.bfloat16 and last.dtype == torch.float32
     assert errors([out.double()], [exact])[0] <= 4e-3
     with pytest.raises(TypeError):
-        chunked(*rounded[:4])  # type: ignore[call-arg]
+        chunked(*rounded[:4])
 
 
 def forgetful(length: int, g: float) -> list[torch.Tensor]:

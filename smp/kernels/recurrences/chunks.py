@@ -22,16 +22,22 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Inputs(NamedTuple):
-    """What a recurrence reads, (rows, length, heads, channels): queries, keys and values; (rows, length, heads): the
-    log of each state's decay, at most 0, and how much of a token is written; and (rows, length): bool, tokens that
-    begin a document, None: none does but the first."""
+    """What a recurrence reads of its tokens.
+
+    Attributes:
+        q, k: (rows, length, key heads, key_dim); each of the key heads is that of heads / key heads neighbours.
+        v: (rows, length, heads, value_dim).
+        g, rate: (rows, length, heads): log of the decay, at most 0, and how much is written. Of the delta rule g may be
+            (rows, length, heads, key_dim).
+        begins: bool (rows, length), tokens that begin a document; None: none does but the first.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     g: torch.Tensor
     rate: torch.Tensor
-    begins: torch.Tensor | None
+    begins: torch.Tensor | None = None
 
 
 @dataclass

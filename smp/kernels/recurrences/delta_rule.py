@@ -35,18 +35,10 @@ from smp.kernels.recurrences.chunks import CHUNK, Decays, Inputs, Pair, as_token
 from smp.kernels.registry import accumulation_dtype, define
 
 
-def step_by_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    begins: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-) -> Pair:
+def step_by_step(x: Inputs, state: torch.Tensor | None = None) -> Pair:
     """The rule by its definition, a token after the other. Arguments and results as of :func:`chunked`."""
-    dtype, wide = v.dtype, accumulation_dtype(v.dtype)
-    q, k, v, g, beta = (x.to(wide) for x in (_for_heads(q, v), _for_heads(k, v), v, g, beta))
+    dtype, wide, begins = x.v.dtype, accumulation_dtype(x.v.dtype), x.begins
+    q, k, v, g, beta = (y.to(wide) for y in (_for_heads(x.q, x.v), _for_heads(x.k, x.v), x.v, x.g, x.rate))
     # (rows, length, heads, key_dim or 1)
     kept = (g if g.dim() == 4 else g[..., None]).exp()
     if state is None:
@@ -62,53 +54,32 @@ def step_by_step(
     return torch.stack(outs, 1).to(dtype), state
 
 
-def chunked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    begins: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-) -> Pair:
+def chunked(x: Inputs, state: torch.Tensor | None = None) -> Pair:
     """The rule, a chunk of tokens after the other.
 
     Args:
-        q, k: (rows, length, key heads, key_dim); each of the key heads is that of heads / key heads neighbours.
-        v: (rows, length, heads, value_dim).
-        g, beta: (rows, length, heads): log of the decay, at most 0, and the rate of writing. g may be (rows, length,
-            heads, key_dim).
-        begins: bool (rows, length), tokens that begin a document; None: none does but the first.
+        x: the tokens.
         state: (rows, heads, key_dim, value_dim) in the precision of sums, before the first token; None: zeros.
 
     Returns:
         The output, (rows, length, heads, value_dim), and the state after the last token.
     """
-    q, k = _for_heads(q, v), _for_heads(k, v)
+    v = x.v
     if state is None:
         wide = accumulation_dtype(v.dtype)
-        state = torch.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=wide, device=v.device)
-    return _Chunked.apply(q, k, v, g, beta, begins, state)
+        state = torch.zeros((v.shape[0], v.shape[2], x.k.shape[3], v.shape[3]), dtype=wide, device=v.device)
+    return _Chunked.apply(_for_heads(x.q, v), _for_heads(x.k, v), *x[2:], state)
 
 
-def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    begins: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-    backend: str = "torch",
-) -> Pair:
+def gated_delta_rule(x: Inputs, state: torch.Tensor | None = None, backend: str = "torch") -> Pair:
     """The rule by ``backend``: torch, or fla for the Triton kernels of flash-linear-attention, which take q, k and v of
     one dtype with 16 bits, and g of heads, not of channels; other dtypes are computed in chunks. Arguments and results
     as of :func:`chunked`."""
-    if v.shape[1] == 1 and not torch.is_grad_enabled():  # a token of each text that is being written
-        return step_by_step(q, k, v, g, beta, begins, state)
-    if backend == "fla" and q.dtype == k.dtype == v.dtype and v.dtype.itemsize == 2:
-        return _by_fla(Inputs(q, k, v, g, beta, begins), state)
-    return chunked(q, k, v, g, beta, begins, state)
+    if x.v.shape[1] == 1 and not torch.is_grad_enabled():  # a token of each text that is being written
+        return step_by_step(x, state)
+    if backend == "fla" and x.q.dtype == x.k.dtype == x.v.dtype and x.v.dtype.itemsize == 2:
+        return _by_fla(x, state)
+    return chunked(x, state)
 
 
 def _by_fla(x: Inputs, state: torch.Tensor | None) -> Pair:

@@ -37,21 +37,13 @@ from smp.kernels.recurrences.chunks import (
 from smp.kernels.registry import accumulation_dtype, define
 
 
-def step_by_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    step: torch.Tensor,
-    begins: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-) -> Pair:
+def step_by_step(x: Inputs, state: torch.Tensor | None = None) -> Pair:
     """The recurrence by its definition, a token after the other. Arguments and results as of :func:`chunked`."""
-    dtype, wide = v.dtype, accumulation_dtype(v.dtype)
-    served = v.shape[2] // q.shape[2]
+    dtype, wide, begins = x.v.dtype, accumulation_dtype(x.v.dtype), x.begins
+    served = x.v.shape[2] // x.q.shape[2]
     # (rows, length, heads, state_dim): each group's for its heads
-    q, k = (x.to(wide).repeat_interleave(served, dim=2) for x in (q, k))
-    v, g, step = v.to(wide), g.to(wide), step.to(wide)
+    q, k = (y.to(wide).repeat_interleave(served, dim=2) for y in (x.q, x.k))
+    v, g, step = (y.to(wide) for y in (x.v, x.g, x.rate))
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     outs = []
@@ -65,47 +57,29 @@ def step_by_step(
     return torch.stack(outs, 1).to(dtype), state
 
 
-def chunked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    step: torch.Tensor,
-    begins: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-) -> Pair:
+def chunked(x: Inputs, state: torch.Tensor | None = None) -> Pair:
     """The recurrence, a chunk of tokens after the other.
 
     Args:
-        q, k: (rows, length, groups, state_dim); each group is that of heads / groups neighbours.
-        v: (rows, length, heads, head_dim).
-        g, step: (rows, length, heads): log of the decay, at most 0, and how much is written.
-        begins: bool (rows, length), tokens that begin a document; None: none does but the first.
+        x: the tokens; key heads are groups, the rate is the step.
         state: (rows, heads, state_dim, head_dim) in the precision of sums, before the first token; None: zeros.
 
     Returns:
         The output, (rows, length, heads, head_dim), and the state after the last token.
     """
+    v = x.v
     if state is None:
         wide = accumulation_dtype(v.dtype)
-        state = torch.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype=wide, device=v.device)
-    return _Chunked.apply(q, k, v, g, step, begins, state)
+        state = torch.zeros((v.shape[0], v.shape[2], x.k.shape[3], v.shape[3]), dtype=wide, device=v.device)
+    return _Chunked.apply(*x, state)
 
 
-def state_space(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    step: torch.Tensor,
-    begins: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-) -> Pair:
+def state_space(x: Inputs, state: torch.Tensor | None = None) -> Pair:
     """The recurrence by :func:`chunked`, or, for a single token during generation, by :func:`step_by_step`, which is
     then faster."""
     # ``by_chunk`` pads a single token to a chunk of 64.
-    alone = v.shape[1] == 1 and not torch.is_grad_enabled()
-    return (step_by_step if alone else chunked)(q, k, v, g, step, begins, state)
+    alone = x.v.shape[1] == 1 and not torch.is_grad_enabled()
+    return (step_by_step if alone else chunked)(x, state)
 
 
 class _Chunked(torch.autograd.Function):

@@ -43,7 +43,7 @@ class DeltaRuleMixer(RecurrentMixer):
     backend = "torch"
 
     def _read(self, x: Inputs, state: torch.Tensor | None) -> Pair:
-        return gated_delta_rule(*x._replace(g=self._decay(x.g)), state, self.backend)
+        return gated_delta_rule(x._replace(g=self._decay(x.g)), state, self.backend)
 
     def _of_pieces(self, x: Inputs, states_before: StatesBefore) -> Ended:
         """Outputs of pieces. One pass gives what a piece adds to the state before it and what it multiplies that state
@@ -54,7 +54,7 @@ class DeltaRuleMixer(RecurrentMixer):
         x = x._replace(v=F.pad(x.v, (0, self.key_dim)), g=self._decay(x.g))
         # Not by flash-linear-attention, whose kernels round to 16 bits.
         # (rows, length, heads, value_dim + key_dim) and (rows, heads, key_dim, value_dim + key_dim)
-        both, maps = gated_delta_rule(*x, first)
+        both, maps = gated_delta_rule(x, first)
         widths = self.value_dim, self.key_dim
         before = states_before(*maps.split(widths, dim=3))
 

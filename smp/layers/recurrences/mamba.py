@@ -121,12 +121,12 @@ class Mamba2(RecurrentMixer):
         return gated.to(gate.dtype) if self.norm is None else self.norm(gated, gate.dtype)
 
     def _read(self, x: Inputs, state: torch.Tensor | None) -> Pair:
-        return state_space(*x, state)
+        return state_space(x, state)
 
     def _of_pieces(self, x: Inputs, states_before: StatesBefore) -> Ended:
         """Outputs of pieces. What comes from before a piece only fades: by a number for each token and head, 0 after a
         border."""
-        out, added = state_space(*x)
+        out, added = state_space(x)
         # In fp64: exponents of long pieces are large sums of small numbers, and errors of exp grow with them.
         total = x.g.double().cumsum(1)
         if x.begins is not None:

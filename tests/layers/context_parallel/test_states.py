@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from smp.kernels.recurrences.causal_conv import causal_conv
+from smp.kernels.recurrences.chunks import Inputs
 from smp.kernels.recurrences.delta_rule import step_by_step
 from smp.kernels.sequence_cut import SequenceCut, cut_sequences
 from smp.layers.context_parallel import states
@@ -66,7 +67,7 @@ def whole(tensors: list[torch.Tensor], documents: torch.Tensor | None) -> torch.
         found = of_documents(documents)
         begins, places = found.begins, found.positions
     v = causal_conv(mixed, conv_weight(), None, places).unflatten(2, (HEADS, VALUE))
-    return step_by_step(q, k, v, g, beta, begins)[0]
+    return step_by_step(Inputs(q, k, v, g, beta, begins))[0]
 
 
 def of_rank(
@@ -77,7 +78,7 @@ def of_rank(
     mixed, q, k, g, beta = (plan.to_rows(x) for x in tensors)
     v = causal_conv(mixed, conv_weight(), plan.tokens_before(mixed, cp), places).unflatten(2, (HEADS, VALUE))
     first = torch.cat((torch.zeros(KEY, VALUE), torch.eye(KEY)), 1).double().expand(len(v), HEADS, -1, -1)
-    both, maps = step_by_step(q, k, torch.nn.functional.pad(v, (0, KEY)), g, beta, begins, first)
+    both, maps = step_by_step(Inputs(q, k, torch.nn.functional.pad(v, (0, KEY)), g, beta, begins), first)
     out, factor = both.split((VALUE, KEY), dim=3)
     before = plan.start_states_before(*maps.split((VALUE, KEY), dim=3), cp)()
     return plan.to_tokens(out + torch.einsum("rlhk,rhkv->rlhv", factor, before), BATCH)
