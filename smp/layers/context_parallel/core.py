@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from smp.kernels.attention_cores.attention_core import AttentionCore, AttentionSpec, Pair
-from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import TokenLayout
 from smp.parallel.collectives import Group
 
@@ -38,7 +37,7 @@ class CutAttention(ABC):
         """The layout with a plan for all layers."""
         if layout.cut is None:
             return self.core.prepare(layout, specs, dtype, device)
-        return replace(layout, plan=self.plan(layout, layout.cut, specs, dtype, device))
+        return replace(layout, plan=self.plan(layout, specs, dtype, device))
 
     def __call__(
         self,
@@ -59,12 +58,7 @@ class CutAttention(ABC):
 
     @abstractmethod
     def plan(
-        self,
-        layout: TokenLayout,
-        cut: SequenceCut,
-        specs: Iterable[AttentionSpec],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layout: TokenLayout, specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device
     ) -> Any:
         """The plan of exchanges and calls for a cut, once per micro-batch."""
 

@@ -21,7 +21,6 @@ import torch
 
 from smp.kernels.attention_cores.attention_core import AttentionSpec, BlockCore, Pair
 from smp.kernels.attention_cores.sinks import sinks_gradient
-from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.transfer import to_device
 from smp.layers.context_parallel.auto import heads_at_once
@@ -47,14 +46,11 @@ class AllGatherAttention(CutAttention):
         return f"{self.core}, keys and values gathered from {self.group.size} ranks"
 
     def plan(
-        self,
-        layout: TokenLayout,
-        cut: SequenceCut,
-        specs: Iterable[AttentionSpec],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layout: TokenLayout, specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device
     ) -> dict[Kind, tuple[Call, ...]]:
         """The layout with the calls of each pattern of layers."""
+        assert layout.cut is not None, "whole sequences have no plan"
+        cut = layout.cut
         planner = Planner(self.core, dtype, device, layout.token_index)
         queries, keys = runs_of(cut, self.group.rank), runs_of(cut, None)
         # Where each token of the sequences lies among what the ranks send, one after the other.

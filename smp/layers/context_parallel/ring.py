@@ -24,7 +24,6 @@ import torch
 
 from smp.kernels.attention_cores.attention_core import AttentionSpec, BlockCore, Pair
 from smp.kernels.attention_cores.sinks import sinks_gradient
-from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.blocks import Call, Planner, halves_of, last_step, runs_of
 from smp.layers.context_parallel.core import CutAttention
@@ -50,15 +49,11 @@ class RingAttention(CutAttention):
         return f"{self.core}, keys and values in a ring of {self.group.size} ranks"
 
     def plan(
-        self,
-        layout: TokenLayout,
-        cut: SequenceCut,
-        specs: Iterable[AttentionSpec],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layout: TokenLayout, specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device
     ) -> dict[Kind, Steps]:
         """The layout with the calls of each step, for each kind of layers."""
-        group = self.group
+        assert layout.cut is not None, "whole sequences have no plan"
+        group, cut = self.group, layout.cut
         planner, runs = Planner(self.core, dtype, device, layout.token_index), {}
         for rank in range(group.size):
             # Of all ranks: who sends what follows from the cut alone, and all plan alike.

@@ -21,7 +21,6 @@ import torch
 
 from smp.config import ConfigError
 from smp.kernels.attention_cores.attention_core import AttentionSpec, Pair, pad_rows
-from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.transfer import to_device
 from smp.layers.context_parallel.core import CutAttention
@@ -62,16 +61,12 @@ class UlyssesAttention(CutAttention):
         return f"{self.core}, heads exchanged for tokens between {self.group.size} ranks"
 
     def plan(
-        self,
-        layout: TokenLayout,
-        cut: SequenceCut,
-        specs: Iterable[AttentionSpec],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layout: TokenLayout, specs: Iterable[AttentionSpec], dtype: torch.dtype, device: torch.device
     ) -> HeadsPlan:
         """The layout, with a plan that has the layout of all the group's tokens. With dropout the ranks exchange their
         token numbers."""
-        group = self.group
+        assert layout.cut is not None, "whole sequences have no plan"
+        group, cut = self.group, layout.cut
         # The cut that is left when a group of neighbours counts as one rank.
         merged = cut.merged(group.size)
         # Neighbours in the cut form a group, so together they have consecutive chunks of it.
