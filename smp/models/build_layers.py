@@ -12,18 +12,6 @@ import torch
 
 from smp.config import ModelConfig
 from smp.config import layer_specs as specs
-from smp.config.layer_specs import (
-    AttentionMixer,
-    DeltaNetMixer,
-    ExpertsSpec,
-    KimiDeltaMixer,
-    LatentMixer,
-    LayerSpec,
-    MambaMixer,
-    MLPSpec,
-    NormSpec,
-    ParallelMixer,
-)
 from smp.kernels import Kernels
 from smp.kernels.attention_cores.attention_core import AttentionSpec
 from smp.kernels.quick_geglu import QuickGeglu
@@ -80,14 +68,14 @@ class Build:
         """Arguments of every layer that has weights inside and at its end."""
         return {"init_std": self.init_std, "output_std": self.output_std, "kernels": self.kernels}
 
-    def norm(self, spec: NormSpec) -> Norm:
+    def norm(self, spec: specs.NormSpec) -> Norm:
         """A norm of the residual stream."""
         options: dict[str, Any] = {"eps": spec.eps, "one_plus": spec.one_plus, "kernels": self.kernels}
         if spec.kind == "RMSNorm":
             return RMSNorm(self.hidden_size, self.context, **options)
         return LayerNorm(self.hidden_size, self.context, bias=spec.bias, **options)
 
-    def block(self, spec: LayerSpec) -> TransformerBlock:
+    def block(self, spec: specs.LayerSpec) -> TransformerBlock:
         """One layer: the mixer and the feed-forward network with norms and residual connections around them."""
         # Pre-norm, post-norm (OLMo 2) or both ("sandwich", Gemma 2).
         before, after = spec.norm_before, spec.norm_after
@@ -110,12 +98,12 @@ class Build:
             dropout=spec.dropout,
         )
 
-    def _feed_forward(self, spec: MLPSpec | ExpertsSpec | None) -> MLP | MoE | None:
+    def _feed_forward(self, spec: specs.MLPSpec | specs.ExpertsSpec | None) -> MLP | MoE | None:
         if spec is None:
             return None
-        return self.experts(spec) if isinstance(spec, ExpertsSpec) else self.mlp(spec)
+        return self.experts(spec) if isinstance(spec, specs.ExpertsSpec) else self.mlp(spec)
 
-    def mlp(self, spec: MLPSpec) -> MLP:
+    def mlp(self, spec: specs.MLPSpec) -> MLP:
         """A dense feed-forward network."""
         return MLP(
             self.hidden_size,
@@ -128,7 +116,7 @@ class Build:
             **self.drawn,
         )
 
-    def experts(self, spec: ExpertsSpec) -> MoE:
+    def experts(self, spec: specs.ExpertsSpec) -> MoE:
         """A mixture of experts."""
         experts = Experts(
             spec.count,
@@ -155,7 +143,7 @@ class Build:
             kernels=self.kernels,
         )
 
-    def _router(self, spec: ExpertsSpec) -> Router:
+    def _router(self, spec: specs.ExpertsSpec) -> Router:
         kind = spec.balancing
         balancing: Balancing = (
             "aux_loss" if kind == "none" or kind == "sinkhorn" else kind
@@ -185,7 +173,7 @@ def activation_of(spec: specs.Activation) -> Activation | QuickGeglu:
     return QuickGeglu(spec.clamp, spec.linear_offset) if spec.kind == "quick_geglu" else spec.kind
 
 
-def _attention(spec: AttentionMixer, build: Build) -> SelfAttention:
+def _attention(spec: specs.AttentionMixer, build: Build) -> SelfAttention:
     rope, temperature = spec.rope, spec.temperature
     # Layers with equal settings make equal tables, which are prepared once.
     table = None if rope is None else RopeTable(rope.base, rope.channels, scaling_of(rope.scaling))
@@ -224,7 +212,7 @@ def _attention(spec: AttentionMixer, build: Build) -> SelfAttention:
     )
 
 
-def _latent_attention(spec: LatentMixer, build: Build) -> LatentAttention:
+def _latent_attention(spec: specs.LatentMixer, build: Build) -> LatentAttention:
     rope = spec.rope
     table = None if rope is None else RopeTable(rope.base, rope.channels, scaling_of(rope.scaling))
     chooses: dict[str, Any] = {}
@@ -253,7 +241,7 @@ def _latent_attention(spec: LatentMixer, build: Build) -> LatentAttention:
     )
 
 
-def _delta_net(spec: DeltaNetMixer, build: Build) -> Mixer:
+def _delta_net(spec: specs.DeltaNetMixer, build: Build) -> Mixer:
     return GatedDeltaNet(
         build.hidden_size,
         spec.key_heads,
@@ -268,7 +256,7 @@ def _delta_net(spec: DeltaNetMixer, build: Build) -> Mixer:
     )
 
 
-def _kimi_delta(spec: KimiDeltaMixer, build: Build) -> Mixer:
+def _kimi_delta(spec: specs.KimiDeltaMixer, build: Build) -> Mixer:
     return KimiDeltaAttention(
         build.hidden_size,
         spec.value_heads,
@@ -280,7 +268,7 @@ def _kimi_delta(spec: KimiDeltaMixer, build: Build) -> Mixer:
     )
 
 
-def _mamba(spec: MambaMixer, build: Build) -> Mixer:
+def _mamba(spec: specs.MambaMixer, build: Build) -> Mixer:
     least, largest = spec.steps
     return Mamba2(
         build.hidden_size,
@@ -297,19 +285,19 @@ def _mamba(spec: MambaMixer, build: Build) -> Mixer:
     )
 
 
-def _parallel(spec: ParallelMixer, build: Build) -> Mixer:
+def _parallel(spec: specs.ParallelMixer, build: Build) -> Mixer:
     built = {branch.name: MIXER_BUILDERS[type(branch.mixer)](branch.mixer, build) for branch in spec.branches}
     return ParallelMixers(built, [branch.multiplier for branch in spec.branches])
 
 
 MixerBuilder = Callable[[Any, Build], Mixer]
 MIXER_BUILDERS: dict[type, MixerBuilder] = {
-    AttentionMixer: _attention,
-    LatentMixer: _latent_attention,
-    DeltaNetMixer: _delta_net,
-    KimiDeltaMixer: _kimi_delta,
-    MambaMixer: _mamba,
-    ParallelMixer: _parallel,
+    specs.AttentionMixer: _attention,
+    specs.LatentMixer: _latent_attention,
+    specs.DeltaNetMixer: _delta_net,
+    specs.KimiDeltaMixer: _kimi_delta,
+    specs.MambaMixer: _mamba,
+    specs.ParallelMixer: _parallel,
 }
 """Builders by the type of a mixer's spec; :func:`smp.models.mixers.register_mixer` adds one."""
 
@@ -339,7 +327,7 @@ def build_positions(config: ModelConfig, context: ParallelContext, dtype: torch.
     )
 
 
-def build_prediction(config: ModelConfig, build: Build, norm: NormSpec) -> Prediction:
+def build_prediction(config: ModelConfig, build: Build, norm: specs.NormSpec) -> Prediction:
     """Norms and projection around the block of a layer of multi-token prediction."""
     return Prediction(config.hidden_size, build.context, partial(build.norm, norm), init_std=config.init_method_std)
 
