@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,23 @@ def read_settings(argv: list[str], presets: Mapping[str, Mapping[str, Any]], wor
     config = resolve(config, world_size)
     _check_architecture(config)
     require(not config.model.scalar_head, f"--load {config.checkpoint.load} is a reward model: finetune.py trains it")
+    check_documents(config)
     layout = Layout.from_config(config.parallel, world_size)
     if layout.pp > 1:
         # Only to be refused here: a layout that does not fit should not cost the start of a thousand processes.
         plans_by_size(config, layout)
     return config
+
+
+def check_documents(config: Config) -> None:
+    """Refuse documents in one sequence where transformers' module cannot keep them apart, before anything is read.
+
+    Raises:
+        ConfigError: it cannot, with the reason.
+    """
+    if config.model.is_foreign and config.data.reset_attention_mask:
+        # By its name: it imports torch, which settings of other models do not need.
+        import_module("smp.hf.run.documents").require_documents_apart(config.model)
 
 
 def in_own_flags(argv: list[str], world_size: int, rank: int) -> list[str]:

@@ -15,8 +15,10 @@ from smp.config import ConfigError
 from smp.generation import Generator, Request, Sampling
 from smp.models.scoring import token_scores
 from smp.parallel.dtensor_region import local_part
+from smp.training.settings import read_settings
 from smp.training.texts.text_model import alone, load_model, open_model
 from smp.training.tuning import model as tuning_model
+from smp.training.tuning import settings
 from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
 from tests.hf.live_memory import Live
@@ -394,6 +396,22 @@ REFUSED = {
     "--expert-tensor-parallel-size 1": "--expert-tensor-parallel-size 1: only this project's decoder has it",
     "--window-size 4": "--window-size: the architecture is that of config.json",
 }
+
+
+def test_documents_that_a_type_cannot_keep_apart_are_refused_before_data_are_read(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a dry run and a preview, too, where fine-tuning packs by itself."""
+    said = "--packing best-fit .*GatedDeltaNet, which carries over from one document to the next; give --packing off"
+    load, common = f"--load {folders['qwen3_next']} --model-implementation transformers", "--micro-batch-size 1"
+    monkeypatch.setattr(settings, "read_data", lambda *_: pytest.fail("data were read"))
+    for words in ("--dry-run", f"--data-path {folders['qwen3_next']}/sft.jsonl --preview 2"):
+        with pytest.raises(ConfigError, match=said):
+            read_finetune_settings(f"{load} {common} --seq-length 48 --global-batch-size 2 {words}".split(), 1)
+    both = "--reset-attention-mask --reset-position-ids"
+    with pytest.raises(ConfigError, match=said):
+        read_settings(f"{load} {common} --dry-run {both}".split(), {}, 1)
+    assert read_settings(f"{load} {common} --dry-run".split(), {}, 1).model.is_foreign
 
 
 def test_what_only_the_decoder_has_is_refused_by_name(folders: dict[str, Path]) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from smp.config import ConfigError
+from smp.config import ConfigError, ModelConfig
 from smp.hf.sources import source_of
-from smp.models.foreign import blocks_of
+from smp.models.foreign import blocks_of, new_module
 
 _MASKS = re.compile(r"create_(causal|sliding_window_causal|chunked_causal)_mask|create_masks_for_generate")
 """Functions of transformers' ``masking_utils`` that make masks."""
@@ -48,6 +48,14 @@ def refusal_of_documents(module: Any) -> str:
     if not all(given):
         return f"{said} makes its masks without positions, by which transformers tells documents apart; {more}"
     return ""
+
+
+def require_documents_apart(model: ModelConfig) -> None:
+    """Raise ConfigError where a run packs documents that ``model`` cannot keep apart. The module is built without
+    memory."""
+    assert model.transformers_config is not None, "the model of another implementation"
+    if said := refusal_of_documents(new_module(model.transformers_config, scores=model.scalar_head)):
+        raise ConfigError(said)
 
 
 def refuse_new_caches(module: Any) -> None:

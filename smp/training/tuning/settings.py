@@ -34,6 +34,7 @@ from smp.data.tuning.build import PromptData, TuningData, read_data
 from smp.data.tuning.tokenizer import TuningTokenizer, open_tokenizer
 from smp.pipeline.stage_plan import plan_pipeline
 from smp.training.distillation.meaning import check_stored
+from smp.training.settings import check_documents
 
 CARRIED, MODEL_FILES = "hf", "model_files"
 """Names of the folder with the model's files: inside of a converted checkpoint, and next to the checkpoints of a
@@ -61,6 +62,7 @@ def read_finetune_settings(
     if config.distillation is not None and config.distillation.teacher is not None:
         teacher_config(config, world_size)
     # Before the data: a missing tokenizer is found in a moment.
+    check_documents(config)
     tokenizer = tokenizer_of(config)
     # Neither of them writes anything.
     if not config.training.dry_run and not config.data.preview:
