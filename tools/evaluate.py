@@ -24,10 +24,11 @@ from tqdm import tqdm
 from smp.config import ConfigError
 from smp.config.command_line.command import CommandParser, refuse_existing, run_tool
 from smp.config.command_line.hub import model_path, tokenizer_path
+from smp.convert.huggingface.folder import end_ids
 from smp.data.files.remote import RemoteFile
 from smp.data.files.text_files import expand_paths, read_texts
 from smp.training.texts.evaluation import Perplexity, TextScorer, harness_model
-from smp.training.texts.text_model import DTYPES, alone, end_ids, folder_tokenizer, load_model, open_model
+from smp.training.texts.text_model import DTYPES, alone, folder_tokenizer, load_model, open_model
 
 OF_TASKS = ("num_fewshot", "include_path", "apply_chat_template", "limit")
 

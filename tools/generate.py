@@ -28,6 +28,7 @@ from smp.config import ConfigError
 from smp.config.command_line.command import CommandParser, refuse_existing, run_tool
 from smp.config.command_line.hub import model_path, tokenizer_path
 from smp.convert.formats import Opened
+from smp.convert.huggingface.folder import end_ids
 from smp.data.files.text_files import is_blank, parse_record, read_chunks
 from smp.data.tokenizers.files import PATTERNS
 from smp.data.tuning.chat_template import ChatTemplate
@@ -37,7 +38,6 @@ from smp.models.protocol import Model
 from smp.training.texts.text_model import (
     DTYPES,
     alone,
-    end_ids,
     find_tokenizer,
     folder_tokenizer,
     load_model,

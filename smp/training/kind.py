@@ -74,12 +74,14 @@ class RunKind(ABC):
     Attributes:
         work: FLOPs of a step, relative to pretraining on as many tokens.
         evaluate_first: also before the first step.
+        ends: ids that end a text of the training data.
         callbacks: called after each step, in order.
     """
 
     work: float = 1.0
     evaluate_first: bool = False
     callbacks: Sequence[StepCallback] = ()
+    ends: frozenset[int] = frozenset()
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -127,7 +129,7 @@ class RunKind(ABC):
 
     def before(self) -> None:
         """Called before the first step."""
-        on_rank_zero(lambda: leave_companions(self.config), CheckpointError)
+        on_rank_zero(lambda: leave_companions(self.config, self.ends), CheckpointError)
 
     def instead(self, progress: Callable[[], None], reason: Callable[[int], str | None]) -> Instead | None:
         """Work that a run of this kind does in place of training. None: it trains. ``progress`` is called as it comes

@@ -34,7 +34,7 @@ from tests.training.tuning_lab import together, tune_all
 from tools.convert_checkpoint import main as convert
 from tools.merge_lora import main as merge_lora
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
@@ -426,6 +426,27 @@ def test_an_exported_model_has_the_tokenizer_and_the_template_of_its_run(
     for source in (merged, f"{histories}/full", f"{histories}/full/iter_0000001"):
         code, _, err = command(folder, f"--load {source} --data-path {folder}/sft.jsonl --preview 1")
         assert code == 0, err
+
+
+@pytest.mark.parametrize("implementation", ["smp", "transformers"])
+def test_an_exported_model_stops_where_its_texts_ended(folder: Path, tmp_path: Path, implementation: str) -> None:
+    """A base model, whose texts end with another token than the turns of the template that it is trained with."""
+    base, said = tmp_path / "base", "note: texts end with <|im_end|>, at which generation by the model's files does not"
+    shutil.copytree(folder, base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    (base / "generation_config.json").unlink()  # which transformers made of it
+    words = f"--train-iters 1 --save-hf --model-implementation {implementation} --no-tensorboard"
+    code, out, err = command(folder, f"{flags(base, words)} --save {tmp_path}/run")
+    assert code == 0 and said in out, err
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf_model")
+    assert (model.generation_config.eos_token_id, model.generation_config.bos_token_id) == ([0, 2], 0)
+    assert model.config.eos_token_id == 0, "of the model's files"
+    (base / "generation_config.json").write_text('{"eos_token_id": [0, 2], "top_p": 0.5}')
+    code, out, err = command(folder, f"{flags(base, words)} --save {tmp_path}/named")
+    assert code == 0 and said not in out, err
+    kept = (tmp_path / "named/hf_model/generation_config.json").read_bytes()
+    assert kept == (base / "generation_config.json").read_bytes()
 
 
 def test_dropout_of_an_adapter_is_kept_unless_it_is_given(folder: Path, histories: Path) -> None:

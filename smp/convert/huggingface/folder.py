@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from smp.convert.huggingface.config import (
     from_hf,
     is_hf_folder,
     read_hf_config,
+    read_json,
     to_hf,
 )
 from smp.convert.huggingface.family import Family
@@ -41,6 +42,7 @@ from smp.models.inventory import EXPERT_BIAS
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files of which one is enough for a tokenizer."""
 
+GENERATION = "generation_config.json"
 COMPANIONS = (
     *TOKENIZERS,
     "tokenizer_config.json",
@@ -50,7 +52,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates",
-    "generation_config.json",
+    GENERATION,
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
@@ -240,6 +242,48 @@ def copy_companions(source: Path | None, target: Path) -> None:
             shutil.copytree(source / name, target / name, dirs_exist_ok=True)
         else:
             shutil.copyfile(source / name, target / name)
+
+
+def end_ids(folder: Path | None) -> list[int]:
+    """Ids that end a text, from generation_config.json or else config.json; none where they say nothing.
+
+    Raises:
+        ConfigError, DamageError: as ``read_json``.
+        ValueError: they say something else.
+    """
+    for name in (GENERATION, CONFIG):
+        if folder is None or not (folder / name).is_file():
+            continue
+        content = read_json(folder / name)
+        said = content.get("eos_token_id") if isinstance(content, dict) else None
+        ids = said if isinstance(said, list) else [] if said is None else [said]
+        if not all(type(i) is int for i in ids):
+            raise ValueError(f"{folder / name}: eos_token_id {said!r} is no token id")
+        if ids:
+            return ids
+    return []
+
+
+def add_ends(folder: Path, ends: Collection[int]) -> None:
+    """Let generation_config.json of ``folder`` name ``ends`` as ids that end a text, after those that the files name.
+    Does nothing where these are all.
+
+    Raises:
+        ConfigError, DamageError, ValueError: as :func:`end_ids`.
+    """
+    known = end_ids(folder)
+    if not (new := sorted(set(ends) - {*known})):
+        return
+    file, content = folder / GENERATION, dict[str, Any]()
+    if file.is_file():
+        content |= read_json(file)
+    elif (folder / CONFIG).is_file():  # as transformers makes one where there is none
+        config = read_json(folder / CONFIG)
+        text = {**config, **(config.get("text_config") or {})}
+        content = {key: value for key, value in text.items() if key.endswith("_token_id") and value is not None}
+    every = [*known, *new]
+    content["eos_token_id"] = every if len(every) > 1 else every[0]
+    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def carry(reference: Path | None, folder: Path) -> None:

@@ -43,6 +43,7 @@ class TuningData:
         pairs: whether two sequences are a pair of answers.
         lines: what the user should hear.
         images: what has made samples with images; None: the model sees none.
+        ends: special tokens that end a text's last part that is trained.
     """
 
     tokenizer: TuningTokenizer
@@ -53,6 +54,7 @@ class TuningData:
     pairs: bool
     lines: tuple[str, ...]
     images: VisionEncoder | None = None
+    ends: frozenset[int] = frozenset()
 
     @property
     def samples_per_epoch(self) -> int:
@@ -214,7 +216,7 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
     )
     with _named("--data-path"):
         samples, report = read(read_records(shlex.split(data.data_path)))
-    told, texts, rows = report.lines(), len(samples), facts.rows
+    told, texts, rows, ends = report.lines(), len(samples), facts.rows, frozenset(report.ends)
     if data.valid_data_path is not None:
         with _named("--valid-data-path"):
             more, report = read(read_records(shlex.split(data.valid_data_path)))
@@ -238,7 +240,7 @@ def _read_samples(config: Config, tokenizer: TuningTokenizer) -> TuningData:
         parts[1] += "; held out, and not evaluated without --eval-interval (--split 100,0 trains on all)"
     lines = [*told, *_without_tokens(template), *parts]
     images = encoder if isinstance(encoder, VisionEncoder) else None
-    return TuningData(tokenizer, samples, texts, train, valid, rows == 2, tuple(lines), images)
+    return TuningData(tokenizer, samples, texts, train, valid, rows == 2, tuple(lines), images, ends)
 
 
 def _encoder(config: Config, tokenizer: TuningTokenizer, template: ChatTemplate | None) -> Encoder:

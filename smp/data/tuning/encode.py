@@ -92,8 +92,11 @@ class Encoder:
         if isinstance(record, Row):
             # The note for the user depends on the mask before --no-mask-prompt replaces it.
             self.note(sample, record)
+            last = _last_trained(ids, trained)
+            # Turns before the last one may end otherwise (GPT-OSS's, with a token that is also within an answer).
+            record.ends |= {*last[-1:]} & self.tokenizer.special
             if isinstance(sample, Conversation):
-                record.unended = record.unended or _unended(self.tokenizer, ids, trained)
+                record.unended = record.unended or not self.tokenizer.special.issuperset(last)
         if not self.mask_prompt:
             trained = [True] * len(ids)
         if never:
@@ -171,11 +174,10 @@ def within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     return [hit >= 0 and first < spans[hit][1] for (first, _), hit in zip(offsets, hits, strict=True)]
 
 
-def _unended(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> bool:
-    """Whether a stretch that the assistant says ends without a trained special token: the template has none, or writes
-    it in the heading of the next message."""
-    last = (i for i in range(len(ids)) if trained[i] and not (i + 1 < len(ids) and trained[i + 1]))
-    return any(ids[i] not in tokenizer.special for i in last)
+def _last_trained(ids: list[int], trained: list[bool]) -> list[int]:
+    """The tokens that end stretches of what is trained, in order. One that is not special ends nothing: the template
+    has none, or writes it in the heading of the next message."""
+    return [ids[i] for i in range(len(ids)) if trained[i] and not (i + 1 < len(ids) and trained[i + 1])]
 
 
 def without_line_ends(tokenizer: TuningTokenizer, ids: list[int], trained: list[bool]) -> list[bool]:

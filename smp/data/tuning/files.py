@@ -39,6 +39,7 @@ class Row(dict[str, Any]):
         in_part: the chat template leaves out a part of what a message says.
         as_text: its prompt and answer are texts, where there is a chat template that they are not rendered by.
         unended: something that its assistant says ends without a special token that is trained.
+        ends: special tokens that end a text's last part that is trained.
         where: it stands, ``file:line``.
         shown: the images that it shows, with the text around them.
     """
@@ -49,7 +50,7 @@ class Row(dict[str, Any]):
         super().__init__(content)
         self.where = where
         self.shown: Shown | None = None
-        self.read, self.hidden = set[str](), set[str]()
+        self.read, self.hidden, self.ends = set[str](), set[str](), set[int]()
         self.in_part = self.as_text = self.unended = False
 
     def __getitem__(self, key: str) -> Any:

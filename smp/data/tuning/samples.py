@@ -102,6 +102,7 @@ class Report:
         in_part: samples of which the chat template leaves out a part of what a message says.
         as_text: samples whose prompt and answer are texts, where there is a chat template.
         unended: samples of which the chat template ends something that is trained without a special token.
+        ends: special tokens that end a text's last part that is trained.
         bad: (where, why) of samples that were left out.
         images: of all samples.
     """
@@ -119,6 +120,7 @@ class Report:
     in_part: int = 0
     as_text: int = 0
     unended: int = 0
+    ends: set[int] = field(default_factory=set)
     bad: list[tuple[str, str]] = field(default_factory=list)
     images: list[ImageSource] = field(default_factory=list)
 
@@ -231,6 +233,7 @@ def collect(
         report.in_part += content.in_part
         report.as_text += content.as_text
         report.unended += content.unended
+        report.ends |= content.ends
         report.truncated += cut
         # DPO's loss of two equal answers is log 2 whatever the model says: no gradient.
         report.equal += len(found) == 2 and np.array_equal(found[0][0], found[1][0])

@@ -15,7 +15,8 @@ from torch import nn
 
 from smp.config import Config, ConfigError, Layout, ModelConfig
 from smp.convert.formats import Opened, open_checkpoint
-from smp.convert.huggingface.config import is_hf_folder, read_json
+from smp.convert.huggingface.config import is_hf_folder
+from smp.convert.huggingface.folder import end_ids
 from smp.convert.huggingface.foreign import choose_model, read_model_config
 from smp.convert.load import load_weights
 from smp.convert.peft.adapters import MergedWeights
@@ -86,26 +87,6 @@ def folder_tokenizer(opened: Opened, given: Path | None) -> TuningTokenizer:
 def folder_of(config: Config) -> Path | None:
     """The folder whose files say which ids end a text."""
     return None if config.checkpoint.load is None else Path(config.checkpoint.load)
-
-
-def end_ids(folder: Path | None) -> list[int]:
-    """Ids that end a text, from generation_config.json or else config.json; none where they say nothing.
-
-    Raises:
-        ConfigError, DamageError: as ``read_json``.
-        ValueError: they say something else.
-    """
-    for name in ("generation_config.json", "config.json"):
-        if folder is None or not (folder / name).is_file():
-            continue
-        content = read_json(folder / name)
-        said = content.get("eos_token_id") if isinstance(content, dict) else None
-        ids = said if isinstance(said, list) else [] if said is None else [said]
-        if not all(type(i) is int for i in ids):
-            raise ValueError(f"{folder / name}: eos_token_id {said!r} is no token id")
-        if ids:
-            return ids
-    return []
 
 
 def open_model(load: Path, adapter: Path | None = None, reference: Path | None = None) -> Opened:

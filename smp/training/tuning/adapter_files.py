@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from smp.convert.changes import changes_of_files, misfit
 from smp.convert.describe import read_architecture
 from smp.convert.formats import Opened
 from smp.convert.huggingface.config import CONFIG, is_hf_folder, read_hf_config
-from smp.convert.huggingface.folder import MODEL_FILES, carried, copy_companions
+from smp.convert.huggingface.folder import MODEL_FILES, add_ends, carried, copy_companions, end_ids
 from smp.convert.layout import SCORE
 from smp.convert.peft.adapters import HEAD, Adapter, Adapters, family_for, is_adapter_folder
 from smp.convert.peft.read import read_adapters, read_own_names
 from smp.convert.peft.write import write_adapters, write_own_names
 from smp.data.tokenizers.files import HuggingFaceTokenizer
+from smp.data.tuning.tokenizer import TuningTokenizer
 from smp.models.foreign import matrices_of
 from smp.training.checkpoints.saved_run import SavedRun
 
@@ -171,16 +173,34 @@ def _unsaid(config: Config, load: str) -> list[str]:
     ]
 
 
-def leave_companions(config: Config) -> None:
+def _source(config: Config) -> Path | None:
+    """The folder with the files of the model in --load; None: it has none, or is not on a file system."""
+    load = config.checkpoint.load or "auto"
+    elsewhere = load == "auto" or "://" in load
+    return None if elsewhere else Path(load) if is_hf_folder(load) else carried(Path(load))
+
+
+def note_on_ends(config: Config, tokenizer: TuningTokenizer, ends: Collection[int]) -> str:
+    """A line where texts of training end with tokens at which generation by the model's own files would not stop; else
+    empty."""
+    new = sorted({*ends} - {*end_ids(_source(config))})
+    if not new or config.checkpoint.save is None:
+        return ""
+    return (
+        f"note: texts end with {tokenizer.decode(new)}, at which generation by the model's files does not stop: "
+        "generation_config.json of what this run saves names it, too"
+    )
+
+
+def leave_companions(config: Config, ends: Collection[int] = ()) -> None:
     """Copy the model's files (tokenizer, chat template, config.json) next to the checkpoints, as this run uses them: an
-    export or another run finds them there. A tiktoken file is left out. On one rank; does nothing unless --save is on a
-    file system. Raises CheckpointError where it cannot write."""
-    load, save, given = config.checkpoint.load or "auto", config.checkpoint.save, config.data.tokenizer_model
+    export or another run finds them there. Generation settings name ``ends``, too, as ids that end a text. A tiktoken
+    file is left out. On one rank; does nothing unless --save is on a file system. Raises CheckpointError where it
+    cannot write."""
+    save, given = config.checkpoint.save, config.data.tokenizer_model
     if save is None or (root := open_folder(save).local) is None:
         return
-    # There are files of a model in a local --load only.
-    elsewhere = load == "auto" or "://" in load
-    source = None if elsewhere else Path(load) if is_hf_folder(load) else carried(Path(load))
+    source = _source(config)
     if source is None and (given is None or config.data.tiktoken_pattern is not None):
         return
     folder = root / MODEL_FILES
@@ -194,6 +214,7 @@ def leave_companions(config: Config) -> None:
             _leave_tokenizer(Path(given), folder)
         if config.data.chat_template is not None:
             shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
+        add_ends(folder, ends)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from None
 

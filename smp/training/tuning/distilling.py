@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from smp.config import ConfigError
+from smp.convert.huggingface.folder import end_ids
 from smp.data.tuning.batches import TuningDataset
 from smp.data.tuning.build import TuningData
 from smp.generation import Generator, Sampling, Stops
 from smp.training.build import RunSetup, build_generator
 from smp.training.distillation.writing import Division, OwnCompletions
 from smp.training.kind import BatchSource, Say, Trainable
-from smp.training.texts.text_model import end_ids, folder_of
+from smp.training.texts.text_model import folder_of
 from smp.training.tuning.finetuning import Finetuning
 
 
@@ -49,7 +50,7 @@ class Distilling(Finetuning):
             context,
             Division(data.global_batch_size, data.micro_batch_size, context.data_rank, context.data_size),
             sampling=Sampling(rollouts.temperature, rollouts.top_k, rollouts.top_p, config.training.seed),
-            stops=Stops(frozenset({*end_ids(folder_of(config)), self.data.tokenizer.eos})),
+            stops=Stops(frozenset({*end_ids(folder_of(config)), self.data.tokenizer.eos, *self.data.ends})),
             longest=rollouts.max_completion_length,
             share=config.distillation.lmbda,
             consumed=consumed,

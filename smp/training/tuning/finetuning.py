@@ -40,7 +40,7 @@ from smp.training.kind import RunKind, Say, Trainable
 from smp.training.objectives import build_objective
 from smp.training.objectives.contract import Reference, Teacher
 from smp.training.objectives.reference import ModelReference, TableReference
-from smp.training.tuning.adapter_files import publish_adapter, read_start
+from smp.training.tuning.adapter_files import note_on_ends, publish_adapter, read_start
 from smp.training.tuning.model import build_finetune_model
 from smp.training.tuning.settings import teacher_config
 
@@ -59,6 +59,8 @@ class Finetuning(RunKind):
         config, self._start = _read_adapters(config)
         super().__init__(config)
         self._data, self.work = data, _work(config)
+        if isinstance(data, TuningData) and not config.objective_facts.has_scores:
+            self.ends = data.ends
         self._models: Models | None = None
 
     @property
@@ -74,6 +76,8 @@ class Finetuning(RunKind):
         return _choose_backends(self.config, self.data, context, device)
 
     def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
+        if line := note_on_ends(self.config, self._data.tokenizer, self.ends):
+            say(line)
         built, self._models = _Build(self.config, self._data, self._start, setup, say, progress).trainable()
         return built
 

@@ -11,6 +11,7 @@ import torch
 
 from smp.config import Config, ConfigError
 from smp.config.rules.online import reward_names, reward_weights
+from smp.convert.huggingface.folder import end_ids
 from smp.data.build import Datasets
 from smp.data.loader import BatchLoader
 from smp.data.tuning.build import PromptData, chat_template_of
@@ -35,7 +36,7 @@ from smp.training.rollouts.rollout import Cut
 from smp.training.rollouts.scoring import RewardModel, build_reward_model
 from smp.training.rollouts.source import RolloutSource, mean_reward
 from smp.training.rollouts.writing import Writing
-from smp.training.texts.text_model import end_ids, folder_of
+from smp.training.texts.text_model import folder_of
 from smp.training.trainer import Trainer
 from smp.training.tuning.finetuning import Finetuning, data_flags, trims
 from smp.training.tuning.settings import reward_model_config, tokenizer_of

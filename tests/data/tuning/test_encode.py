@@ -454,6 +454,22 @@ def test_an_answer_without_an_end_is_noted(tokenizer: FolderTokenizer, answer: s
     assert any("nothing teaches the model to stop" in line for line in report.lines()) == noted
 
 
+def test_the_last_turn_says_what_ends_a_text(tokenizer: FolderTokenizer) -> None:
+    """Turns before it end with another token, as GPT-OSS's."""
+    end = "{% if loop.last %}<|im_end|>{% else %}<|bos|>{% endif %}"
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}END{% endgeneration %}"
+    )
+    template = ChatTemplate(source.replace("END", end) + "{% else %}{{ m.content }}{% endif %}{% endfor %}", {})
+    turns = [{"role": role, "content": role} for role in ("user", "assistant")]
+    row = Row({"messages": turns * 2})
+    [(ids, trained)] = Encoder(tokenizer, template).sample(row)
+    assert tokenizer.decode(ids[trained]) == "assistant<|bos|>assistant<|im_end|>" and row.ends == {tokenizer.eos}
+    row = Row({"prompt": "what is it?", "completion": "it is four"})
+    Encoder(tokenizer, None).sample(row)
+    assert row.ends == {tokenizer.eos}
+
+
 def test_texts_beside_a_template_are_messages_when_asked(tokenizer: FolderTokenizer) -> None:
     template, record = ChatTemplate(TEMPLATE, {}), {"prompt": "what is it?", "completion": "it is four"}
     for as_messages in (False, True):
