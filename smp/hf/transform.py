@@ -114,13 +114,10 @@ def transform(
     expected = Expected.of(model) if verify else None
     _cut(model, plan, None if on_meta and not load_state_dict_from_rank0 else device, dtype, load_state_dict_from_rank0)
     model.smp_from_rank0 = load_state_dict_from_rank0  # type: ignore[assignment]
-    model.smp_report = _install(model, plan, streams, tp, loss, config)  # type: ignore[assignment]
+    report = _install(model, plan, streams, tp, loss, config)
+    model.smp_report = report  # type: ignore[assignment]
     if state.rank == 0:
-        exchanged = f", experts over {state.ep_size} data ranks" if state.ep_size > 1 else ""
-        print(f"smp.transform: {type(model).__name__} over {tp.size} tensor-parallel ranks{exchanged}", flush=True)
-        print("\n".join(map(str, model.smp_report)), flush=True)  # type: ignore[arg-type]
-        if tp.size > 1:
-            print("\n".join(f"smp.transform: {line}" for line in share.lines(tp.size * state.ep_size)), flush=True)
+        print("\n".join(_said(model, plan, report, tp, share)), flush=True)
     if expected is not None:
         expected.compare(model)
     if tp.size > 1:
@@ -236,6 +233,18 @@ def _report(model: nn.Module, plan: Plan, linears: int, attends: str) -> tuple[D
         key = (pattern_of(name), kind, text, "")
         counted[key] = counted.get(key, 0) + 1
     return (*(Done(pattern, kind, style, n, note) for (pattern, kind, style, note), n in counted.items()), *whole)
+
+
+def _said(model: nn.Module, plan: Plan, report: Sequence[Done], tp: Group, share: Share) -> list[str]:
+    """The report for the user; one line where no parameter is cut."""
+    kind = type(model).__name__
+    if not plan.steps:
+        more = (f"{done.style} ({done.module} x {done.count})" for done in report[1:])
+        return ["; ".join([f"smp.transform: {kind}: {report[0].style}", *more])]
+    exchanged = f", experts over {state.ep_size} data ranks" if state.ep_size > 1 else ""
+    shares = share.lines(tp.size * state.ep_size) if tp.size > 1 else []
+    first = f"smp.transform: {kind} over {tp.size} tensor-parallel ranks{exchanged}"
+    return [first, *map(str, report), *(f"smp.transform: {line}" for line in shares)]
 
 
 def _check_types(model: Any, dtype: Any, rows: Any) -> None:

@@ -332,7 +332,9 @@ def test_a_run_goes_on_in_another_layout_and_ends_as_a_folder_of_transformers(
     folders: dict[str, Path], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = flags_of(folders[kind], "--packing off")
-    run(tmp_path, f"{argv} --save {tmp_path}/whole --save-hf")
+    whole = run(tmp_path, f"{argv} --save {tmp_path}/whole --save-hf")
+    [said] = re.findall("^smp.transform: .*", whole, re.M)
+    assert "nothing is cut" in said
     run(tmp_path, f"{argv} --save {tmp_path}/same --exit-interval 3")
     run(tmp_path, f"{argv} --save {tmp_path}/same --resume --save-hf --async-save")
     run(tmp_path, f"{argv} --save {tmp_path}/other --exit-interval 3 --tensor-model-parallel-size 2", 2)

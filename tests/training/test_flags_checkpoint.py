@@ -149,6 +149,9 @@ def test_save_hf(runs: Runs) -> None:
     assert torch.equal(weights["model.norm.weight"], run.final["final_norm.weight"])
     assert len(lines(run, "Hugging Face folder: ")) == 1
     assert not (runs("--train-iters 2 --save ck").folder / "ck/hf_model").exists()
+    stopped = runs("--train-iters 2 --save ck --save-hf --exit-interval 1")
+    assert len(lines(stopped, "note: --save-hf: no Hugging Face folder yet")) == 1
+    assert not (stopped.folder / "ck/hf_model").exists()
     refused = runs.fresh("--train-iters 2 --save ck --save-hf --parallel-residual --norm-placement sandwich")
     assert refused.code == 2 and not refused.losses, "before it trains"
 
