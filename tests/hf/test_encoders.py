@@ -27,6 +27,11 @@ WHISPER = {
     **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
     **{"dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
 }
+BART = {
+    **{"vocab_size": 96, "d_model": 32, "max_position_embeddings": 32, "dropout": 0.0},
+    **{name: value for name, value in WHISPER.items() if name.startswith(("encoder_", "decoder_"))},
+    **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
+}
 SHARDED = ("ViT", "CLIP vision", "SigLIP vision", "SigLIP 2 vision", "MAE", "DINOv2", "DINOv3")
 """Vision models whose loss is a mean over rows: also at TP 2 with FSDP2 over two data ranks."""
 VIT = {"image_size": 16, "patch_size": 8, "num_labels": 5, **_SIZES, **_NO_DROPOUT}
@@ -111,6 +116,15 @@ def _t5(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "attention_mask": mask, "labels": ids[:, :6].contiguous()}
 
 
+def _bart() -> tuple[Any, dict[str, torch.Tensor]]:
+    """With a bias of logits, which is a buffer."""
+    ids = torch.randint(3, 96, (2, 10), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(10) < torch.tensor([[10], [7]])).long()
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**BART))
+    model.final_logits_bias.copy_(torch.linspace(-1, 1, 96))
+    return model, {"input_ids": ids, "attention_mask": mask, "labels": ids[:, :6].contiguous()}
+
+
 def _whisper() -> tuple[Any, dict[str, torch.Tensor]]:
     sound = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0))
     labels = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -143,6 +157,7 @@ def _compare(rank: int, world_size: int) -> list[tuple[str, int, float, str]]:
         "DINOv3": lambda: _dino("3"),
         "T5": lambda: _t5("relu"),
         "T5, gated, head of its own": lambda: _t5("gated"),
+        "BART": _bart,
         "Whisper": _whisper,
     }
     results = []
@@ -173,7 +188,7 @@ def _compare(rank: int, world_size: int) -> list[tuple[str, int, float, str]]:
 
 def test_encoders_equal_one_process() -> None:
     for results in run_distributed(_compare, 4):
-        assert len(results) == 30 + len(SHARDED)
+        assert len(results) == 32 + len(SHARDED)
         assert not [result for result in results if not result[2] <= 1e-5]
 
 
@@ -201,7 +216,8 @@ def _steps(model: Any, data: dict[str, torch.Tensor], rows: Any) -> list[float]:
 
 def _encoder_decoders(rank: int, world_size: int, folder: str) -> list[tuple[str, int, float, str]]:
     results = []
-    for name, make in {"T5": lambda: _t5("relu"), "T5, gated": lambda: _t5("gated"), "Whisper": _whisper}.items():
+    makers = {"T5": lambda: _t5("relu"), "T5, gated": lambda: _t5("gated"), "BART": _bart, "Whisper": _whisper}
+    for name, make in makers.items():
         torch.manual_seed(2)
         reference, data = make()
         fresh = copy.deepcopy(reference)
@@ -230,4 +246,4 @@ def _encoder_decoders(rank: int, world_size: int, folder: str) -> list[tuple[str
 @pytest.mark.slow
 def test_encoder_decoders_write_train_and_are_saved(tmp_path: Path) -> None:
     for results in run_distributed(_encoder_decoders, 4, str(tmp_path)):
-        assert len(results) == 6 and all(error <= 1e-5 for *_, error, _ in results), results
+        assert len(results) == 8 and all(error <= 1e-5 for *_, error, _ in results), results

@@ -36,6 +36,8 @@ def write_type(folder: Path, kind: str, **changes: Any) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:  # large enough that every part shows in the loss
                 parameter.mul_(SCALES.get(kind, 3.0))
+        if (bias := model._buffers.get("final_logits_bias")) is not None:  # of BART's kind, 0 at first
+            bias.normal_()
     model.save_pretrained(folder)
     write_tokenizer(folder)
     write_samples(folder)

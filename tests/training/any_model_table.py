@@ -35,7 +35,7 @@ TYPES = (
     *("exaone4", "seed_oss", "nemotron", "stablelm", "apertus", "arcee", "persimmon", "gpt_neo"),
     *("gemma2", "gemma3_text", "cohere2", "smollm3", "olmoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "jetmoe"),
     *("vaultgemma", "bitnet", "diffllama", "doge", "afmoe", "solar_open", "opt", "bloom"),
-    *("t5", "mt5", "umt5", "longt5"),
+    *("t5", "mt5", "umt5", "longt5", "bart", "pegasus"),
 )
 """``model_type`` of transformers: hybrids with Mamba and Mamba-2, convolutions and gated delta nets; latent attention;
 experts; dense ones; encoders with a decoder. Some are families of this project, too, and run by transformers here."""

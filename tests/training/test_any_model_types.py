@@ -1,4 +1,4 @@
-"""52 types of transformers through ``finetune.py`` beside a plain loop, and the table of the docs that says so."""
+"""54 types of transformers through ``finetune.py`` beside a plain loop, and the table of the docs that says so."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import finetune
 from smp.config import ConfigError
@@ -27,6 +28,7 @@ from tests.hf import architectures
 from tests.parity.result import TOLERANCE
 from tests.training.any_model_lab import LR, largest_error, load, lora_loop, plain_loop, tune_types, write_type
 from tests.training.flag_runs import clean_process
+from tests.training.measured_memory import compare
 from tests.training.tiny_hf import TEMPLATE
 from tests.training.tuning_lab import together
 from tools.generate import main as generate
@@ -42,9 +44,12 @@ LAYOUTS = {
     "alone": (1, ""),
     "validated": (1, "--eval-interval 5 --eval-iters 1"),
     "its dropout is off": (1, ""),
+    "offloaded": (1, "--offload-activations --min-offloaded-tensor-size 1"),
+    "offloaded and computed again": (1, "--offload-activations --recompute-granularity full"),
     "LoRA": (1, "--lora-rank 4 --lora-alpha 8"),
     "tp 2": (2, "--tensor-model-parallel-size 2"),
     "shard 2": (2, "--recompute-granularity full"),
+    "replicas 2": (2, "--hybrid-shard-degree 1"),
     "LoRA, tp 2": (2, "--lora-rank 4 --lora-alpha 8 --tensor-model-parallel-size 2"),
 }
 
@@ -199,6 +204,24 @@ def test_adapters_are_those_of_peft_for_two_parts(
     assert sum(p.abs().sum() for name, p in model.named_parameters() if "lora_B" in name) > 0
 
 
+def test_a_dry_run_tries_a_step_whose_rows_are_half_prompt_and_half_answer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Beside real steps on such rows, also of an embedding that four modules share; what it prints is a recipe."""
+    made = write_type(tmp_path / "t5", "t5", num_layers=2, d_model=64)
+    write_ends(made)
+    rows = json.dumps({"prompt": "x" * 127, "completion": "x" * 128}) + "\n"
+    (made / "even.jsonl").write_text(rows * 80)
+    words = f"--load {made} --data-path {made}/even.jsonl --packing off --global-batch-size 4 --split 1,0,0"
+    compare({1: [words, f"{words} --recompute-granularity full"]}, tmp_path, steps=1)
+    capfd.readouterr()
+    with clean_process():
+        assert finetune.main(f"{words} --seq-length 256 --micro-batch-size 2 --dry-run".split()) == 0
+    out = capfd.readouterr().out
+    assert "half of a row's tokens are its prompt's" in out
+    assert yaml.safe_load(out)["seq_length"] == 256
+
+
 REFUSED = {
     "--objective orpo": "--objective orpo: the model is an encoder with a decoder, which read a prompt and its answer",
     "--packing best-fit": "--packing best-fit: the model is an encoder with a decoder",
@@ -220,6 +243,7 @@ def test_what_needs_one_sequence_is_refused_by_name(folder: Path) -> None:
 def test_other_encoders_with_a_decoder_are_refused_with_the_reason(implementation: str) -> None:
     for name, said in {
         "MBartConfig": "the tokenizer of mbart marks languages",
+        "MarianConfig": "the tokenizer of marian has a model for each language",
         "ProphetNetConfig": "prophetnet learns several next tokens at once",
         "WhisperConfig": "whisper is an encoder with a decoder, and does not read texts alone",
     }.items():

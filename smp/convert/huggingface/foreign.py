@@ -133,6 +133,10 @@ def _require_texts(config: Any, where: str) -> None:
         raise ConfigError(f"{where}: {kind} is an encoder with a decoder, and does not read texts alone")
     if getattr(config, "ngram", None):  # ProphetNet
         raise ConfigError(f"{where}: {kind} learns several next tokens at once, which runs here do not")
+    if kind == "marian":
+        raise ConfigError(
+            f"{where}: the tokenizer of {kind} has a model for each language, runs here have one for both"
+        )
     if kind in _LANGUAGES:
         raise ConfigError(f"{where}: the tokenizer of {kind} marks languages, which samples here do not name")
 

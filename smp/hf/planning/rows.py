@@ -196,7 +196,7 @@ OWN: dict[str, dict[str, str]] = {
     "electra": _bert("electra", "generator_lm_head"),
     **dict.fromkeys(
         ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
-        _whisper("model.decoder.layers.*"),
+        _whisper("model.encoder.layers.*") | _whisper("model.decoder.layers.*"),
     ),
     "vit": _vision("vit.layers.* layers.*", "o_proj", "num_attention_heads"),
     "vit_mae": _vision("vit.layers.* layers.* decoder.decoder_layers.*", "o_proj", "num_attention_heads"),

@@ -16,11 +16,24 @@ from smp.config import ConfigError
 from smp.models.micro_batch import MicroBatch
 
 
+def read_widths(first: torch.Tensor, last: torch.Tensor, length: int) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest answer of a micro-batch, read by the host.
+
+    Args:
+        first, last: (rows,) the answer's first and last label in a row of ``length``.
+    """
+    prompt, answer = torch.stack([first.max(), (last - first).max()]).add(1).tolist()
+    return prompt, answer
+
+
 class Shift:
     """The decoder's inputs from the labels: the answer shifted by one.
 
     Args:
         module: an encoder with a decoder.
+
+    Attributes:
+        read_widths: how the host learns of the texts' lengths; a step on tensors without data takes halves.
 
     Raises:
         ConfigError: the model does not say what its decoder begins with.
@@ -35,6 +48,7 @@ class Shift:
                 f"with: {' '.join(str(error).split())[:200]}"
             ) from None
         self._start = self._pad = int(shifted[0, 0])
+        self.read_widths = read_widths
 
     def apart(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], MicroBatch]:
         """(arguments of the module, the batch with labels and weights of the answers alone). Filler rows, without an
@@ -45,8 +59,8 @@ class Shift:
         answered = weights > 0
         first = torch.where(answered.any(1), answered.int().argmax(1), 0)  # the label there is the answer's first token
         last = torch.where(answered, columns, 0).amax(1).maximum(first)
-        # Widths of both parts are the longest of the micro-batch: one copy to the host for both.
-        prompt, answer = torch.stack([first.max(), (last - first).max()]).add(1).tolist()
+        # Widths of both parts are the longest of the micro-batch.
+        prompt, answer = self.read_widths(first, last, ids.shape[1])
         places = first[:, None] + torch.arange(answer, device=ids.device)
         inside = places <= last[:, None]
         places = places.clamp(max=ids.shape[1] - 1)

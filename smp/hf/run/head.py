@@ -9,7 +9,7 @@ around a stand-in of the decoder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -53,7 +53,9 @@ class OutputMatrix:
             )
         # The forward pass before this one, which may be that of a cut layer.
         self._plain = vars(head).get("forward") or MethodType(type(head).forward, head)
+        self._module = module
         self._batch: MicroBatch | None = None
+        self._bias: torch.Tensor | None = None
         self._result = Result()
         self._backend = backend
         self._logits = Logits.of(module, head)
@@ -65,10 +67,11 @@ class OutputMatrix:
         """Within the block the forward pass computes what ``batch`` asks for, unless that is logits, and stores it in
         the result."""
         self._batch, self._result = batch, Result()
-        try:
-            yield self._result
-        finally:
-            self._batch = None
+        with _bias_apart(self._module, "meta") if batch.labels is not None else nullcontext() as self._bias:
+            try:
+                yield self._result
+            finally:
+                self._batch = None
 
     def _forward(self, head: Any, hidden: torch.Tensor) -> torch.Tensor:
         """(batch, length, hidden) -> logits, or what stands for them."""
@@ -87,6 +90,9 @@ class OutputMatrix:
         self, head: Any, hidden: torch.Tensor, batch: MicroBatch, labels: torch.Tensor, weights: torch.Tensor
     ) -> ModelOutput:
         weight, bias = local_weight_and_bias(head) if hasattr(head, "smp_cut") else (head.weight, head.bias)
+        if self._bias is not None:
+            own = self._bias[0, self.shard.start : self.shard.start + len(weight)].to(weight.dtype)
+            bias = own if bias is None else bias + own
         hidden = hidden[:, : labels.shape[1]]  # after them are tokens that only make ranks even
         # The backward of copy_to_group sums the gradient: each rank's columns give a part of it.
         x = copy_to_group(hidden, self.shard.group).flatten(0, -2)  # (tokens, hidden)
@@ -110,6 +116,24 @@ class OutputMatrix:
         shape = labels.shape[0], labels.shape[1]
         values, result = linear_answers(*arguments, batch.answers, shape, **options)
         return ModelOutput(values=values) if result is None else ModelOutput(loss=result.loss, metrics=result.metrics)
+
+
+BIAS = "final_logits_bias"
+"""A buffer that BART and its kind add to logits behind the output matrix; no gradient trains it."""
+
+
+@contextmanager
+def _bias_apart(module: Any, device: str) -> Iterator[torch.Tensor | None]:
+    """Within the block zeros on ``device`` are in place of a model's bias of logits, which is given; None: it has
+    none."""
+    bias = module._buffers.get(BIAS)
+    if bias is not None:
+        module._buffers[BIAS] = torch.zeros_like(bias, device=device)
+    try:
+        yield bias
+    finally:
+        if bias is not None:
+            module._buffers[BIAS] = bias
 
 
 @dataclass
@@ -238,7 +262,7 @@ def _logits_of(module: Any, head: Any, columns: torch.Tensor) -> torch.Tensor:
         head: lambda *args, **kwargs: columns.clone().view(1, 1, -1),
     }
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    with _replaced(stand_ins):
+    with _replaced(stand_ins), _bias_apart(module, "cpu"):
         out: torch.Tensor = module(input_ids=ids, **({"decoder_input_ids": ids} if len(bases) == 2 else {})).logits
     return out.view(-1).float()
 

@@ -24,7 +24,7 @@ from smp.hf.planning.module_plan import dropouts
 from smp.hf.run.apart import Shift
 from smp.hf.run.cross_attention import attends_across, hide_filler, keep_apart
 from smp.hf.run.documents import CACHES, refusal_of_documents, refuse_new_caches
-from smp.hf.run.head import OutputMatrix, check_scores, row_of
+from smp.hf.run.head import BIAS, OutputMatrix, check_scores, row_of
 from smp.hf.run.images import document_positions, take_pixels, with_filler
 from smp.hf.run.lora import TokenNumbers, offer
 from smp.hf.state import adopt
@@ -51,6 +51,7 @@ class TransformersModel(Model):
     Attributes:
         module: Hugging Face's own object, whose children this module has.
         notes: what the user should hear.
+        shift: of an encoder with a decoder, what takes prompt and answer apart.
         no_documents: why documents in one sequence cannot be kept apart; empty: they can.
 
     Raises:
@@ -80,8 +81,10 @@ class TransformersModel(Model):
         self._module = (module,)
         for name, child in module.named_children():
             self.add_module(name, child)
-        # Nor buffers, such as the bias of BART's logits: nothing would give them values.
-        if own := [n for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]:
+        # Its own buffers are in one dictionary for both: BART's bias of logits.
+        self._buffers = module._buffers
+        tensors = {**module._parameters, **module._buffers}
+        if own := [name for name, tensor in tensors.items() if tensor is not None and name != BIAS]:
             raise ConfigError(f"--model-implementation transformers: {type(module).__name__} itself has {own[0]}")
         self._output = None if config.scalar_head else OutputMatrix(module, kernels.cross_entropy)
         if config.scalar_head:
@@ -93,8 +96,8 @@ class TransformersModel(Model):
         refuse_new_caches(module)
         takes = [name for name in CACHES if name in names and not config.scalar_head]
         self._cache_name = takes[0] if takes and module._supports_default_dynamic_cache() else ""
-        self._shift = Shift(module) if reads_apart(module) else None
-        if self._shift is not None:
+        self.shift = Shift(module) if reads_apart(module) else None
+        if self.shift is not None:
             self.capabilities = frozenset()
         self._slices = context.tp.size() if context.sequence_parallel else 1
         self.no_documents = refusal_of_documents(module)
@@ -129,7 +132,7 @@ class TransformersModel(Model):
         table, head = self.module.get_input_embeddings(), self.head
         if self.config.scalar_head:  # the row is read here, not by its own forward pass
             return [*units, table]
-        if self._shift is not None:  # an encoder and a decoder read the table through modules of their own
+        if self.shift is not None:  # an encoder and a decoder read the table through modules of their own
             return units
         shared = {id(p) for p in table.parameters()} & {id(p) for p in head.parameters()}  # type: ignore[union-attr]
         return units if shared or head is None else [*units, table, head]
@@ -166,8 +169,8 @@ class TransformersModel(Model):
             return self._next(batch, batch.own_cache)
         if self.training and batch.token_index is not None:
             self._numbers.index = self._even(batch.token_index)
-        if self._shift is not None:
-            return self._answered(batch, self._shift)
+        if self.shift is not None:
+            return self._answered(batch, self.shift)
         arguments: dict[str, Any] = {"input_ids": self._even(with_filler(batch)), **self._asked}
         if batch.images is not None:
             arguments |= batch.images.values

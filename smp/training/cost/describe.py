@@ -146,6 +146,8 @@ def _left_out(config: Config) -> list[str]:
     hidden = "window is" if config.model.window_size is not None else "chunks are"
     cut = config.model.attention_chunk_size is not None and config.parallel.context_parallel_size > 1
     masked = hides_tokens(config.model) and (cut or not whole)
+    if config.model.reads_apart:
+        return ["half of a row's tokens are its prompt's in it, the other half its answer's"]
     lines = ["documents are left out of it: its attention is over whole sequences"] if documents else []
     return lines + ([f"the {hidden} left out of it: its attention is over all tokens before"] if masked else [])
 

@@ -6,13 +6,15 @@ tensors without memory. So a plan for a thousand GPUs is tried on a laptop's CPU
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools import fake_collectives  # noqa: F401 (says what collectives do to fake tensors)
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -186,7 +188,8 @@ class _Tried:
 
 def _built(config: Config, setup: RunSetup, chunk_bytes: int, *, trained: bool) -> Model:
     """A model as a run has it before weights are initialized."""
-    model = assemble(config, setup)
+    with redirect_stdout(sys.stderr):  # stdout of a dry run is a recipe
+        model = assemble(config, setup)
     if setup.context.cp_group is not None:
         tokens: Any = model.tokens
         # Documents of split sequences are laid out by position, which fake tensors do not have.
@@ -200,10 +203,19 @@ def _built(config: Config, setup: RunSetup, chunk_bytes: int, *, trained: bool) 
         if isinstance(module, MoE):
             # How many rows each expert gets is read by the host in a run: here loads are even.
             module.read_counts = even_counts
+    if config.model.reads_apart:
+        # Lengths of texts are read by the host in a run.
+        cast(Any, model).shift.read_widths = half_widths
     parallelize(model, setup.context, config.parallel, setup.offload)
     if (history := fp8_history(model)) is not None:
         history.is_empty = False  # as after a step
     return model
+
+
+def half_widths(first: torch.Tensor, last: torch.Tensor, length: int) -> tuple[int, int]:
+    """Tokens of a prompt and of its answer, which fill a row of ``length`` by halves; see
+    :func:`smp.hf.run.apart.read_widths`."""
+    return (length + 1) // 2, length + 1 - (length + 1) // 2
 
 
 def even_counts(counts: torch.Tensor, rows: int) -> Any:
@@ -288,11 +300,24 @@ def _plain(config: Config) -> Config:
     return replace(config, model=model, optim=optim, parallel=replace(config.parallel, compile=False))
 
 
+def _allocate(model: Model) -> None:
+    """Allocate memory for all of ``model``. Tied parameters stay one, of which ``to_empty`` makes one for each name."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                users.setdefault(parameter, []).append((module, name))
+    model.to_empty(device=_CPU)
+    for (first, own), *others in users.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[own]
+
+
 def _measure(config: Config, context: ParallelContext, tried: _Tried, meter: Meter, copier: Copier) -> StepMeasures:
     model, passes = tried.model, tried.passes
-    model.to_empty(device=_CPU)
+    _allocate(model)
     if tried.reference.copy is not None:
-        tried.reference.copy.to_empty(device=_CPU)
+        _allocate(tried.reference.copy)
     parameters = meter.held
     optimizer = build_optimizer(model, config.optim, context.fsdp, context.expert_fsdp, copier=copier)
     # torch's optimizers allocate their state at the first step: one is made before the measured step.
