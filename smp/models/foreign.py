@@ -146,17 +146,29 @@ def _name(kind: type) -> str:
 
 
 PARTS = ("vision_model", "projector", "language_model")
-_PROJECTORS = ("projector", "connector", "merger", "projection", "vision_adapter", "aligner")
-_TOWERS = ("visual", "vision", "image_encoder", "vit")
+_LANGUAGE = ("language_model", "text_model", "text_decoder")
+_TOWERS = ("visual", "vision", "image_encoder", "image_tower", "video_tower", "vit")
+_PROJECTORS = (
+    *("projector", "connector", "merger", "projection", "vision_adapter", "aligner", "resampler", "qformer"),
+    *("query_tokens", "image_newline", "view_separator"),
+)
 
 
 def vision_part(name: str) -> str:
-    """Which of :data:`PARTS` a parameter of a vision-language model belongs to, by its name."""
+    """Which of :data:`PARTS` a parameter of a vision-language model belongs to, by its name.
+
+    A projector often lies in the module that is called visual (Qwen's merger), right below it. Further inside of a
+    tower are projections of its own, those of its patches and of its attention (InternVL); and experts for images in a
+    language model (Ernie 4.5 VL) are the language model's.
+    """
     words = name.split(".")
-    # Before the towers: a projector often lies inside of the module that is called visual.
-    if any(part in word for word in words for part in _PROJECTORS) and "language_model" not in words:
+    if any(word in _LANGUAGE for word in words):
+        return "language_model"
+    tower = next((i for i, word in enumerate(words) if word.startswith(_TOWERS)), None)
+    outside = words if tower is None else words[: tower + 2]
+    if any(part in word for word in outside for part in _PROJECTORS):
         return "projector"
-    return "vision_model" if any(word.startswith(part) for word in words for part in _TOWERS) else "language_model"
+    return "language_model" if tower is None else "vision_model"
 
 
 def freeze_parts(model: nn.Module, parts: Sequence[str]) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from smp.hf.run.model import _without_router_losses
 from tests.distributed import run_distributed
 from tests.parity.result import TOLERANCE
 from tests.training.any_model_lab import LR, largest_error, load, train_plainly, tune_types, write_type
@@ -43,3 +45,17 @@ def test_noise_of_experts_is_off_in_every_layout(kind: str, tmp_path: Path) -> N
     for run in (alone, together(list(shards)), together(list(cut))):
         errors = largest_error(run, want)
         assert max(errors.values()) <= TOLERANCE, errors
+
+
+def test_losses_of_routers_that_config_json_asks_for_are_off_with_a_note() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model, plain = (
+            MixtralForCausalLM(MixtralConfig(**small, vocab_size=64, num_key_value_heads=2, output_router_logits=asked))
+            for asked in (True, False)
+        )
+    [note] = _without_router_losses(model)
+    assert "auxiliary losses of routers are not added" in note and not model.config.output_router_logits
+    assert _without_router_losses(plain) == []

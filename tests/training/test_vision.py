@@ -138,6 +138,47 @@ def test_frozen_parts_stay_as_they_are(runs: Runs, folder: Path) -> None:
         assert max(largest_error(runs[layout], want).values()) <= TOLERANCE, layout
 
 
+PARTS_OF = {
+    "model.vision_tower.embeddings.patch_embeddings.projection.weight": "vision_model",  # InternVL
+    "model.vision_tower.encoder.layer.0.attention.projection_layer.weight": "vision_model",
+    "model.vision_tower.patch_embed.projection.weight": "vision_model",  # GOT-OCR 2
+    "model.image_tower.encoder.layers.0.mlp.fc1.weight": "vision_model",  # Video-LLaVA
+    "model.visual.patch_embed.proj.weight": "vision_model",
+    "model.visual.merger.mlp.0.weight": "projector",
+    "model.visual.deepstack_merger_list.0.norm.weight": "projector",
+    "vision_model.vision_adapter.mlp.fc1.weight": "projector",  # Llama 4
+    "model.vision_projection.linear_1.weight": "projector",  # LightOnOCR
+    "model.embed_vision.embedding_projection.weight": "projector",  # Gemma 4
+    "model.resampler_model.mlp.weight": "projector",  # Ernie 4.5 VL
+    "model.image_newline": "projector",  # LLaVA-NeXT
+    "model.language_model.layers.1.mlp.vision_moe.experts.gate_up_proj": "language_model",  # Ernie 4.5 VL
+    "model.language_model.per_layer_model_projection.weight": "language_model",  # Gemma 4
+    "lm_head.weight": "language_model",
+}
+
+
+@pytest.mark.parametrize("name", PARTS_OF)
+def test_parts_that_are_frozen_are_told_by_their_names(name: str) -> None:
+    assert vision_part(name) == PARTS_OF[name]
+
+
+def test_a_frozen_tower_is_frozen_to_its_last_parameter(tmp_path: Path) -> None:
+    """InternVL's has layers that are called projection, in front of it and in each of its blocks."""
+    folder = write_vision_type(tmp_path / "internvl", "internvl")
+    ((run,),) = run_distributed(tune_types, 1, [flags_of(folder, "--freeze-vision-model --train-iters 1")])
+    names = {name for name, _ in load(folder).named_parameters()}
+    assert run["final"].keys() == {name for name in names if not name.startswith("model.vision_tower")}
+
+
+def test_experts_of_a_model_with_images_are_spread_over_ranks(tmp_path: Path) -> None:
+    folder = write_vision_type(tmp_path / "qwen3_vl_moe", "qwen3_vl_moe")
+    flags = flags_of(folder, "--packing off --train-iters 2")
+    ((alone,),) = run_distributed(tune_types, 1, [flags])
+    ranks = run_distributed(tune_types, 2, [f"{flags} --expert-model-parallel-size 2"])
+    errors = largest_error(together([rank[0] for rank in ranks]), vision_loop(folder, alone["batches"]))
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
 def test_a_line_says_what_is_trained(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = f"{flags_of(folder, '--freeze-vision-model --train-iters 1')} --log-dir {tmp_path} --no-tensorboard"
     with clean_process():

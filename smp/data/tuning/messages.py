@@ -133,7 +133,7 @@ def _joined(parts: list[Any], where: str) -> str:
             hint = (
                 "; --model-implementation transformers sees images, if the model does" if "image" in str(kind) else ""
             )
-            raise BadSampleError(f"{where}: a content part of type {kind}, where only text is trained on{hint}")
+            raise BadSampleError(f"{where}: nothing is trained on a content part of type {kind}{hint}")
     return "".join(text_of(part.get("text"), f"a content part of {where}") for part in parts)
 
 

@@ -22,10 +22,12 @@ from smp.hf.loading.delayed import DelayedParamIniter, allocate
 from smp.hf.loading.first_values import FirstValues
 from smp.hf.planning.module_plan import dropouts
 from smp.hf.run.apart import Shift
+from smp.hf.run.causality import refuse_two_sided
 from smp.hf.run.cross_attention import attends_across, hide_filler, keep_apart
 from smp.hf.run.documents import CACHES, refusal_of_documents, refuse_new_caches
 from smp.hf.run.head import BIAS, OutputMatrix, check_scores, row_of
 from smp.hf.run.images import document_positions, take_pixels, with_filler
+from smp.hf.run.longrope import TextLengths, choose_by_text
 from smp.hf.run.lora import TokenNumbers, offer
 from smp.hf.state import adopt
 from smp.hf.transform import transform
@@ -66,8 +68,9 @@ class TransformersModel(Model):
         assert config.transformers_config is not None, "the model of another implementation"
         self.config, self.notes = config, []
         module = new_module(config.transformers_config, scores=config.scalar_head)
+        refuse_two_sided(module)
         _refuse_inner_images(module, context)
-        self.notes += _without_dropout(module)
+        self.notes += [*_without_dropout(module), *_without_router_losses(module)]
         # smp.transform reads smp.state: the run's groups are put there.
         adopt(context)
         transform(module)
@@ -77,6 +80,8 @@ class TransformersModel(Model):
         take_pixels(module)
         self._numbers = TokenNumbers()
         offer(module, context.tp, self._numbers)
+        self._lengths = TextLengths()
+        choose_by_text(module, self._lengths)
         # Next to the children, not as one: then names are Hugging Face's.
         self._module = (module,)
         for name, child in module.named_children():
@@ -165,6 +170,7 @@ class TransformersModel(Model):
         batch = micro_batch
         if (batch.labels is None) != (batch.loss_weights is None):
             raise ValueError("a loss needs labels and loss_weights, logits neither")
+        self._lengths.of_tokens = batch.sequence_lengths
         if batch.own_cache is not None:
             return self._next(batch, batch.own_cache)
         if self.training and batch.token_index is not None:
@@ -267,6 +273,17 @@ def _without_dropout(module: nn.Module) -> list[str]:
         return []
     named = ", ".join(f"{name} {value:g}" for name, value in found.items())
     return [f"note: dropout of config.json is off, its masks would depend on the layout: {named}"]
+
+
+def _without_router_losses(module: Any) -> list[str]:
+    """Let the forward pass compute no auxiliary losses of routers: a run adds none (docs/any-model.md), so their logits
+    would be kept for nothing."""
+    configs = [module.config, module.config.get_text_config(decoder=True)]
+    asked = [config for config in configs if getattr(config, "output_router_logits", False)]
+    for config in asked:
+        config.output_router_logits = False
+    said = "note: auxiliary losses of routers are not added, though config.json asks for them (output_router_logits)"
+    return [said] if asked else []
 
 
 def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
