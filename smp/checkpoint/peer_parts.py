@@ -1,7 +1,5 @@
-"""Parts of a copy in memory: what each rank says of its file as soon as that is written.
-
-A copy counts by its manifest, which is written when all ranks have heard from each other. Where a process is lost
-before that, all files may be there all the same; then the parts together are the manifest.
+"""Parts of a copy in memory: what each rank says of its file as soon as that is written, and keeps beside each copy of
+it. All parts together are the manifest.
 """
 
 from __future__ import annotations
@@ -19,9 +17,19 @@ from smp.checkpoint.format.entries import Manifest, TensorEntry
 from smp.checkpoint.format.manifest import parse_tensor
 
 
+def part_of(rank: int) -> str:
+    """The name of a rank's part."""
+    return f"part_{rank:05d}.json"
+
+
+def is_part(name: str) -> bool:
+    """Whether a file is a part by its name."""
+    return name.startswith("part_") and name.endswith(".json")
+
+
 def write_part(folder: Path, rank: int, ranks: int, manifest: Manifest) -> None:
     """Write the manifest of this rank's own file; ``ranks`` is the number of all."""
-    path = folder / f"part_{rank:05d}.json"
+    path = folder / part_of(rank)
     # Renamed when it is complete: the process may be killed at any time.
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({"rank": rank, "ranks": ranks, **asdict(manifest)}))
@@ -39,7 +47,9 @@ def read_parts(folder: Path) -> list[dict[str, Any]]:
 
 
 def manifest_of(parts: Sequence[Mapping[str, Any]]) -> Manifest | None:
-    """The manifest of the copy with these parts; None: some rank's part is missing."""
+    """The manifest of the copy with these parts, of which there may be several of a rank; None: some rank's part is
+    missing."""
+    parts = list({part["rank"]: part for part in parts}.values())
     if not parts or {part["rank"] for part in parts} != set(range(parts[0]["ranks"])):
         return None
     entries: dict[str, list[TensorEntry]] = {}

@@ -2,10 +2,11 @@
 
 A copy is a checkpoint like any other (a manifest and safetensors files), in a folder of a memory file system on each
 node. Every rank writes its file there, sends it to a rank of the next node, and keeps what it gets from the node
-before: any one node may be lost. Files are written and sent by a thread in the background; a copy counts once all nodes
-have the manifest, so all ranks go on from one step. Memory ~ 2 x (own file + neighbour's file): the copy before stays
-until the new one is whole. Of a copy that was on its way when a process was lost all files may be there as well: each
-rank says what its file holds as soon as it is written, and a start takes all that together for the manifest.
+before: any one node may be lost. Files are written and sent by a thread in the background, each with its part of the
+manifest; a copy counts if the parts and files of all ranks are there, so all ranks go on from one step. That may be one
+that was on its way when a process was lost. A start takes the parts together for the manifest: training has no work
+with it that would grow with the number of ranks. Memory ~ 2 x (own file + neighbour's file): the copy before stays
+until the new one is whole.
 
 The folder belongs to the process that started this one (torchrun), and so outlives workers that are killed and started
 again, but no job: copies of launchers that are gone are removed, and a new job never goes on from them.
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,15 @@ from smp.checkpoint.dcp_planner import Item, LocalShard, assign, items_of, local
 from smp.checkpoint.folders.latest import iteration_name, iteration_of
 from smp.checkpoint.folders.local import LocalFolder
 from smp.checkpoint.folders.lock import started_at
-from smp.checkpoint.format.entries import CheckpointError, Manifest, Shard
+from smp.checkpoint.format.entries import CheckpointError, Manifest
 from smp.checkpoint.format.manifest import MANIFEST, check_extra, read_manifest, write_manifest
 from smp.checkpoint.format.tensor_file import FileLayout, write_file
 from smp.checkpoint.peer_files import Location, PeerFolder, next_nodes, receive, send
-from smp.checkpoint.peer_parts import manifest_of, read_parts, write_part
+from smp.checkpoint.peer_parts import is_part, manifest_of, part_of, read_parts, write_part
 from smp.checkpoint.spare_files import SpareNode
 from smp.checkpoint.storage import build_manifest, write_items
 from smp.config.rules.elastic import LAUNCHER
-from smp.parallel.agree import any_rank, gather, on_rank_zero, rank
+from smp.parallel.agree import any_rank, gather, rank
 
 DONE = "done"
 """Name of a file in place of copies, with the last iteration of a run that has ended."""
@@ -84,8 +85,6 @@ class _UnderWay:
     folder: LocalFolder
     extra: Mapping[str, Any]
     thread: threading.Thread
-    written: list[tuple[Item, Shard]] = field(default_factory=list)
-    size: int = 0
     error: str = ""
 
 
@@ -113,8 +112,11 @@ class PeerCopies:
         spare: Sequence[SpareNode] = (),
     ) -> None:
         self.say, self.location, self.spare = say, location, spare
-        # All ranks know where all are: they pair up without another message.
-        self.locations: list[Location] = gather(location)
+        # All ranks know where all are: they pair up without another message. The copies of a start are numbered from a
+        # drawn number on: of an iteration that an earlier start has copied as well there are two names.
+        places, numbers = zip(*gather((location, secrets.randbits(32))), strict=True)
+        self.locations: list[Location] = list(places)
+        self._number = numbers[0]
         on_all_ranks(f"{base}: ", lambda: self._make(Path(base)), lambda _: None)
         self._to = next_nodes(self.locations)
         self._from = [r for r, to in enumerate(self._to) if to == rank()]
@@ -158,11 +160,16 @@ class PeerCopies:
                 for r, names in enumerate(found)
                 if name in names
             }
-            there = set[str]().union(*held.values(), *(names.get(name, ()) for names in elsewhere))
+            spare = [
+                {file: size for file, size in names.get(name, {}).items() if manifest.files.get(file) == size}
+                for names in elsewhere
+            ]
+            there = set[str]().union(*held.values(), *spare)
             if there.issuperset(manifest.files):
                 self._keep_only(name)
                 (self.root / name).mkdir(exist_ok=True)
-                return PeerFolder(self.root / name, self.locations, held, self._group, self.spare), manifest
+                nodes = [replace(node, copies={name: of}) for node, of in zip(self.spare, spare, strict=True)]
+                return PeerFolder(self.root / name, self.locations, held, self._group, nodes), manifest
         self._keep_only(None)
         return None
 
@@ -189,14 +196,25 @@ class PeerCopies:
         return None
 
     def _of_parts(self, name: str) -> Manifest | None:
-        """The manifest of a copy for which none was written before a process was lost, if all parts are there; the same
-        on all ranks, which call it together."""
+        """The manifest of a copy, if the parts of all ranks are there; the same on all ranks, which call it
+        together."""
+        if rank() == 0:
+            self._fetch_parts(name)
         parts = gather(read_parts(self.root / name) if self._leads else [])
         manifest = manifest_of([part for of_node in parts for part in of_node])
         if manifest is not None and self._leads:
             (self.root / name).mkdir(exist_ok=True)
             write_manifest(self.root / name, manifest)
         return manifest
+
+    def _fetch_parts(self, name: str) -> None:
+        """Fetch the parts that nodes which do not train have."""
+        for node in self.spare:
+            for file in node.copies.get(name, ()):
+                if is_part(file) and not (self.root / name / file).exists():
+                    (self.root / name).mkdir(exist_ok=True)
+                    with suppress(OSError):  # then it is not there, or cannot be read
+                        node.fetch(name, file, self.root / name / file)
 
     @property
     def _leads(self) -> bool:
@@ -212,14 +230,17 @@ class PeerCopies:
         # The staging memory is that of the copy before.
         self.wait()
         started = time.perf_counter()
-        # Memory for two copies: the newest complete one and this one.
-        self._keep_only(self._kept)
         shards = local_shards(state, rows)
         self._make_plan(shards)
-        name = f"{iteration_name(extra['progress']['iteration'])}-{self._token()}"
+        self._number = (self._number + 1) % (1 << 32)
+        name = f"{iteration_name(extra['progress']['iteration'])}-{self._number:08x}"
         folder = LocalFolder(self.root / name)
         layout = self._memory.fill({key: shards[item.name].rows(item) for key, item in self._plan})
-        self._save = _UnderWay(folder, extra, threading.Thread(target=self._work, args=(layout,), daemon=True))
+        # Memory for two copies: the newest complete one and this one. By name, and not when the thread comes to it: it
+        # may outlive this run of the process.
+        outdated = [other for other in self._copies() if other not in (self._kept, name)]
+        work = threading.Thread(target=self._work, args=(layout, outdated), daemon=True)
+        self._save = _UnderWay(folder, extra, work)
         self._save.thread.start()
         self.seconds = time.perf_counter() - started
 
@@ -242,9 +263,6 @@ class PeerCopies:
         if first:
             self._tell_size(shards)
 
-    def _token(self) -> str:
-        return on_rank_zero(lambda: secrets.token_hex(4), CheckpointError)
-
     def _tell_size(self, shards: Mapping[str, LocalShard]) -> None:
         own = sum(t.numel() * t.element_size() for t in (shards[i.name].rows(i) for _, i in self._plan))
         most, free = max(gather(own)), shutil.disk_usage(self.root).free
@@ -255,32 +273,46 @@ class PeerCopies:
             f"{free / 1e9:,.3f} GB are free there"
         )
 
-    def _work(self, layout: FileLayout) -> None:
+    def _work(self, layout: FileLayout, outdated: Sequence[str]) -> None:
         save = self._save
         assert save is not None
+        # Every rank does it before it writes, so that there is room.
+        self._remove(outdated)
         # A thread for each neighbour that sends: receiving blocks until it does. A pool has at least one.
         with ThreadPoolExecutor(1 + len(self._from)) as pool:
             folder, to = save.folder.local, self._to[rank()]
             with suppress(OSError):  # the process that writes there says it
                 folder.mkdir(exist_ok=True)
-            receiving = [pool.submit(receive, folder / _file_of(r), r, self._group) for r in self._from]
+            receiving = [pool.submit(self._receive, folder, r) for r in self._from]
             try:
                 try:
                     hashes = self._write(save.folder, layout)
-                    save.size = (folder / _file_of(rank())).stat().st_size
-                    save.written = write_items(_file_of(rank()), [item for _, item in self._plan], lambda _: hashes)
-                    self._write_part(save)
+                    self._write_part(save, hashes)
                 finally:
-                    if to is not None:  # it waits for a message, also if writing has failed here
-                        send(folder / _file_of(rank()), to, self._group)
+                    if to is not None:  # it waits for both messages, also if writing has failed here
+                        for name in (part_of(rank()), _file_of(rank())):
+                            send(folder / name, to, self._group)
                 for each in receiving:
                     each.result()
             except Exception as error:  # the other ranks hear of it at a later step
                 save.error = f"rank {rank()}: {type(error).__name__}: {error}"
 
-    def _write_part(self, save: _UnderWay) -> None:
-        manifest = build_manifest([save.written], check_extra(save.extra))
-        files = {_file_of(rank()): save.size} if save.written else {}
+    def _receive(self, folder: Path, source: int) -> None:
+        """Receive a rank's part of the manifest and its file; both, also where the first fails."""
+        failures = []
+        for name in (part_of(source), _file_of(source)):
+            try:
+                receive(folder / name, source, self._group)
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _write_part(self, save: _UnderWay, hashes: dict[str, str]) -> None:
+        file = _file_of(rank())
+        written = write_items(file, [item for _, item in self._plan], lambda _: hashes)
+        manifest = build_manifest([written], check_extra(save.extra))
+        files = {file: (save.folder.local / file).stat().st_size} if written else {}
         write_part(save.folder.local, rank(), len(self.locations), replace(manifest, files=files))
 
     def _write(self, folder: LocalFolder, layout: FileLayout) -> dict[str, str]:
@@ -299,26 +331,22 @@ class PeerCopies:
             return
         save.thread.join()
         self._save = None
-        # A number of its own is each rank's answer: what it has written, or what went wrong.
-        answers = gather((save.written, save.size, save.error))
-        if errors := [error for _, _, error in answers if error]:
+        if any_rank(bool(save.error)):
+            errors = [error for error in gather(save.error) if error]
             self.say(f"WARNING: no copy in memory: {'; '.join(errors[:3])}; training goes on")
             shutil.rmtree(save.folder.local, ignore_errors=True)
             return
-        files = {_file_of(r): size for r, (_, size, _) in enumerate(answers)}
-        manifest = build_manifest((written for written, _, _ in answers), check_extra(save.extra))
-        named = {shard.file for entry in manifest.tensors.values() for shard in entry.shards}
-        manifest = replace(manifest, files={name: size for name, size in files.items() if name in named})
-        if self._leads:
-            write_manifest(save.folder, manifest)
         self.newest, self._kept = save.extra["progress"]["iteration"], save.folder.name
 
     def _keep_only(self, name: str | None) -> None:
         """Remove all other copies on this node."""
         self._kept = name
-        for other in self._copies() if self._leads else []:
-            if other != name:
-                shutil.rmtree(self.root / other, ignore_errors=True)
+        if self._leads:
+            self._remove([other for other in self._copies() if other != name])
+
+    def _remove(self, copies: Sequence[str]) -> None:
+        for name in copies:
+            shutil.rmtree(self.root / name, ignore_errors=True)  # another rank may do the same
 
     def ended(self) -> int | None:
         """The last iteration of a run that an earlier start of the workers has finished, found on any node; None: there

@@ -33,13 +33,13 @@ class SpareNode:
     """Where a spare node's files are.
 
     Attributes:
-        copies: names of the files of each copy.
+        copies: sizes in bytes of the files of each copy, by name.
     """
 
     host: str
     port: int
     token: str
-    copies: dict[str, list[str]]
+    copies: dict[str, dict[str, int]]
 
     def fetch(self, copy: str, file: str, to: Path) -> None:
         """Write one of the node's files to ``to``.
@@ -73,14 +73,15 @@ def serving(root: Path, store: dist.Store, rank: int, towards: str) -> Iterator[
     """
     family, address = _own_address(towards)
     token = secrets.token_hex(16)
-    copies = {path.name: os.listdir(path) for path in root.iterdir() if path.is_dir()} if root.is_dir() else {}
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    copies = {folder.name: {path.name: path.stat().st_size for path in folder.iterdir()} for folder in folders}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             given, copy, file = (*self.path.strip("/").split("/"), "", "")[:3]
             # compare_digest takes equally long for any wrong token. Only listed names are served,
             # never a path.
-            if not secrets.compare_digest(given, token) or file not in copies.get(copy, []):
+            if not secrets.compare_digest(given, token) or file not in copies.get(copy, ()):
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
             with (root / copy / file).open("rb") as data:

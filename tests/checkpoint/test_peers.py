@@ -154,10 +154,16 @@ def test_tensors_may_change_from_copy_to_copy(tmp_path: Path) -> None:
 
 
 def smaller(rank: int, world: int, base: str) -> dict[str, torch.Tensor] | None:
-    """Three nodes make a copy; the third is lost, and of the others one trains on and one is spare."""
+    """Three nodes make a copy; the third is lost, and of the others one trains on and one is spare. What that has of a
+    newer copy was cut off."""
     with pytest.MonkeyPatch.context() as patch:
         copies = started(base, rank, patch)
         copy(copies, state_of(world, 5.0), 5)
+        newer = copies.root / "iter_0000006-00000000"
+        shutil.copytree(copies.root / str(copies._kept), newer)
+        if rank == 1:
+            with (newer / "shard_00001.safetensors").open("r+b") as file:
+                file.truncate(8)
         dist.barrier()
         dist.destroy_process_group()
         if rank > 0:
@@ -168,7 +174,7 @@ def smaller(rank: int, world: int, base: str) -> dict[str, torch.Tensor] | None:
             (node,) = spare_nodes(store, [1], timedelta(seconds=5))
             refused = replace(node, token="0" * 32)
             with pytest.raises(OSError, match="404"):
-                refused.fetch(next(iter(node.copies)), "manifest.json", Path(base) / "x")
+                refused.fetch(next(iter(node.copies)), "part_00001.json", Path(base) / "x")
             found = started(base, 0, patch, [node]).find()
             assert found is not None
             state = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -200,16 +206,20 @@ def test_a_full_memory_is_said_and_training_goes_on(tmp_path: Path) -> None:
     assert "WARNING: no copy in memory: " in said[-1] and "rank 1: OSError: [Errno 28] No space left" in said[-1]
 
 
-def lost_in_between(rank: int, world: int, base: str, torn: bool) -> Any:
-    """A process is lost when the files of a second copy are written, or all but one, and before anybody knows that."""
+def lost_in_between(rank: int, world: int, base: str, lost: str) -> Any:
+    """A process is lost when the files of a second copy are written, or all but one, and before anybody knows that; or
+    its node is, with its memory."""
     with pytest.MonkeyPatch.context() as patch:
         first = started(base, rank, patch)
         copy(first, state_of(world, 6), 6)
         first.begin(state_of(world, 9), {"progress": {"iteration": 9}}, {})
         assert first._save is not None
         first._save.thread.join()
-        if torn and rank == 1:
+        if lost == "part":
             (first._save.folder.local / "part_00001.json").unlink()
+        dist.barrier()
+        if lost == "node" and rank == 1:
+            shutil.rmtree(first.root)
         dist.barrier()
         found = started(base, rank, patch).find()
         assert found is not None
@@ -219,7 +229,7 @@ def lost_in_between(rank: int, world: int, base: str, torn: bool) -> Any:
 
 
 def test_a_copy_is_whole_when_its_files_are(tmp_path: Path) -> None:
-    for torn, iteration in ((False, 9), (True, 6)):
-        for extra, state in run_distributed(lost_in_between, 2, str(tmp_path / str(iteration)), torn):
+    for lost, iteration in (("process", 9), ("node", 9), ("part", 6)):
+        for extra, state in run_distributed(lost_in_between, 2, str(tmp_path / lost), lost):
             assert extra == {"progress": {"iteration": iteration}}
             assert torch.equal(state["sharded"], torch.arange(35.0).view(7, 5) + iteration)
