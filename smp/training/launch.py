@@ -25,7 +25,7 @@ from smp.convert.convert import ERRORS
 from smp.parallel.agree import on_all_or_none
 from smp.parallel.network.group import CollectiveError
 from smp.pipeline.failure import PipelineError, naming
-from smp.training.checkpoints.hf_export import export_hugging_face, require_exportable
+from smp.training.checkpoints.hf_export import ExportStore, export_hugging_face, require_exportable
 from smp.training.cost.describe import describe
 from smp.training.errors import TrainingError
 from smp.training.faults.copies import EndedError
@@ -168,12 +168,16 @@ def _train(
         ended_for_spares(process)
     if outcome.status in ("done", "requeue") and (lost := _last_barrier(name)):
         report_own(lost, process.rank)  # its own exit code says it failed; the work is done
+    store = ExportStore.of_this_run() if exports else None
     if dist.is_initialized():
         dist.destroy_process_group()
     # After the groups are gone: it takes minutes, in which other ranks would run into a timeout.
-    if exports and process.rank == 0:  # the others have nothing to wait for
-        outcome = _exported(config, outcome, watchdog)
-        _write_outcome(config, process, outcome, run)
+    if store is not None and process.rank == 0:
+        with store.telling():
+            outcome = _exported(config, outcome, watchdog)
+            _write_outcome(config, process, outcome, run)
+    elif store is not None and process.local_rank == 0:
+        store.wait(watchdog.progress)
     return exit_code_of(config, outcome.signalled, _CODES[outcome.status])
 
 

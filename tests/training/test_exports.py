@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import finetune
 from smp.checkpoint.folders.folder import LocalFolder
 from smp.checkpoint.format.entries import CheckpointError
 from smp.config import ModelConfig, resolve_model
 from smp.data.tokenizers.files import load_tokenizer
+from smp.training.checkpoints.hf_export import ExportStore
 from smp.training.tuning.adapter_files import _require_same_model
 from tests.training.flag_runs import clean_process, run_here
 from tests.training.tiny_hf import WORDS, write_model, write_samples, write_tokenizer
@@ -27,6 +29,23 @@ TEXTS = "--no-mock-data --data-path texts.jsonl --train-iters 1 --save run --voc
 def texts(tmp_path: Path) -> Path:
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{word}"}}\n' for word in WORDS * 20))
     return tmp_path
+
+
+def test_other_nodes_wait_for_the_export() -> None:
+    """Their torchruns would leave five minutes after their last process, and one of them may keep the rendezvous."""
+    store, looks = dist.HashStore(), list[int]()
+
+    def progress() -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            with pytest.raises(OSError), ExportStore(store).telling():
+                raise OSError("a failed export has ended, too")
+
+    ExportStore(store).wait(progress)
+    assert len(looks) == 2
+    ExportStore(None).wait(progress)
+    with ExportStore(None).telling():
+        pass
 
 
 def exported(folder: Path, flags: str, *more: str) -> Path:

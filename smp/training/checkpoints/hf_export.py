@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.folders.latest import iteration_name
@@ -22,6 +26,42 @@ HF_MODEL = "hf_model"
 """Folder next to the checkpoints of a run with the model of its end."""
 # Files that are read and written at the same time.
 _WORKERS = 2
+_EXPORTED = "smp/exported"
+
+
+class ExportStore:
+    """Where rank 0 tells the first processes of the other nodes that its export has ended. A torchrun whose processes
+    have all ended leaves after five minutes, and if it kept the rendezvous, that of rank 0 would fail and kill it.
+
+    Args:
+        store: torch's, which outlives the process groups; None: there is one process.
+    """
+
+    def __init__(self, store: dist.Store | None) -> None:
+        self._store = store
+
+    @staticmethod
+    def of_this_run() -> ExportStore:
+        """While there are process groups."""
+        return ExportStore(distributed_c10d._get_default_store() if dist.is_initialized() else None)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Context of the export."""
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # whoever kept the store is gone, and so are all that wait
+                if self._store is not None:
+                    self._store.set(_EXPORTED, "")
+
+    def wait(self, progress: Callable[[], None]) -> None:
+        """Wait for the end of the export, however long it takes; ``progress`` is called all the time."""
+        # Rank 0, which may keep the store, ends at once after it has told.
+        with suppress(RuntimeError):
+            while self._store is not None and not self._store.check([_EXPORTED]):
+                progress()
+                time.sleep(0.5)
 
 
 def require_exportable(config: Config) -> None:
