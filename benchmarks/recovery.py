@@ -11,16 +11,15 @@ noticed it; "let go", that has let go of groups and model; "met", both are there
 
     python -m benchmarks.recovery --cost --times 20
 
-What the means of recovery cost while nothing fails, with a copy every 10 steps: for how long copies stop training, and
-the processor time of their threads, of the keepers, of the processes that are held ready, and of the threads besides
-training, as shares of the time of a step. (Two runs of which one has no copies differ by more, on any machine with
-other work.)
+What the means of recovery cost while nothing fails, with a copy every 10 steps: processor time of making copies in the
+thread that trains, of the threads that write them, of all other threads, of the keepers, and of the processes that are
+held ready, as shares of the processor time of the thread that trains. (Other work on the machine changes that little;
+by the clock two runs of which one has no copies differ by more than copies take.)
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import signal
@@ -44,11 +43,12 @@ KINDS = {
     "restart, file": "--save ck --load auto --save-interval 1 --keep-last-k 2",
 }
 PHASES = ("detected", "let go", "met", "state", "step")
+TRAINS = "trains"
 _TOLD = re.compile(r"rank \d+: restart \d+ in process: after the loss let go ([\d.]+) s, all there ([\d.]+) s, state")
 EACH = 4
 """Failures of one job, before the next kind has its turn."""
-STEPS = 100
-"""Of a run that is measured while nothing fails."""
+STEPS = 40
+"""Of a run that is measured while nothing fails: with 4 copies."""
 TIMED = """
 import os, sys, time
 if "SMP_KEEPER" in os.environ:
@@ -64,11 +64,11 @@ if "SMP_KEEPER" in os.environ:
             finally:
                 file.write(f"{word} {clock() - began}\\n")
         setattr(of, name, outer)
-    timed(copies.RunCopies, "make", "stop", time.perf_counter)
-    timed(copies.RunCopies, "poll", "stop", time.perf_counter)
+    timed(copies.RunCopies, "make", "stop", time.thread_time)
+    timed(copies.RunCopies, "poll", "stop", time.thread_time)
     timed(peers.PeerCopies, "_work", "thread", time.thread_time)
 """
-"""First lines of a program: what copies take."""
+"""First lines of a program: what processor time copies take."""
 
 
 def recover(job: Job, inside: bool) -> dict[str, float]:
@@ -136,14 +136,12 @@ def wait_until_idle(pid: int) -> None:
     ticks, before = -1, -2
     while ticks > before + 1:
         time.sleep(1)
-        before = ticks
-        # utime and stime, behind "pid (name)".
-        ticks = sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
+        before, ticks = ticks, _ticks(Path(f"/proc/{pid}/stat"))
 
 
 def costs(times: int, folder: Path) -> None:
-    """For how long copies stop training, and what processor time their threads, the keepers, the processes that are
-    held ready, and the other threads use; of the time of a run."""
+    """Processor time of copies, of the keepers, of the processes that are held ready, and of other threads, as shares
+    of that of the threads that train."""
     shares: dict[str, list[float]] = {}
     for number in range(times):
         job = Job(
@@ -161,38 +159,45 @@ def costs(times: int, folder: Path) -> None:
 
             def spent(of: tuple[list[int], ...] = (keepers, ready, trainers), job: Job = job) -> dict[str, float]:
                 stops, threads = zip(*(copies_of(path) for path in job.folder.glob("copies*")), strict=True)
-                own = {"keepers": used(of[0]), "held ready": used(of[1]), "other threads": used(of[2], True)}
-                return {"copies stop training": sum(stops), "threads of copies": sum(threads)} | own
+                main, others = used(of[2], "main"), used(of[2], "others") - sum(threads)
+                own = {"keepers": used(of[0]), "held ready": used(of[1]), "other threads": others}
+                return {TRAINS: main, "copies, in training": sum(stops), "copies, beside it": sum(threads)} | own
 
             job.reach(job.iteration + 1)
-            first, began, before = job.iteration, time.monotonic(), spent()
+            first, before = job.iteration, spent()
             job.reach(first + STEPS)
-            seconds, after = time.monotonic() - began, spent()
-            print(f"{STEPS} steps in {seconds:.1f} s:", end=" ")
-            for kind, of_it in after.items():
-                shares.setdefault(kind, []).append((of_it - before[kind]) / len(keepers) / seconds)
+            taken = {kind: of_it - before[kind] for kind, of_it in spent().items()}
+            trained = taken.pop(TRAINS)
+            print(f"{1000 * trained / len(keepers) / (job.iteration - first):.0f} ms a step and rank:", end=" ")
+            for kind, of_it in taken.items():
+                shares.setdefault(kind, []).append(of_it / trained)
         finally:
             job.close()
         print({kind: f"{100 * found[-1]:.2f} %" for kind, found in shares.items()}, flush=True)
     for kind, found in shares.items():
         print(f"{kind:20} {100 * statistics.median(found):.2f} % of a step, median of {times}")
+    print(f"{'together':20} {100 * statistics.median(map(sum, zip(*shares.values(), strict=True))):.2f} %")
 
 
 def copies_of(path: Path) -> tuple[float, float]:
-    """Seconds so far in which copies have stopped a rank, and of processor time in their threads."""
+    """Seconds of processor time so far that copies took of the thread that trains, and of their own."""
     lines = [line.split() for line in path.read_text().splitlines()]
     return tuple(sum(float(line[1]) for line in lines if line[0] == kind) for kind in ("stop", "thread"))  # type: ignore[return-value]
 
 
-def used(pids: list[int], threads: bool = False) -> float:
-    """Seconds of processor time of processes so far, or of their threads but the first ones."""
+def used(pids: list[int], threads: str = "all") -> float:
+    """Seconds of processor time of processes so far: of "all" threads, of the "main" ones, or of the "others", also of
+    those that have ended."""
     ticks = 0
     for pid in pids:
-        of = [path for path in Path(f"/proc/{pid}/task").iterdir() if path.name != str(pid)] if threads else []
-        for path in of if threads else [Path(f"/proc/{pid}")]:
-            with contextlib.suppress(OSError):  # it has ended
-                ticks += sum(map(int, (path / "stat").read_text().rsplit(")", 1)[1].split()[11:13]))
+        whole, main = (_ticks(Path(f"/proc/{pid}") / path) for path in ("stat", f"task/{pid}/stat"))
+        ticks += {"all": whole, "main": main, "others": whole - main}[threads]
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(path: Path) -> int:
+    """utime and stime, behind "pid (name)"."""
+    return sum(map(int, path.read_text().rsplit(")", 1)[1].split()[11:13]))
 
 
 def main() -> None:
