@@ -13,20 +13,22 @@ from tests.training.tuning_lab import together, tune_all
 
 pytest.importorskip("transformers")
 
+SHORT = "--train-iters 2"
+"""Of four steps: the policy that sampled and another one, or two generations."""
 METHODS = {
-    "grpo": "--objective grpo",
+    "grpo": f"--objective grpo {SHORT}",
     "several steps": "--objective grpo --loss-type grpo --steps-per-generation 2 --num-iterations 2 --beta 0.05 "
     "--temperature 0.7",
-    "dr_grpo, lora": "--objective dr_grpo --lora-rank 4 --beta 0.05 --kl-estimator k2",
-    "gspo": "--objective gspo --num-iterations 2 --epsilon 0.002 --epsilon-high 0.003 --beta 0.02",
-    "cispo": "--objective cispo --num-iterations 2 --epsilon-high 1.0",
-    "rloo": "--objective rloo --num-iterations 2",
+    "dr_grpo, lora": f"--objective dr_grpo --lora-rank 4 --beta 0.05 --kl-estimator k2 {SHORT}",
+    "gspo": f"--objective gspo --num-iterations 2 --epsilon 0.002 --epsilon-high 0.003 --beta 0.02 {SHORT}",
+    "cispo": f"--objective cispo --num-iterations 2 --epsilon-high 1.0 {SHORT}",
+    "rloo": f"--objective rloo --num-iterations 2 {SHORT}",
     "reinforce++": "--objective reinforce++ --beta 0.1 --eval-interval 2 --num-generations 1",
     "dapo": "--objective dapo --reward-funcs {0}/rewards.py:rare --max-sampling-rounds 3 --overlong-buffer-len 4",
     "ahead": "--objective grpo --one-step-off-policy --mask-truncated-completions --importance-sampling-mode "
     "sequence_truncate --importance-sampling-clip-max 1.01 --max-completion-length 16",
     "chat": "--objective grpo --data-path {0}/chat.jsonl --off-policy-mask-threshold -0.001 --num-iterations 2",
-    "reward model": "--objective grpo --reward-model {0}/rm --reward-model-weight 0.5",
+    "reward model": f"--objective grpo --reward-model {{0}}/rm --reward-model-weight 0.5 {SHORT}",
     "following": "--objective grpo --beta 0.3 --num-iterations 2 --sync-ref-model --ref-model-sync-steps 3",
     "sapo": "--objective grpo --loss-type sapo --steps-per-generation 2",
 }
