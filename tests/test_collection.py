@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +26,7 @@ def needless(path: Path) -> set[str]:
     """Packages that the file imports as soon as it is collected, without ``pytest.importorskip`` before it."""
     found: set[str] = set()
     for statement in ast.parse(path.read_text()).body:
-        if "importorskip" in ast.unparse(statement) and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)) and "importorskip" in ast.unparse(statement):
             break  # what follows is for machines that have it
         found |= set(imported(statement))
     return found - OURS - BASE - FOR_TESTS - set(sys.stdlib_module_names)
@@ -49,6 +50,7 @@ def asked_for(statement: ast.stmt) -> set[str]:
     }
 
 
+@cache
 def skipped_without(path: Path) -> tuple[set[str], set[str]]:
     """(packages that the file asks for, packages that files of tests which it imports ask for besides)."""
     own: set[str] = set()
