@@ -128,7 +128,8 @@ def device_of(given: Any) -> Device:
     }
     if "node_link" in known:
         known["node_link"] *= GB
-    if given.gpus_per_node is not None and given.nvlink_domain is None:
+    # NVLink then connects a node of another size, but where it connects a rack, whatever its nodes are.
+    if given.gpus_per_node is not None and given.nvlink_domain is None and device.domain <= device.devices_per_node:
         known["domain"] = 0
     return replace(device, **known)
 
@@ -283,7 +284,9 @@ def predicted(given: Any, flags: Sequence[str]) -> tuple[list[Candidate], int, D
         )
     if on_cpu:
         measured, times = timed(fitting, given.gpus, lambda line: print(line, file=sys.stderr, flush=True))
-        fitting, device = ranked(measured), replace(device, peak=times.product_rate())
+        fitting, rate = ranked(measured), times.product_rate()
+        # As a data sheet's, which is of bf16; products in fp32 were measured.
+        device = replace(device, peak=rate / device.peak_of(bf16=asked.parallel.bf16) * device.peak)
     return fitting, len(found), device
 
 
@@ -307,7 +310,8 @@ def outlook(given: Any, best: Candidate, device: Device, goodput: float) -> str:
     watts = given.watts or (None if given.gpu == CPU else device.watts or None)
     per_second = best.tokens_per_second() * given.gpus
     found = Outlook.of(given.tokens, per_second, given.gpus, goodput, price=given.gpu_hour_price, watts=watts)
-    return f"{given.tokens:g} tokens with the first layout: {found}"
+    failures = "" if given.mtbf_hours is not None else "; failures cost nothing here: say how many with --mtbf-hours"
+    return f"{given.tokens:g} tokens with the first layout: {found}{failures}"
 
 
 def changed_by(given: Any) -> tuple[Any, list[str]]:

@@ -18,15 +18,21 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ShareErrors:
-    """Relative standard deviations of a device's shares. The defaults, for devices that were not measured, are those of
-    the factors that fit published runs (published/fit.yaml): the root mean square of their logarithms over trainers and
-    kinds of GPU. The host's is an assumption."""
+    """Relative standard deviations of a device's shares, and of a step where they fit. The defaults, for devices that
+    were not measured, are those of the factors that fit published runs (published/fit.yaml): the root mean square of
+    their logarithms over trainers and kinds of GPU. The host's is an assumption.
+
+    Attributes:
+        formula: what is left of a step's error when the shares fit, each layout's own. Two thirds of the published runs
+            used for fitting are within it (docs/planning-errors.md).
+    """
 
     product: float = 0.41
     attention: float = 0.38
     memory: float = 0.25
     link: float = 0.14
     host: float = 0.5
+    formula: float = 0.08
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,10 @@ class Device:
     contention: float = 1.0
     watts: float = 700.0
     errors: ShareErrors = ShareErrors()
+
+    def peak_of(self, *, bf16: bool) -> float:
+        """FLOP/s of dense products in bf16, or of fp32 numbers, which take TF32 and half of that."""
+        return self.peak if bf16 else self.peak / 2
 
     @property
     def connected(self) -> int:

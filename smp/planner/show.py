@@ -27,11 +27,13 @@ WORDS = {
 
 
 def mfu(found: Candidate, device: Device) -> float:
-    """Model FLOPs utilization: the share of the device's peak that the model's FLOPs take."""
+    """Model FLOPs utilization: the share of the device's peak that the model's FLOPs take. That peak is bf16's, with
+    FP8, too, or TF32's where the run is in fp32."""
     model, length = found.config.model, found.config.data.seq_length
     assert model.vocab_size is not None and length is not None
     # Without recompute, as MFU is defined (PaLM, arXiv 2204.02311).
-    return found.tokens_per_second() * training_flops_per_token(model, length, model.vocab_size) / device.peak
+    flops = found.tokens_per_second() * training_flops_per_token(model, length, model.vocab_size)
+    return flops / device.peak_of(bf16=found.config.parallel.bf16)
 
 
 def what_binds(found: Candidate) -> str:

@@ -69,7 +69,7 @@ class StepModel:
         self.tokens = data.micro_batch_size * data.seq_length // layout.cp
         self.micro_batches = count_micro_batches(data, layout.data_parallel)
         self.width = 2 if parallel.bf16 else 4
-        self.peak = device.peak if parallel.bf16 else device.peak / 2  # TF32
+        self.peak = device.peak_of(bf16=parallel.bf16)
         self.fp8 = Fp8Costs.of(parallel)
         self.gathered_width = 1 if parallel.fp8_param_gather else self.width
         self.offloaded = _offloaded(config, layout) if parallel.offload_activations else 0.0

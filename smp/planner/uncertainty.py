@@ -2,7 +2,7 @@
 
 A share of a device that is off by a relative error moves the parts that are divided by it, in all layouts alike: the
 difference of two layouts feels only what one has more of than the other. What is left of the formula's error when its
-shares fit, ``MODEL``, is each layout's own.
+shares fit is each layout's own.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from smp.planner.devices import ShareErrors
 from smp.planner.search import Candidate
 from smp.planner.seconds import StepTime
 
-MODEL = 0.08
-"""Relative standard deviation of the formula with fitted shares: two thirds of the published runs used for fitting are
-within it (docs/planning-errors.md)."""
 SURE = 1.645
 """Standard deviations on either side, which would hold 90 % of normal errors. docs/planning-errors.md counts how many
 published runs they hold."""
@@ -37,7 +34,7 @@ DIVIDED_BY = {
 
 def weights(time: StepTime) -> Mapping[str, float]:
     """How a step depends on each share: the relative increase of its time when the share is lower."""
-    found = dict.fromkeys(vars(ShareErrors()), 0.0)
+    found = dict.fromkeys(DIVIDED_BY.values(), 0.0)
     for part, share in DIVIDED_BY.items():
         found[share] += getattr(time, part)
     working = sum(found.values()) or 1.0
@@ -47,7 +44,7 @@ def weights(time: StepTime) -> Mapping[str, float]:
 def relative_error(time: StepTime, errors: ShareErrors) -> float:
     """Half of the interval around the step time, relative to it: ``SURE`` standard deviations."""
     variance = sum((weight * getattr(errors, share)) ** 2 for share, weight in weights(time).items())
-    return SURE * math.sqrt(MODEL**2 + variance)
+    return SURE * math.sqrt(errors.formula**2 + variance)
 
 
 def told_apart(one: StepTime, other: StepTime, errors: ShareErrors) -> bool:
@@ -55,7 +52,7 @@ def told_apart(one: StepTime, other: StepTime, errors: ShareErrors) -> bool:
     # An error of a share moves both layouts: only the difference of their weights counts.
     a, b = weights(one), weights(other)
     shared = sum(((a[share] - b[share]) * getattr(errors, share)) ** 2 for share in a)
-    return abs(math.log(one.total / other.total)) > SURE * math.sqrt(shared + 2 * MODEL**2)
+    return abs(math.log(one.total / other.total)) > SURE * math.sqrt(shared + 2 * errors.formula**2)
 
 
 def as_good_as_the_first(best: Sequence[Candidate], errors: ShareErrors) -> int:

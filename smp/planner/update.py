@@ -34,7 +34,7 @@ def update_seconds(config: Config, layout: Layout, device: Device, owned: Iterab
         if trained_by_muon(optim, parameter):
             flops = elements * orthogonalizing_flops(parameter, optim.muon_num_ns_steps)
             # Half of the bf16 peak: TF32.
-            seconds += flops / (device.peak / 2 * device.product_share)
+            seconds += flops / (device.peak_of(bf16=False) * device.product_share)
             ranks = layout.tp * layout.cp * layout.dp_shard
             if ranks > 1:
                 link = device.local_link if ranks <= device.connected else device.node_link

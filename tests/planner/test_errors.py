@@ -14,7 +14,6 @@ from smp.planner.published.errors import PAGE, factors, page, percentile, row_of
 from smp.planner.published.fit import cost, scaled
 from smp.planner.published.runs import Factors, Run, runs, sources
 from smp.planner.step_time import StepModel
-from smp.planner.uncertainty import MODEL
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +72,7 @@ def test_errors_of_shares_are_those_of_the_fitted_factors() -> None:
         assert getattr(ShareErrors(), share) == pytest.approx(rms, abs=0.005), share
     rows = [line.split("|") for line in listed().splitlines() if line.count("|") == 10 and " % |" in line]
     used = [abs(float(re.sub("[ %]", "", row[8]))) for row in rows if not row[9].strip()]
-    assert sum(error <= 100 * MODEL for error in used) / len(used) == pytest.approx(2 / 3, abs=0.02)
+    assert sum(error <= 100 * ShareErrors().formula for error in used) / len(used) == pytest.approx(2 / 3, abs=0.02)
     (counted,) = re.findall(r"rows \((\d+) %\); .* predicts (\d+) % of the rows too fast", listed())
     said = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     assert f"inside in {counted[0]} %" in said and f"and {counted[1]} % of the rows are predicted too fast" in said

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +17,11 @@ from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Op, Schedule
 from smp.planner import machine, operands
 from smp.planner.devices import DEVICES
 from smp.planner.machine import MachineTimes, Timed, alike, host_time, is_free, kind_of, time_calls, timed_calls
-from smp.planner.measured import Recorded, step_time
+from smp.planner.measured import ERRORS, Recorded, step_time
 from smp.planner.processors import play
 from smp.planner.record import Calls, Collective, Operator, Place, TensorLike, like
 from smp.planner.step_time import StepModel
+from smp.planner.uncertainty import SURE
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
 
@@ -223,6 +226,17 @@ def test_a_schedule_is_played_with_what_ranks_do_themselves() -> None:
     # Forward passes of rank 0 and rank 1 overlap once, backward passes as well: 1F1B's 2 x (2 + 1) of a unit each.
     assert play(two, costs, lambda ranks: 1.0) == pytest.approx(6)
     assert play(two, costs, lambda ranks: 1 / ranks) == pytest.approx(8)
+
+
+def test_the_interval_is_that_of_the_published_table() -> None:
+    text = (Path(__file__).parents[2] / "benchmarks/results/planner_cpu.txt").read_text(encoding="utf-8")
+    rows = [(float(a), float(b)) for a, b in re.findall(r"\| +([\d.]+) \| +([\d.]+) \|", text)]
+    logs = [math.log(seconds / predicted) for predicted, seconds in rows]
+    assert len(rows) == 24
+    assert math.sqrt(sum(x * x for x in logs) / len(logs)) == pytest.approx(ERRORS.formula, abs=0.005)
+    inside = sum(abs(b / a - 1) <= SURE * ERRORS.formula for a, b in rows)
+    said = (Path(__file__).parents[2] / "docs/planning.md").read_text(encoding="utf-8")
+    assert f"{inside} of the 24 are within it" in said
 
 
 def test_nan_is_found_again_after_it_came_from_another_process() -> None:

@@ -17,6 +17,7 @@ from smp.planner.published.errors import PAGE
 from smp.planner.scaling import sizes
 from smp.planner.search import candidates
 from smp.planner.seconds import StepTime
+from smp.planner.show import mfu
 from smp.planner.step_time import StepModel
 from smp.planner.uncertainty import relative_error, told_apart
 from tools.plan import EXPERTS_IN_BF16, asked_for, device_of, main, read_arguments
@@ -80,6 +81,27 @@ def test_what_the_user_knows_of_the_cluster_is_taken(flags: str, field: str, val
     assert getattr(device_of(given), field) == value
 
 
+def test_a_rack_stays_connected_whatever_its_nodes_are() -> None:
+    """Also where the number of GPUs per node is given as it is by default."""
+    for kind, each, connected in (("gb200", 4, 72), ("gb200", 2, 72), ("b200", 8, 8), ("h100", 4, 4)):
+        given, _ = read_arguments(["--gpus", "72", "--gpu", kind, "--gpus-per-node", str(each)])
+        assert device_of(given).connected == connected, kind
+    given, _ = read_arguments(["--gpus", "72", "--gpu", "gb200", "--gpus-per-node", "8", "--nvlink-domain", "8"])
+    assert device_of(given).connected == 8
+
+
+def test_utilization_is_of_the_peak_in_the_precision_of_the_run() -> None:
+    """Products in fp32 take half of bf16's peak: a device that reaches all of that is used fully in either."""
+    # So slow that products are all of a step.
+    device = replace(DEVICES["h100"], peak=1e9, product_share=1.0, attention_share=1.0, tiles=1)
+    decided = {"tensor_model_parallel_size", "recompute_granularity", "micro_batch_size"}
+    used = []
+    for flags in (f"{SMALL} --bf16", f"{SMALL} --no-bf16"):
+        (found,) = candidates(asked_for(f"{flags} --seq-length 256".split(), 1), 1, device, decided)
+        used.append(mfu(found, device))
+    assert used[0] == pytest.approx(used[1], rel=1e-3) and 0.9 < used[0] <= 1
+
+
 def test_a_narrow_spine_slows_what_crosses_it_and_a_large_domain_what_does_not_fit_a_node() -> None:
     flags = "--model llama3-8b --tensor-model-parallel-size 8 --sequence-parallel --global-batch-size 128 --mock-data"
     resolved = resolve(load_config([*flags.split(), "--bf16", "--dry-run"], PRESETS), 512)
@@ -112,7 +134,8 @@ def test_a_measured_device_is_planned_for(tmp_path: Path, capsys: pytest.Capture
     sizes_ = "--vocab-size 512 --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64"
     out = said(f"--gpus 1 --gpu {path} {sizes_} --global-batch-size 4 --top 1", capsys)
     assert "layouts fit" in out and "±" in out
-    assert "MWh" not in said(f"--gpus 1 --gpu {path} {sizes_} --global-batch-size 4 --top 1 --tokens 1e6", capsys)
+    out = said(f"--gpus 1 --gpu {path} {sizes_} --global-batch-size 4 --top 1 --tokens 1e6", capsys)
+    assert "MWh" not in out and "failures cost nothing here: say how many with --mtbf-hours" in out
     for wrong in ("peak: fast\n", re.sub("peak: .*", "peak: 0", text, count=1)):
         path.write_text(wrong)
         assert main(f"--gpus 1 --gpu {path} {sizes_}".split()) == 2
