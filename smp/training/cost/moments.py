@@ -58,7 +58,6 @@ class Moments:
     logits: int
     backward: int
     input_part: int
-    weight_part: int
     embedding: int
     head: int
     block: int
@@ -67,6 +66,7 @@ class Moments:
     own_first: int
     ends: int
     tied: int
+    weight_part: int = 0
 
     @property
     def most(self) -> int:

@@ -163,6 +163,7 @@ class PartBytes:
         first: of them that come when its backward pass reaches its first block: of that block, and of the embedding.
         gathered: its weights in compute precision, where they stay gathered between its passes; else 0.
         sent: what comes and goes while they are reduced.
+        made: gradients of its blocks in compute precision, which a weight part has until it adds them to their sums.
     """
 
     gradients: int
@@ -170,6 +171,7 @@ class PartBytes:
     first: int
     gathered: int
     sent: int
+    made: int
 
 
 def bytes_of_parts(config: Config, layout: Layout, share: Share, weights: Weights) -> list[PartBytes]:
@@ -182,6 +184,7 @@ def bytes_of_parts(config: Config, layout: Layout, share: Share, weights: Weight
         counted = own.elements - own.vocabulary * tied
         gathered = 0 if config.parallel.pipeline_reshard else weights.gathered * counted // share.elements
         gradients, first = 4 * counted, 4 * (own.blocks[:1] or [0])[0]
+        made = 2 * sum(own.blocks) if config.parallel.bf16 and not weights.partly else 0
         if part.embedding and not tied:
             first += 4 * own.vocabulary
         sent = _sent(layout, own, weights.sharing)
@@ -189,7 +192,7 @@ def bytes_of_parts(config: Config, layout: Layout, share: Share, weights: Weight
             layers = max(1, len(share.layers))
             gradients, first = weights.gradients * len(own.layers) // layers, 0
             sent = _with_share(4 * weights.adapters // layers, weights.sharing)
-        found.append(PartBytes(gradients, gradients // weights.sharing, first, gathered, sent))
+        found.append(PartBytes(gradients, gradients // weights.sharing, first, gathered, sent, made))
     return found
 
 
