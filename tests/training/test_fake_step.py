@@ -407,8 +407,9 @@ UNUSUAL = [
     (4, f"{SHORT} --data-parallel-sharding-strategy optim {MODELS['experts']} --num-layers 4"),
     (2, f"{SPLIT} --global-batch-size 2 --num-layers 1 --vocab-size 64000"),
     (2, f"{SPLIT.replace('zb-h1', 'zb-v')} {WIDE} --num-layers 6 --pipeline-model-parallel-layout 'Et|t|ttt|tL'"),
+    (8, f"{TWO_STAGES} --pipeline-model-parallel-layout E|tL {WIDE} --num-layers 1 --vocab-size 32000"),
 ]
-FAST = (1, 3, 8, 17, 19, 21, 25, 26, 27, 32, 34, 37, 39, 42, 47, 50, 52, 54, 55)
+FAST = (1, 3, 8, 17, 19, 21, 25, 26, 27, 32, 34, 37, 39, 42, 47, 50, 52, 54, 55, 56)
 """Of ``UNUSUAL``: one of each part of a step that it knows."""
 
 

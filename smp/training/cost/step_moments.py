@@ -197,12 +197,16 @@ def bytes_of_parts(config: Config, layout: Layout, share: Share, weights: Weight
 
 
 def _sent(layout: Layout, part: Share, sharing: int) -> int:
-    """Bytes that come while a part's gradients are reduced, unit by unit: what is sent, and the share that arrives. The
-    vocabulary's matrix is first, and its whole gradient is freed then."""
+    """Bytes that come while a part's gradients are reduced, unit by unit: what is sent, and the share that arrives,
+    less the whole gradients that units before it have freed. Units go in the order of their use: an embedding is first,
+    an output matrix last."""
     own = part.experts * (layout.ep > 1)
     # A unit of several weights frees most of what it has sent before the share arrives.
-    unit, freed = 4 * max(part.block - own, own), 4 * part.vocabulary - 4 * part.vocabulary // sharing
-    return max(_with_share(4 * part.vocabulary, sharing), unit - freed)
+    unit, vocabulary = 4 * max(part.block - own, own), _with_share(4 * part.vocabulary, sharing)
+    blocks, ends = (4 * size - 4 * size // sharing for size in (sum(part.blocks), part.vocabulary))
+    if any(one.embedding for one in part.parts):
+        return max(vocabulary, unit - ends)
+    return max(unit, vocabulary - blocks)
 
 
 def _with_share(size: int, sharing: int) -> int:
