@@ -39,7 +39,7 @@ from smp.planner.outlook import Outlook, Saving
 from smp.planner.scaling import curve, write_csv
 from smp.planner.scaling import draw as draw_curves
 from smp.planner.search import FREE, FREE_IN_PIPELINE, Candidate, candidates, ranked
-from smp.planner.show import WORDS, draw, table, undecided
+from smp.planner.show import WORDS, draw, on_the_host, table, undecided
 from smp.planner.what_if import difference
 
 EVERYTHING = (
@@ -409,8 +409,9 @@ def plan(argv: Sequence[str] | None) -> None:
     best = fitting[: given.top or TOP]
     how = "predicted from times of what they call" if given.gpu == CPU else "predicted, not measured"
     print(f"{len(fitting)} of {tried} layouts fit; {how}:\n{table(best, device)}")
-    if line := undecided(best, device):
-        print(line)
+    for line in (undecided(best, device), on_the_host(best[0], device)):
+        if line:
+            print(line)
     model, parallel = best[0].config.model, best[0].config.parallel
     if given.gpu != CPU and model.num_experts and parallel.fp8_format is None:
         print(EXPERTS_IN_BF16)

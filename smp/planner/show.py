@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from smp.models.arithmetic import training_flops_per_token
+from smp.pipeline.stage_plan import plan_pipeline
 from smp.planner.devices import GIB, Device
-from smp.planner.search import Candidate
+from smp.planner.search import Candidate, shortened
 from smp.planner.uncertainty import as_good_as_the_first, relative_error
+from smp.training.cost.model_share import PRETRAINED
+from smp.training.cost.offload import bytes_on_host
 
 WORDS = {
     "products": "matrix products",
@@ -79,6 +82,20 @@ def draw(best: Sequence[Candidate], path: str) -> None:
     axes.set_xlabel("predicted time of a step (seconds)")
     figure.legend(loc="outside upper center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=150)
+
+
+def on_the_host(found: Candidate, device: Device) -> str:
+    """A line about what waits in the host's memory; "": nothing does."""
+    config, layout = found.config, found.layout
+    plan = plan_pipeline(shortened(config, layout), layout) if layout.pp > 1 else None
+    size = bytes_on_host(config, layout, plan, PRETRAINED, found.memory)
+    if not size:
+        return ""
+    each = min(device.devices_per_node, layout.world_size)
+    return (
+        f"The first layout takes {size * each / GIB:.1f} GiB of each host's memory, {size / GIB:.1f} for each GPU; "
+        "whether a host has that is not checked."
+    )
 
 
 def undecided(best: Sequence[Candidate], device: Device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from dataclasses import replace
@@ -388,6 +389,22 @@ def test_a_mean_block_is_offloaded_not_the_largest() -> None:
     kept = kept_by_blocks(resolved, layout)
     assert len(set(kept)) == 2
     assert _offloaded(resolved, layout) == pytest.approx(sum(kept) / 4)
+
+
+def test_what_waits_in_the_hosts_memory_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """16 bytes of each parameter: weight, gradient and both moments; and the activations of blocks that wait."""
+    base = "--gpus 8 --gpu h100 --model llama3.2-1b --seq-length 2048 --pipeline-model-parallel-size 1 --top 1"
+    base += " --tensor-model-parallel-size 1 --micro-batch-size 1 --recompute-granularity none"
+    said = {}
+    for flags in ("", "--optimizer-cpu-offload", "--offload-activations"):
+        assert main([*base.split(), *flags.split()]) == 0
+        said[flags] = re.findall(r"takes ([\d.]+) GiB of each host's memory", capsys.readouterr().out)
+    resolved, layout = config("--model llama3.2-1b --seq-length 2048 --recompute-granularity none", 8)
+    parameters = sum(math.prod(p.shape) for p in inventory(resolved.model))
+    assert said[""] == [] and said["--optimizer-cpu-offload"] == [f"{16 * parameters / 2**30:.1f}"]
+    away = 8 * (16 - resolved.parallel.activation_loading_horizon)
+    kept = kept_by_blocks(resolved, layout)[0] / 2**30
+    assert float(said["--offload-activations"][0]) == pytest.approx(away * kept, abs=0.06)
 
 
 def test_goodput_and_how_often_to_save(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,9 @@ from smp.models.description import describe_model
 from smp.parallel.context import MESH_DIMS
 from smp.parallel.network.topology import read_topology
 from smp.pipeline.stage_plan import Plan, describe_plan, plan_pipeline
-from smp.pipeline.validate_schedule import peak_activations
 from smp.training.cost.memory import MemoryEstimate, largest_memory
 from smp.training.cost.model_share import Tuned
-from smp.training.cost.offload import describe_savings, trained_parameters
+from smp.training.cost.offload import describe_savings, micro_batches_under_way, trained_parameters
 from smp.training.cost.predict import predicted_memory, tried_memory, tried_steps, tuned_parts
 from smp.training.cost.suggest import describe_suggestions
 from smp.training.eight_bit import describe_fp8
@@ -185,11 +184,8 @@ def _exchanges(config: Config, layout: Layout) -> list[str]:
 
 def _offload(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned, memory: MemoryEstimate) -> list[str]:
     """Lines about offload; in a pipeline, on the rank that holds most micro-batches."""
-    under_way = 1.0
-    if plan is not None:
-        # Peaks count chunks; under_way counts micro-batches of all of a process's blocks.
-        under_way = max(peak_activations(plan.training)) * layout.pp / plan.training.stages
-    return describe_savings(config, layout, tuned, trained_parameters(config, layout, tuned, memory), under_way)
+    trained = trained_parameters(config, layout, tuned, memory)
+    return describe_savings(config, layout, tuned, trained, micro_batches_under_way(plan))
 
 
 def _mesh(layout: Layout) -> str:

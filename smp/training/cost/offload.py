@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from smp.config import Config, Layout
 from smp.config.rules.mtp import mtp_layers
 from smp.models.arithmetic import forward_flops
+from smp.pipeline.stage_plan import Plan
+from smp.pipeline.validate_schedule import peak_activations
 from smp.sharding.offload import Offload
 from smp.training.cost.memory import MemoryEstimate, kept_by_blocks
 from smp.training.cost.model_share import Tuned
@@ -15,6 +17,8 @@ LINK = 55e9
 """Bytes per second between the host and a device, each way: PCIe 5 with 16 lanes, as it is measured."""
 HOST_ADAM = 1.7e9
 """Parameters per second of torch's fused AdamW on one core of a CPU, in fp32."""
+ADAM_ON_HOST = 16
+"""Bytes of a parameter in the host's memory: weight, gradient and both moments."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,25 @@ def trained_parameters(config: Config, layout: Layout, tuned: Tuned, memory: Mem
         return tuned.adapters // layout.pp // (layout.dp_shard * layout.cp)
     # Bytes per trained parameter: the fp32 weight, and frozen copies in compute precision.
     return memory.parameters // (4 + tuned.copies * (2 if config.parallel.bf16 else 4))
+
+
+def micro_batches_under_way(plan: Plan | None) -> float:
+    """Most micro-batches at once that have all of a process's blocks behind them and go backward later."""
+    if plan is None:
+        return 1.0
+    # Peaks count chunks; a process has ``stages / ranks`` of them for each micro-batch.
+    return max(peak_activations(plan.training)) * plan.training.ranks / plan.training.stages
+
+
+def bytes_on_host(config: Config, layout: Layout, plan: Plan | None, tuned: Tuned, memory: MemoryEstimate) -> int:
+    """Bytes that a process keeps in the host's memory."""
+    size = 0.0
+    if config.parallel.offload_activations:
+        copies = activation_copies(config, layout, tuned, micro_batches_under_way(plan))
+        size += copies.away * copies.block
+    if config.optim.optimizer_cpu_offload:
+        size += ADAM_ON_HOST * trained_parameters(config, layout, tuned, memory)
+    return int(size)
 
 
 def host_step_seconds(parameters: int) -> float:
@@ -134,8 +157,8 @@ def describe_savings(config: Config, layout: Layout, tuned: Tuned, trained: int,
     if config.optim.optimizer_cpu_offload:
         lines.append(
             f"offload of the optimizer: 8 bytes x {trained:,} parameters = {8 * trained / 2**30:.3f} GiB less on the "
-            f"device, {16 * trained / 2**30:.3f} GiB on the host; gradients leave while the last backward pass runs, "
-            f"then one core computes for {1e3 * trained / HOST_ADAM:.1f} ms and new weights come back, 4 bytes each, "
-            f"{4e3 * trained / LINK:.1f} ms at {LINK / 1e9:.0f} GB/s during it; that is not hidden"
+            f"device, {ADAM_ON_HOST * trained / 2**30:.3f} GiB on the host; gradients leave while the last backward "
+            f"pass runs, then one core computes for {1e3 * trained / HOST_ADAM:.1f} ms and new weights come back, "
+            f"4 bytes each, {4e3 * trained / LINK:.1f} ms at {LINK / 1e9:.0f} GB/s during it; that is not hidden"
         )
     return lines
