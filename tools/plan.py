@@ -408,7 +408,9 @@ def plan(argv: Sequence[str] | None) -> None:
     fitting, tried, device = predicted(given, flags)
     best = fitting[: given.top or TOP]
     how = "predicted from times of what they call" if given.gpu == CPU else "predicted, not measured"
-    print(f"{len(fitting)} of {tried} layouts fit; {how}:\n{table(best, device)}")
+    data = best[0].config.data
+    size = f"a step has {data.global_batch_size:,} sequences of {data.seq_length:,} tokens"
+    print(f"{len(fitting)} of {tried} layouts fit; {how}; {size}:\n{table(best, device)}")
     for line in (undecided(best, device), on_the_host(best[0], device)):
         if line:
             print(line)

@@ -66,6 +66,7 @@ def test_the_printed_command_starts(capsys: pytest.CaptureFixture[str], tmp_path
     assert main([*EIGHT.split(), "--micro-batch-size", "2", "--top", "3", "--output", str(picture)]) == 0
     out = capsys.readouterr().out
     assert out.count("tokens/s/GPU") == 1 and out.count("besides matrix products") == 3
+    assert "a step has 32 sequences of 8,192 tokens" in out.splitlines()[0]
     command = shlex.split(out.splitlines()[-1])
     assert command[:4] == ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py"]
     started = read_settings([*command[4:], "--mock-data", "--train-iters", "1"], PRESETS, 8)
