@@ -506,7 +506,7 @@ def test_what_waits_beside_a_pass_of_a_pipeline_is_counted_once() -> None:
     own, none = frozenset({0}), frozenset[int]()
     passes = [PassState(0, Op.BACKWARD, has_loss, 3, 2, 1, 2, own, none, own, False) for has_loss in (True, False)]
     most = [
-        _most_in_passes(moments, [one], [PartBytes(0, 0, 0, 0, 0)], partial(note, "kept"), partial(note, "at its end"))
+        _most_in_passes(moments, [one], [PartBytes(*[0] * 6)], partial(note, "kept"), partial(note, "at its end"))
         for one in passes
     ]
     assert asked == [("at its end", 2, 1, 1), ("kept", 3, 1, 1), ("at its end", 2, 1, 2), ("kept", 3, 1, 2)]
