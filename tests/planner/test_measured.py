@@ -19,7 +19,7 @@ from smp.planner.devices import DEVICES
 from smp.planner.machine import MachineTimes, Timed, alike, host_time, is_free, kind_of, time_calls, timed_calls
 from smp.planner.measured import ERRORS, Recorded, step_time
 from smp.planner.processors import play
-from smp.planner.record import Calls, Collective, Operator, Place, TensorLike, like
+from smp.planner.record import Calls, CallSite, Collective, Operator, TensorLike, like
 from smp.planner.step_time import StepModel
 from smp.planner.uncertainty import SURE
 from smp.training.settings import read_settings
@@ -29,7 +29,7 @@ SMALL = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 16 --vocab-size 60 "
     "--mock-data --train-iters 1 --global-batch-size 4 "
 )
-FORWARD, BACKWARD = Place("forward"), Place("backward")
+FORWARD, BACKWARD = CallSite("forward"), CallSite("backward")
 
 
 def recorded(flags: str, world: int) -> Recorded:
@@ -43,7 +43,7 @@ def plan_of(flags: str, world: int) -> Schedule:
     return plan.training
 
 
-def products(calls: Calls, place: Place | None = None) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
+def products(calls: Calls, place: CallSite | None = None) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:
     """Calls of aten.mm by the shapes of their operands, without the head's, which have an ``out``."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for (where, call), times in calls.items():
