@@ -31,6 +31,8 @@ PRETRAINING = {
     "experts, EP 2": (2, f"{MODEL} {EXPERTS} --expert-model-parallel-size 2"),
     "PP 2": (2, f"{MODEL} --pipeline-model-parallel-size 2"),
 }
+STAGE_A_NODE = "PP 2, nodes of one process"
+"""Of an odd number of them one is spare."""
 TUNING = {
     "packed SFT": "--load {0} --seq-length 48 --data-path {0}/sft.jsonl",
     "DPO": "--load {0} --seq-length 48 --data-path {0}/dpo.jsonl --objective dpo --lora-rank 4",
@@ -52,6 +54,8 @@ def prepared(kind: str, folder: Path) -> tuple[str, int, str, str]:
         write_model(folder / "hf", layers=2)
         write_samples(folder / "hf")
         entry, each, own = "finetune", 1, TUNING[kind].format(folder / "hf")
+    elif kind == STAGE_A_NODE:
+        entry, each, own = "pretrain_gpt", 1, PRETRAINING["PP 2"][1]
     else:
         entry, (each, own) = "pretrain_gpt", PRETRAINING[kind]
     whole = own
@@ -77,26 +81,33 @@ def require_equal(job: Job, want: dict[int, float], steps: int = 30) -> None:
     assert worst <= BOUND
 
 
-def through_the_members(job: Job) -> None:
-    """4 -> 3 -> 2 -> 4 -> 6 nodes: one is asked to leave, one is killed, two come, and two more."""
-    job.start(4)
-    job.until(lambda: "4 nodes" in job.now())
-    job.reach(job.iteration + 6)
-    # Those that stay are in the run, and so are those that come.
-    job.leave(3)
-    job.until(lambda: "3 nodes" in job.now())
-    job.reach(job.iteration + 6)
-    job.kill(2)
-    job.until(lambda: "2 nodes" in job.now())
-    job.reach(job.iteration + 4)
-    for nodes in (4, 6):
-        job.start(2)
-        job.until(lambda nodes=nodes: f"{nodes} nodes" in job.now())
-        job.reach(job.iteration + 4)
+def through_the_members(job: Job, of_three: int = 3) -> int:
+    """4 -> 3 -> 2 -> 4 -> 6 nodes: one is asked to leave, one that trains is killed, two come, and two more; of three
+    nodes ``of_three`` train. Returns the number of the one that is killed."""
+    killed = list[int]()
+
+    def kill() -> None:
+        killed.append(2 if of_three == 3 else job.node_of(f"  {of_three} nodes"))
+        job.kill(killed[0])
+
+    changes = [
+        (lambda: job.start(4), 4, 6),
+        # Those that stay are in the run, and so are those that come.
+        (lambda: job.leave(3), of_three, 6),
+        (kill, 2, 4),
+        (lambda: job.start(2), 4, 4),
+        (lambda: job.start(2), 6, 4),
+    ]
+    for change, nodes, steps in changes:
+        starts = job.said().count("(now)")
+        change()
+        job.until(lambda n=nodes, s=starts: job.said().count("(now)") > s and f"{n} nodes" in job.now())
+        job.reach(job.iteration + steps)
+    return killed[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*PRETRAINING, *TUNING])
+@pytest.mark.parametrize("kind", [*PRETRAINING, STAGE_A_NODE, *TUNING])
 def test_four_three_two_four_six_nodes(kind: str, tmp_path: Path, jobs: list[Job]) -> None:
     entry, each, own, whole = prepared(kind, tmp_path)
     common = COMMON.replace("--train-iters 30", f"--train-iters {MANY}")
@@ -105,13 +116,15 @@ def test_four_three_two_four_six_nodes(kind: str, tmp_path: Path, jobs: list[Job
         flags = f"{common} {own} {ELASTIC.format(least=2, most=6)}"
         job = Job(tmp_path / "elastic", flags, 2, 6, entry=entry, each=each, step=0.8)
         jobs.append(job)
-        through_the_members(job)
+        killed = through_the_members(job, 2 if kind == STAGE_A_NODE else 3)
         codes = job.finish()
-    assert codes[:2] == [0, 0] and codes[4:] == [0] * 4, job.said()
+    assert [code for node, code in enumerate(codes) if node not in (3, killed)] == [0] * 6, job.said()
     require_equal(job, want, MANY)
     said = job.said()
     # What was asked to leave loses no step; of a node that is lost the steps since its last copy are trained again.
     assert said.count("resumed from the memory of the nodes at iteration") >= 4, said
+    if kind == STAGE_A_NODE:
+        assert "  3 nodes: no layout: the next smaller number trains" in said and "spare, behind 2 processes" in said
 
 
 @pytest.mark.slow
