@@ -170,6 +170,18 @@ def test_a_frozen_tower_is_frozen_to_its_last_parameter(tmp_path: Path) -> None:
     assert run["final"].keys() == {name for name in names if not name.startswith("model.vision_tower")}
 
 
+def test_other_frozen_parts_are_refused_on_a_resume(folder: Path, tmp_path: Path) -> None:
+    flags = flags_of(folder, f"--save {tmp_path} --train-iters 2")
+    words = [
+        f"{flags} --freeze-projector --exit-interval 1",
+        f"{flags} --resume",
+        f"{flags} --resume --freeze-projector",
+    ]
+    ((_, other, same),) = run_distributed(tune_types, 1, words)
+    assert "was saved with --freeze-projector, and its optimizer knows what was trained alone" in other["refused"]
+    assert len(same["losses"]) == 1
+
+
 def test_experts_of_a_model_with_images_are_spread_over_ranks(tmp_path: Path) -> None:
     folder = write_vision_type(tmp_path / "qwen3_vl_moe", "qwen3_vl_moe")
     flags = flags_of(folder, "--packing off --train-iters 2")

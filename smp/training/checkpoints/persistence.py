@@ -55,6 +55,7 @@ _NOTHING_ELSE = Kept()
 _FINETUNE = "finetune"
 """Key in ``extra`` of the settings that only a fine-tuning run has."""
 
+_FROZEN = ("freeze_vision_model", "freeze_projector", "freeze_language_model")
 _OWN = (
     *(
         field.name
@@ -62,7 +63,8 @@ _OWN = (
         for field in fields(group)
     ),
     *("load", "ckpt_step", "tokenizer_model", "chat_template", "apply_chat_template", "mask_prompt"),
-    *("freeze_vision_model", "freeze_projector", "freeze_language_model", "train_epochs"),
+    *_FROZEN,
+    "train_epochs",
 )
 """Names of the settings under ``_FINETUNE`` that a resume compares."""
 
@@ -187,6 +189,8 @@ def load_training(
     notes += compare_settings(saved.config, config, noted["config"], has_manifest)
     _check_history(folder, manifest, saved, model, finetuning=_FINETUNE in noted)
     _check_objective(folder, manifest.extra.get(_FINETUNE), config.objective)
+    if config.checkpoint.load_optim:
+        _check_frozen(folder, manifest.extra.get(_FINETUNE), noted.get(_FINETUNE, {}))
     notes = [f"WARNING: {line}" for line in [misnamed(folder, manifest.extra)] if line is not None] + notes
     scales, without = _known_scales(manifest, model)
     notes = [*notes, *without]
@@ -293,6 +297,18 @@ def _check_objective(folder: Folder, saved: Any, objective: Any) -> None:
             f"{folder} is of a run with --objective {before}, which --objective {now} does not go on from: give "
             "another --save, and --load to start from its weights"
         )
+
+
+def _check_frozen(folder: Folder, saved: Any, now: Mapping[str, Any]) -> None:
+    """Raise ConfigError when a checkpoint is of a run that froze other parts: its optimizer has no averages of them."""
+    before = saved if isinstance(saved, dict) else {}
+    if all(name not in before or before[name] == now.get(name) for name in _FROZEN):
+        return
+    flags = ", ".join(flag_of(name) for name in _FROZEN if before.get(name)) or "no part frozen"
+    raise ConfigError(
+        f"{folder} was saved with {flags}, and its optimizer knows what was trained alone: freeze the same parts, or "
+        "give another --save, and --load to start from its weights"
+    )
 
 
 def _kind(rank: int, scale: float) -> str:
