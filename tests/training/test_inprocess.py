@@ -190,7 +190,7 @@ def test_packed_fine_tuning_goes_on(tmp_path: Path, jobs: list[Job]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2")
 def test_the_link_of_the_node_with_the_store_is_cut(tmp_path: Path, jobs: list[Job]) -> None:
-    settings = "--max-nodes 2 --inprocess-heartbeat-timeout 8 --distributed-timeout-minutes 0.4"
+    settings = "--max-nodes 2 --load auto --inprocess-heartbeat-timeout 8 --distributed-timeout-minutes 0.4"
     job = CutJob(tmp_path / "job", f"{FLAGS} {SGD} {INSIDE} {settings}", 1, 2)
     jobs.append(job)
     with preloaded(tmp_path):
