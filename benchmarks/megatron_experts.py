@@ -36,8 +36,8 @@ class _NoTracker:
         return True
 
 
-def prepare() -> None:
-    """Let megatron-core run in this process; the process group is there."""
+def prepare(tp: int = 1) -> None:
+    """Let megatron-core run in this process, with ``tp`` tensor-parallel ranks; the process group is there."""
     stream, cuda = _Stream(), torch.cuda
     cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     cuda.Stream = _Stream  # type: ignore[assignment, misc]
@@ -48,7 +48,7 @@ def prepare() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None  # a name that is not there without Transformer Engine
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _NoTracker(), True
 
 
