@@ -146,6 +146,7 @@ setup(
             "py.typed",
             "kernels/csrc/*.cu",
             "kernels/csrc/*.cpp",
+            "kernels/csrc/*.h",
             "launch/templates/*.j2",
             "planner/published/*.yaml",
         ]

@@ -1,7 +1,10 @@
 """Tokens per second of one training step on a CPU: smp beside transformers, and two-way tensor parallelism beside none.
 
 Every entry trains the same model (same sizes, batch, fp32 master weights and fused AdamW). Entries take turns, one step
-each, in the same processes, so that whatever else the machine does hits all of them. Reported are medians.
+each, so that whatever else the machine does hits all of them. Reported are medians.
+
+Beside transformers each program has a process of its own: a run of smp asks the C library to keep freed memory
+(``smp/training/host_memory.py``), a script with transformers does not. ``--same-memory`` asks it for both.
 """
 
 from __future__ import annotations
@@ -10,8 +13,12 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -32,6 +39,7 @@ from smp.parallel.node_group import NAME
 from smp.sharding.offload import offload_of
 from smp.sharding.parallelize import parallelize
 from smp.training.build import RunSetup, assemble, choose_backends
+from smp.training.host_memory import keep_freed_memory
 
 MODEL = ModelConfig(
     num_layers=8,
@@ -219,17 +227,63 @@ def product_limit(rows: int, inner: int, columns: int, dtype: torch.dtype, round
     return 2 * rows * inner * columns / statistics.median(seconds)
 
 
-def beside_transformers(rounds: int) -> None:
-    """One process, two threads: transformers, ours, ours compiled; fp32 and bf16."""
+def theirs(bf16: bool) -> dict[str, Step]:
+    """Transformers' rows."""
+    return {
+        "transformers": transformers_step(ON_CPU, bf16),
+        "transformers, compiled": transformers_step(ON_CPU, bf16, compiled=True),
+    }
+
+
+def ours(bf16: bool) -> dict[str, Step]:
+    """Rows of smp."""
     context = build_context(Layout(), "cpu")
-    for bf16 in (False, True):
-        entries = [
-            Entry("transformers", transformers_step(ON_CPU, bf16), 2, []),
-            Entry("smp", smp_step(ON_CPU, context, bf16=bf16), 2, []),
-            Entry("smp --compile", smp_step(ON_CPU, context, bf16=bf16, compile=True), 2, []),
-        ]
-        interleave(entries, rounds)
-        show("one step, bf16" if bf16 else "one step, fp32", ON_CPU, entries)
+    return {
+        "smp": smp_step(ON_CPU, context, bf16=bf16),
+        "smp --compile": smp_step(ON_CPU, context, bf16=bf16, compile=True),
+    }
+
+
+def work_for(turns: Connection, build: Callable[[bool], dict[str, Step]], keeps: bool, bf16: bool) -> None:
+    """A process's part: a step of the row that ``turns`` names, until it names none."""
+    if keeps:
+        keep_freed_memory()
+    torch.set_num_threads(2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows = build(bf16)
+    turns.send(list(rows))
+    while name := turns.recv():
+        turns.send(rows[name]().item())
+    dist.destroy_process_group()
+
+
+@contextmanager
+def in_a_process(build: Callable[[bool], dict[str, Step]], keeps: bool, bf16: bool) -> Iterator[list[Entry]]:
+    """The rows of another process as entries here."""
+    here, there = Pipe()
+    process = get_context("spawn").Process(target=work_for, args=(there, build, keeps, bf16))
+    process.start()
+
+    def turn(name: str) -> torch.Tensor:
+        here.send(name)
+        return torch.tensor(here.recv())
+
+    try:
+        yield [Entry(name, partial(turn, name), 2, []) for name in here.recv()]
+    finally:
+        here.send(None)
+        process.join()
+
+
+def beside_transformers(rounds: int, dtypes: Sequence[str], same_memory: bool) -> None:
+    """Two threads: transformers, and ours; each compiled and not."""
+    for name in dtypes:
+        bf16 = name == "bf16"
+        with in_a_process(theirs, same_memory, bf16) as others, in_a_process(ours, True, bf16) as own:
+            entries = [*others, *own]
+            interleave(entries, rounds)
+            show(f"one step, {name}{', freed memory kept by both' * same_memory}", ON_CPU, entries)
+        torch.set_num_threads(2)
         limit = product_limit(2048, 512, 1536, torch.bfloat16 if bf16 else torch.float32)
         print(f"  limit: {limit / 1e12:.3f} TFLOP/s, the product 2048 x 512 x 1536 alone")
 
@@ -269,10 +323,16 @@ def main() -> None:
     """Under plain python the comparison with transformers, under torchrun with 2 processes that with TP."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each entry")
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--same-memory", action="store_true", help="transformers' process keeps freed memory, too")
     args = parser.parse_args()
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     dist.init_process_group("gloo", store=None if world > 1 else dist.HashStore(), rank=rank, world_size=world)
-    (beside_transformers if world == 1 else beside_one_process)(args.rounds)
+    if world == 1:
+        beside_transformers(args.rounds, args.dtypes, args.same_memory)
+    else:
+        keep_freed_memory()
+        beside_one_process(args.rounds)
     dist.destroy_process_group()
 
 

@@ -143,9 +143,10 @@ class ParallelConfig:
     none)."""
     compile: bool = False
     """Compile each block with torch.compile."""
-    kernels: Literal["auto", "torch", "triton", "cuda", "apex"] = "auto"
-    """Implementation of cross-entropy, norms, SwiGLU and RoPE. auto: Triton on CUDA where --compile does not fuse them,
-    else PyTorch. triton, cuda, apex: that one where it has the operation, else as auto. The choice is printed."""
+    kernels: Literal["auto", "torch", "triton", "cuda", "apex", "cpp"] = "auto"
+    """Implementation of cross-entropy, norms, SwiGLU and RoPE. auto: Triton on CUDA and this project's C++ (cpp) on a
+    CPU, where --compile does not fuse them, else PyTorch. triton, cuda, apex, cpp: that one where it has the operation,
+    else as auto. The choice is printed."""
     attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math", "cpp"] = "auto"
     """Backend of scaled dot-product attention: PyTorch's, or on a CPU this project's C++ (cpp). auto: the first that
     supports the model's attention, in an order that depends on the device. The choice is printed."""

@@ -154,7 +154,7 @@ def install(model: nn.Module, kind: str, group: Group) -> None:
         return
     base, _ = base_of(model)
     head = base.get_output_embeddings()
-    kernels, _ = choose_kernels("auto", torch.device(state.device_type))
+    kernels, _ = choose_kernels("auto", torch.device(state.device_type), dtype=head.weight.dtype)
     vocabulary = head.weight.shape[0]
     # Rows of this rank: vocabulary / tp, checked before.
     shard = VocabShard.of(group, vocabulary // group.size, vocabulary)

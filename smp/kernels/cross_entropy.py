@@ -38,7 +38,7 @@ def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, backe
         logits: (n, v), any floating dtype, columns contiguous; columns from ``valid`` on are padding.
         columns: int64 (n,), the target's column here, outside [0, valid) when another rank has it.
         valid: number of real columns, possibly 0.
-        backend: torch, triton or cuda.
+        backend: torch, triton, cuda or cpp.
     """
     return _softmax_stats_op(logits, columns, valid, backend)
 

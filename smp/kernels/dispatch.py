@@ -11,12 +11,14 @@ import torch
 from smp.config import ConfigError
 from smp.kernels.attention_cores.attention_core import AttentionCore
 from smp.kernels.attention_cores.fused_attention import DEFAULT_ATTENTION
+from smp.kernels.cpp.library import why_not
 from smp.kernels.registry import interpreted
 
-Backend = Literal["torch", "triton", "cuda", "apex", "fla"]
-Wish = Literal["auto", "torch", "triton", "cuda", "apex"]
+Backend = Literal["torch", "triton", "cuda", "apex", "fla", "cpp"]
+Wish = Literal["auto", "torch", "triton", "cuda", "apex", "cpp"]
 
 
+_IN_CPP = ("cross_entropy", "norm", "swiglu", "rope")
 OPERATIONS = ("cross_entropy", "norm", "swiglu", "rope", "router", "permute", "grouped_gemm", "delta_rule")
 
 
@@ -58,7 +60,8 @@ class Kernels:
     def __post_init__(self) -> None:
         # Checked here: a wrong name would otherwise fail in the first forward pass.
         known_of: dict[str, tuple[str, ...]] = dict.fromkeys(OPERATIONS, ("torch", "triton"))
-        known_of |= {"cross_entropy": ("torch", "triton", "cuda"), "norm": ("torch", "triton", "apex")}
+        known_of |= dict.fromkeys(_IN_CPP, ("torch", "triton", "cpp"))
+        known_of |= {"cross_entropy": ("torch", "triton", "cuda", "cpp"), "norm": ("torch", "triton", "apex", "cpp")}
         known_of |= {"delta_rule": ("torch", "fla")}
         for name, known in known_of.items():
             backend = getattr(self, name)
@@ -74,7 +77,13 @@ _FUSIBLE = ("norm", "swiglu", "rope", "router", "permute")
 
 
 def choose_kernels(
-    wish: Wish, device: torch.device, *, features: int = 0, compile: bool = False, selective: bool = False
+    wish: Wish,
+    device: torch.device,
+    *,
+    features: int = 0,
+    compile: bool = False,
+    selective: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Kernels, dict[str, str]]:
     """The backend of each operation, and the reason for it.
 
@@ -84,12 +93,13 @@ def choose_kernels(
         features: width of the widest norm.
         compile: whether blocks go through torch.compile.
         selective: whether the results of matrix products are kept for selective recompute.
+        dtype: of products and activations.
 
     Raises:
         ConfigError: the wish cannot be met; one line.
     """
     # The automatic choice for all, of which a wish replaces some or all.
-    chosen = {name: _automatic(name, device, features, compile) for name in OPERATIONS}
+    chosen = {name: _automatic(name, device, features, compile, dtype) for name in OPERATIONS}
     if device.type != "cuda" and wish in ("cuda", "apex"):
         raise ConfigError(
             f"--kernels {wish} needs a CUDA device, this run is on {device.type}; --kernels torch runs anywhere"
@@ -105,6 +115,9 @@ def choose_kernels(
         _require_cuda(device)
         # There are CUDA C++ kernels of this operation only; the others stay as chosen.
         chosen["cross_entropy"] = ("cuda", "--kernels cuda")
+    elif wish == "cpp":
+        _require_cpp(device, dtype)
+        chosen |= dict.fromkeys(_IN_CPP, ("cpp", "--kernels cpp"))
     elif wish == "apex":
         _require_apex(compile)
         # apex has kernels of norms only; the others stay as chosen.
@@ -128,9 +141,9 @@ def describe_kernels(kernels: Kernels, reasons: dict[str, str]) -> list[str]:
     return [f"kernels: {backend} for {', '.join(names)} ({reason})" for (backend, reason), names in groups.items()]
 
 
-def _automatic(name: str, device: torch.device, features: int, compile: bool) -> tuple[str, str]:
+def _automatic(name: str, device: torch.device, features: int, compile: bool, dtype: torch.dtype) -> tuple[str, str]:
     if device.type != "cuda":
-        return "torch", f"runs on {device.type}"
+        return _automatic_elsewhere(name, device, compile, dtype)
     # An operator of this package is a fusion barrier for Inductor.
     if compile and name in _FUSIBLE:
         return "torch", "torch.compile fuses it with its neighbours"
@@ -145,6 +158,17 @@ def _automatic(name: str, device: torch.device, features: int, compile: bool) ->
     if name == "norm" and features > LONGEST_ROW:
         return "torch", f"rows of {features} do not fit into a multiprocessor's registers"
     return "triton", "fused on CUDA"
+
+
+def _automatic_elsewhere(name: str, device: torch.device, compile: bool, dtype: torch.dtype) -> tuple[str, str]:
+    """Without a GPU."""
+    if name not in _IN_CPP or device.type != "cpu":
+        return "torch", f"runs on {device.type}"
+    if why := why_not(dtype):
+        return "torch", f"runs on {device.type}; cpp does not: {why}"
+    if compile and name in _FUSIBLE:
+        return "torch", "torch.compile fuses it with its neighbours"
+    return "cpp", "fused on a CPU"
 
 
 def _delta_rule_in_triton(device: torch.device, compile: bool) -> tuple[str, str]:
@@ -175,6 +199,12 @@ def _require_triton(device: torch.device, features: int) -> None:
             f"--kernels triton normalizes rows of up to {LONGEST_ROW}, --hidden-size is {features}; --kernels auto "
             "leaves norms to PyTorch there"
         )
+
+
+def _require_cpp(device: torch.device, dtype: torch.dtype) -> None:
+    why = why_not(dtype) if device.type == "cpu" else f"this run is on {device.type}"
+    if why:
+        raise ConfigError(f"--kernels cpp cannot run: {why}; --kernels auto takes what can")
 
 
 def _require_cuda(device: torch.device) -> None:

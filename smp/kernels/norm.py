@@ -28,7 +28,7 @@ def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, backend: str = "torch"
 ) -> torch.Tensor:
     """Norm of the last dimension, (..., features) -> the same: LayerNorm with a ``bias``, else RMSNorm; ``backend``
-    torch, triton or apex. The weight may be fp32 where x is not, but with apex."""
+    torch, triton, cpp or apex. The weight may be fp32 where x is not, but with apex."""
     if backend == "torch":
         row = x.shape[-1:]
         if weight.dtype != x.dtype:  # wider, as 1 + w is
@@ -48,7 +48,7 @@ def add_norm(
     backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual), of the shape of ``x``; see :func:`norm`."""
-    if backend == "triton":
+    if backend in ("triton", "cpp"):
         y, total = _Norm.apply(x, residual, weight, bias, eps, backend)
         return y, total
     total = x + residual

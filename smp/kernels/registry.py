@@ -99,11 +99,11 @@ def dispatched(operation: str, launcher: str, reference: Callable[..., Any]) -> 
 
 
 def _where_it_can(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """On a CPU there are PyTorch and Triton's interpreter. Every operator's last argument is its backend."""
+    """On a CPU there are PyTorch, C++ and Triton's interpreter. Every operator's last argument is its backend."""
 
     def wrapped(*arguments: Any) -> Any:
         backend = arguments[-1]
-        if backend != "torch" and not (backend == "triton" and interpreted()):
+        if backend not in ("torch", "cpp") and not (backend == "triton" and interpreted()):
             hint = "; TRITON_INTERPRET=1 in the environment interprets it" if backend == "triton" else ""
             raise RuntimeError(f"the {backend} kernel of {name} needs a CUDA device, this tensor is on a CPU{hint}")
         return run(*arguments)
@@ -115,6 +115,8 @@ def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
     """Launchers use the current device's stream; a tensor may be on another one."""
 
     def wrapped(*arguments: Any) -> Any:
+        if arguments[-1] == "cpp":  # it would read a GPU's addresses as the host's
+            raise RuntimeError("the cpp kernels are for CPUs, and this tensor is on a GPU")
         with torch.cuda.device(_device_of(arguments)):
             return run(*arguments)
 

@@ -37,8 +37,8 @@ def rope(
             that saved them for its backward pass gets an error there.
         cos, sin: fp32 (tokens, 1, r), equal in both halves of the last dimension, r <= head_dim.
         head_dim: width of a head.
-        backend: torch or triton.
-        in_place: with triton, write over q and k.
+        backend: torch, triton or cpp.
+        in_place: with triton and cpp, write over q and k.
     """
     if backend == "torch":
         q, k = _heads(q, head_dim), _heads(k, head_dim)

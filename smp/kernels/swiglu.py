@@ -19,7 +19,7 @@ from smp.kernels.registry import accumulation_dtype, dispatched, register
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, backend: str = "torch") -> torch.Tensor:
-    """SiLU(gate) x up, (..., f) each -> (..., f); ``backend`` torch or triton."""
+    """SiLU(gate) x up, (..., f) each -> (..., f); ``backend`` torch, triton or cpp."""
     if backend == "torch":
         return torch.nn.functional.silu(gate) * up
     return _Swiglu.apply(gate, up, backend)

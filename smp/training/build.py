@@ -62,6 +62,7 @@ def choose_backends(
         features=model.hidden_size,
         compile=parallel.compile,
         selective=parallel.recompute_granularity == "selective",
+        dtype=torch.bfloat16 if parallel.bf16 else torch.float32,
     )
     if model.is_foreign:
         shown = {name: reason for name, reason in reasons.items() if name == "cross_entropy"}

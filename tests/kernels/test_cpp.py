@@ -15,7 +15,7 @@ import torch
 
 from smp.kernels.attention_cores.sdpa import CPU, Scores
 from smp.kernels.cpp import library
-from smp.kernels.cpp.attention import _Call, attention
+from smp.kernels.cpp.attention import _Call, attention, scratch_bytes
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_what_is_missing_is_one_line(empty: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capable)
-    monkeypatch.setattr(library, "SOURCE", broken)
+    monkeypatch.setattr(library, "SOURCES", (str(broken),))
     if library.shutil.which("g++"):
         why = library.why_not(torch.float32)
         assert why.startswith("g++: ") and "error" in why and "\n" not in why
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(empty: Path, monkeypatch: p
     (empty.parent / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(empty.parent / "file"))
     if library.sys.platform.startswith("linux") and library.shutil.which("g++"):
-        with pytest.raises(library.BuildError, match="attention.cpp: .*file"):
+        with pytest.raises(library.BuildError, match="attention.cpp, rows.cpp: .*file"):
             library.library()
 
 
@@ -89,7 +89,18 @@ def test_another_dtype_is_never_read_as_one_of_its_own() -> None:
 
 def test_the_structure_is_that_of_the_source() -> None:
     """Its numbers in the order of the source, which ctypes cannot check."""
-    text = library.SOURCE.read_text().partition("struct Call {")[2].partition("}")[0]
+    text = (library.FOLDER / "attention.cpp").read_text().partition("struct Call {")[2].partition("}")[0]
     names = re.findall(r"(\w+)(?:\[\d\])?[,;]", "\n".join(line.partition("//")[0] for line in text.splitlines()))
     assert names == [name for name, *_ in _Call._fields_]
     assert ctypes.sizeof(_Call) == 8 * (8 + 8 * 3 + 2 + 1)
+
+
+def test_scratch_is_known_without_data() -> None:
+    """Bytes of a call, as the memory of a dry run counts them: of tensors without data, and more in a backward pass."""
+    if why := library.why_not(torch.float32):
+        pytest.skip(why)
+    q, k = (torch.empty(4, heads, 512, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 4))
+    forward, backward = (scratch_bytes(q, k, backward=way) for way in (False, True))
+    packed = 4 * 4 * 4 * 512 * 64 * 2
+    sums = 2 * 4 * 8 * 512 * 64 * 4
+    assert packed < forward < 1.2 * packed and packed + sums < backward < 1.3 * (packed + sums)

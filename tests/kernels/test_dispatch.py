@@ -22,6 +22,7 @@ from tests.plain_varlen import plain_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # choosing touches no device
 FUSED = {"cross_entropy": "triton", "norm": "triton", "swiglu": "triton", "rope": "triton"}
+IN_CPP = dict.fromkeys(FUSED, "cpp")
 EVERY = {**FUSED, "router": "triton", "permute": "triton", "grouped_gemm": "triton"}
 
 
@@ -31,9 +32,31 @@ def triton_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-def test_auto_is_pytorch_on_a_cpu_and_triton_on_a_gpu() -> None:
-    assert choose_kernels("auto", CPU)[0] == TORCH
+def test_auto_is_triton_on_a_gpu() -> None:
     assert choose_kernels("auto", CUDA)[0] == Kernels(**FUSED, rope_in_place=True)  # type: ignore[arg-type]
+
+
+def test_auto_is_cpp_on_a_cpu_where_it_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "why_not", lambda dtype: "")
+    kernels, reasons = choose_kernels("auto", CPU)
+    assert kernels == Kernels(**IN_CPP, rope_in_place=True)  # type: ignore[arg-type]
+    assert (
+        describe_kernels(kernels, reasons)[0] == "kernels: cpp for cross_entropy, norm, swiglu, rope (fused on a CPU)"
+    )
+    assert choose_kernels("cpp", CPU)[0] == kernels and choose_kernels("torch", CPU)[0] == TORCH
+    assert not choose_kernels("auto", CPU, selective=True)[0].rope_in_place
+    assert choose_kernels("auto", CPU, compile=True)[0] == Kernels(cross_entropy="cpp")
+    assert choose_kernels("cpp", CPU, compile=True)[0] == Kernels(**IN_CPP)  # type: ignore[arg-type]
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(dispatch, "why_not", lambda dtype: asked.append(dtype) or "there is no C++ compiler (g++)")  # type: ignore[func-returns-value]
+    kernels, reasons = choose_kernels("auto", CPU, dtype=torch.bfloat16)
+    assert kernels == TORCH and set(asked) == {torch.bfloat16}
+    assert reasons["norm"] == "runs on cpu; cpp does not: there is no C++ compiler (g++)"
+    assert reasons["router"] == "runs on cpu"
+    with pytest.raises(ConfigError, match=r"--kernels cpp cannot run: there is no C\+\+ compiler"):
+        choose_kernels("cpp", CPU)
+    with pytest.raises(ConfigError, match="--kernels cpp cannot run: this run is on cuda"):
+        choose_kernels("cpp", CUDA)
 
 
 def test_auto_leaves_to_pytorch_what_was_not_measured() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from smp.kernels.cpp.library import DTYPES, library
+from smp.kernels.cpp.library import DTYPES, library, pointers
 from smp.kernels.registry import define
 
 Tensors = tuple[torch.Tensor, ...]
@@ -59,6 +59,13 @@ def attention_backward(
 ) -> Tensors:
     """(dq, dk, dv); ``out`` and ``lse`` may be those of more keys, merged."""
     return _backward_op(dout, q, k, v, out, lse, mask, causal, scale)
+
+
+def scratch_bytes(q: torch.Tensor, k: torch.Tensor, *, backward: bool) -> int:
+    """What a call takes while it runs, besides its arguments and results; of tensors without data, too."""
+    call, bf16 = ctypes.byref(_call(q, k, None, False, 1.0)), q.dtype == torch.bfloat16
+    own: int = library().smp_attention_memory(call, bf16, backward)
+    return own + (library().smp_attention_sums(call) if backward else 0)
 
 
 class _Attention(torch.autograd.Function):
@@ -108,13 +115,9 @@ def _with_strides(call: _Call, **tensors: torch.Tensor) -> _Call:
     return call
 
 
-def _scratch(call: _Call, size: Any, bf16: bool) -> torch.Tensor:
+def _scratch(size: int) -> torch.Tensor:
     """From torch's allocator, so that it counts as this process's memory like any tensor."""
-    return torch.empty(size(ctypes.byref(call), bf16), dtype=torch.uint8)
-
-
-def _pointers(*tensors: torch.Tensor | None) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def _forward(
@@ -125,8 +128,8 @@ def _forward(
     out, lse = _forward_fake(q)
     call = _with_strides(_call(q, k, mask, causal, scale), q=q, k=k, v=v, out=out)
     bf16 = q.dtype == torch.bfloat16
-    memory = _scratch(call, library().smp_attention_memory, bf16)
-    library().smp_attention_forward(ctypes.byref(call), bf16, *_pointers(q, k, v, mask, out, lse, memory))
+    memory = _scratch(library().smp_attention_memory(ctypes.byref(call), bf16, False))
+    library().smp_attention_forward(ctypes.byref(call), bf16, *pointers(q, k, v, mask, out, lse, memory))
     return out, lse
 
 
@@ -147,10 +150,10 @@ def _backward(
     dq, dk, dv = map(_like, (q, k, v))
     call = _with_strides(_call(q, k, mask, causal, scale), q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     bf16 = q.dtype == torch.bfloat16
-    memory = _scratch(call, library().smp_attention_memory, bf16)
-    sums = _scratch(call, library().smp_attention_sums, bf16)
-    pointers = _pointers(dout, q, k, v, out, lse, mask, dq, dk, dv, memory, sums)
-    library().smp_attention_backward(ctypes.byref(call), bf16, *pointers)
+    memory = _scratch(library().smp_attention_memory(ctypes.byref(call), bf16, True))
+    sums = _scratch(library().smp_attention_sums(ctypes.byref(call)))
+    tensors = pointers(dout, q, k, v, out, lse, mask, dq, dk, dv, memory, sums)
+    library().smp_attention_backward(ctypes.byref(call), bf16, *tensors)
     return dq, dk, dv
 
 

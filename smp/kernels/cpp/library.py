@@ -1,7 +1,7 @@
-"""The shared library of ``csrc/attention.cpp``: compiled by the first run that needs it, kept for later ones.
+"""The shared library of the C++ files in ``csrc``: compiled by the first run that needs it, kept for later ones.
 
 It has C functions only, so one build serves every torch, and it is loaded through ctypes. It lies in the user's cache
-folder under a name that says what it was made of; compiling takes three seconds. Threads are those of torch: both use
+folder under a name that says what it was made of; compiling takes five seconds. Threads are those of torch: both use
 GNU's OpenMP, of which a process has one.
 """
 
@@ -19,18 +19,40 @@ from typing import Any
 
 import torch
 
-SOURCE = Path(__file__).resolve().parents[1] / "csrc" / "attention.cpp"
+FOLDER = Path(__file__).resolve().parents[1] / "csrc"
+SOURCES = ("attention.cpp", "rows.cpp")
+HEADERS = ("vectors.h",)
 _SETS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
 """Instructions that the compiler may use. Only code for bf16 has those of the last, see :func:`why_not`."""
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-mfma", *(f"-m{name}" for name in _SETS))
-
-
 DTYPES = (torch.float32, torch.bfloat16)
 """That it computes in."""
+_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "n": ctypes.c_int64, "f": ctypes.c_float}
+_ARGUMENTS = {
+    "smp_attention_memory": "pii",
+    "smp_attention_sums": "p",
+    "smp_attention_forward": "pi" + 7 * "p",
+    "smp_attention_backward": "pi" + 12 * "p",
+    "smp_softmax_stats": "ippp" + 4 * "n",
+    "smp_logits_to_gradient": "ipppp" + 5 * "n",
+    "smp_norm": "i" + 8 * "p" + "nnfn",
+    "smp_norm_sums": "nn",
+    "smp_norm_gradient": "i" + 10 * "p" + "nnn",
+    "smp_swiglu": "ippp" + 5 * "n",
+    "smp_swiglu_gradient": "i" + 6 * "p" + 6 * "n",
+    "smp_rotate": "ipppp" + 4 * "n" + "fn",
+}
+"""Function -> a letter for each argument."""
 
 
 class BuildError(RuntimeError):
     """The library cannot be had; the message says in one line what is missing."""
+
+
+@cache
+def can_run(dtype: torch.dtype) -> bool:
+    """Whether :func:`why_not` has nothing against ``dtype``; asked in each call."""
+    return not why_not(dtype)
 
 
 def why_not(dtype: torch.dtype) -> str:
@@ -61,14 +83,13 @@ def library() -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(_built()))
     except OSError as error:
-        raise BuildError(f"{SOURCE.name}: {error}") from None
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
+        raise BuildError(f"{', '.join(SOURCES)}: {error}") from None
     # Without argtypes ctypes would pass pointers as 32-bit integers.
-    for name in ("smp_attention_memory", "smp_attention_sums"):
-        getattr(loaded, name).argtypes, getattr(loaded, name).restype = [pointer, ctypes.c_int], size
-    loaded.smp_attention_forward.argtypes = [pointer, ctypes.c_int, *[pointer] * 7]
-    loaded.smp_attention_backward.argtypes = [pointer, ctypes.c_int, *[pointer] * 12]
-    loaded.smp_attention_forward.restype = loaded.smp_attention_backward.restype = None
+    for name, kinds in _ARGUMENTS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = [_KINDS[kind] for kind in kinds], None
+    for name in ("smp_attention_memory", "smp_attention_sums", "smp_norm_sums"):
+        getattr(loaded, name).restype = ctypes.c_int64
     return loaded
 
 
@@ -77,11 +98,26 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "smp"
 
 
+def computes(*tensors: torch.Tensor | None) -> bool:
+    """Whether these, without which there is a None, have one dtype that it computes in. Models may be converted after
+    they were built (``.double()``); PyTorch's functions take such."""
+    first = tensors[0]
+    assert first is not None
+    return all(t is None or t.dtype == first.dtype for t in tensors) and can_run(first.dtype)
+
+
+def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
+    """As its functions take tensors."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 def _built() -> Path:
     """The library's file. Of several processes one compiles, and the others wait for it."""
     compiler = shutil.which("g++")
-    made_of = " ".join((*FLAGS, str(compiler))).encode() + SOURCE.read_bytes()
-    path = cache_folder() / f"attention-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    sources = [str(FOLDER / name) for name in SOURCES]
+    texts = b"".join((FOLDER / name).read_bytes() for name in (*SOURCES, *HEADERS))
+    made_of = " ".join((*FLAGS, str(compiler))).encode() + texts
+    path = cache_folder() / f"kernels-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if path.exists():
         return path
     if compiler is None:
@@ -94,7 +130,7 @@ def _built() -> Path:
         if not path.exists():
             temporary = path.with_suffix(f".{os.getpid()}.tmp")
             done = subprocess.run(
-                [compiler, *FLAGS, "-o", str(temporary), str(SOURCE)], capture_output=True, text=True, check=False
+                [compiler, *FLAGS, "-o", str(temporary), *sources], capture_output=True, text=True, check=False
             )
             if done.returncode != 0:
                 temporary.unlink(missing_ok=True)

@@ -9,61 +9,18 @@
 //
 // Everything is summed in an order that depends on the sizes alone: the same bits with any number of threads.
 
-#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <initializer_list>
+
+#include "vectors.h"
 
 namespace {
 
 constexpr long ROWS = 64;    // queries of a block
 constexpr long COLUMNS = 128;  // keys of a block
 constexpr float NEVER = -INFINITY;
-
-long up(long n, long to) { return (n + to - 1) / to * to; }
-
-// What differs between the two dtypes: how many elements lie in 32 bits, and how they are multiplied, read and written.
-struct Float32 {
-  static constexpr long PAIR = 1;
-  using T = float;
-  static __m512 fma(__m512 sum, __m512i a, __m512i b) {
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
-  }
-  static __m512 load(const T* x, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, x); }
-  static void store(T* x, __mmask16 mask, __m512 value) { _mm512_mask_storeu_ps(x, mask, value); }
-};
-
-struct BFloat16 {
-  static constexpr long PAIR = 2;
-  using T = uint16_t;
-  static __m512 fma(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-  static __m512 load(const T* x, __mmask16 mask) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x)), 16));
-  }
-  static void store(T* x, __mmask16 mask, __m512 value) {
-    _mm256_mask_storeu_epi16(x, mask, (__m256i)_mm512_cvtneps_pbh(value));
-  }
-};
-
-__mmask16 first(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
-
-// exp(x) for x <= 0 within 1.5 units in the last place; 0 below -104, NaN of NaN.
-__m512 exponential(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-105.0f), x);  // in this order NaN stays
-  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
-  y = _mm512_fmadd_ps(y, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_scalef_ps(y, n);
-}
 
 // C (R x 16 V) = or += A B, with A's numbers at [row * a_row + k * a_k], B's rows of b_row.
 template <class E, int R, int V>
@@ -151,12 +108,12 @@ struct Call {
 
 namespace {
 
-// Memory of one thread.
+// Memory of one thread: its part of what lies behind ``all``.
 struct Scratch {
   char* memory;
   long used = 0;
-  explicit Scratch(long bytes) : memory(static_cast<char*>(std::aligned_alloc(64, up(bytes, 64)))) {}
-  ~Scratch() { std::free(memory); }
+  Scratch(void* all, long before, long bytes)
+      : memory(static_cast<char*>(all) + up(before, 64) + omp_get_thread_num() * up(bytes, 64)) {}
   template <class T>
   T* take(long n) {
     T* at = reinterpret_cast<T*>(memory + used);
@@ -260,6 +217,15 @@ void forward_block(const Call& call, const Packed<E>& packed, const typename E::
   }
 }
 
+// Of keys and values of all heads, packed.
+template <class E>
+long packed_bytes(const Call& call) {
+  return 4 * call.batch * call.groups * up(call.keys, COLUMNS) * up(call.dim, 16) * long(sizeof(typename E::T));
+}
+
+// Of a block of the forward pass, for each thread.
+long block_bytes(const Call& call) { return ROWS * (up(call.dim, 16) + COLUMNS) * 2 * long(sizeof(float)) + 512; }
+
 template <class E>
 void forward(const Call& call, const void* q, const void* k, const void* v, const void* mask, void* out, float* lse,
              void* memory) {
@@ -269,7 +235,7 @@ void forward(const Call& call, const void* q, const void* k, const void* v, cons
 #pragma omp parallel num_threads(call.threads)
   {
     packed.fill(call, (const T*)k, (const T*)v, false);
-    Scratch scratch((ROWS * (packed.width + COLUMNS)) * 2 * sizeof(float) + 512);
+    Scratch scratch(memory, packed_bytes<E>(call), block_bytes(call));
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < call.batch * call.heads * blocks; task++) {
       // The last blocks first: with a causal mask they take longest.
@@ -425,7 +391,7 @@ void backward(const Call& call, const void* dout, const void* q, const void* k, 
 #pragma omp parallel num_threads(call.threads)
   {
     packed.fill(call, (const T*)k, (const T*)v, true);
-    Scratch scratch(Head<E>::bytes(call));
+    Scratch scratch(memory, packed_bytes<E>(call), Head<E>::bytes(call));
 #pragma omp for schedule(dynamic)
     for (long task = 0; task < call.batch * call.heads; task++)
       backward_head<E>(call, packed, q, dout, out, mask, lse, dq, sums, task / call.heads, task % call.heads, scratch);
@@ -443,12 +409,13 @@ void backward(const Call& call, const void* dout, const void* q, const void* k, 
 extern "C" {
 
 // Bytes of ``memory`` and of ``sums`` that a call needs.
-int64_t smp_attention_memory(const Call* call, int bf16) {
-  int64_t filled = up(call->keys, COLUMNS), width = up(call->dim, 16);
-  return 4 * call->batch * call->groups * filled * width * (bf16 ? 2 : 4);
+int64_t smp_attention_memory(const Call* call, int bf16, int backward) {
+  int64_t packed = bf16 ? packed_bytes<BFloat16>(*call) : packed_bytes<Float32>(*call);
+  int64_t head = bf16 ? Head<BFloat16>::bytes(*call) : Head<Float32>::bytes(*call);
+  return up(packed, 64) + call->threads * up(backward ? head : block_bytes(*call), 64);
 }
 
-int64_t smp_attention_sums(const Call* call, int) {
+int64_t smp_attention_sums(const Call* call) {
   return 2 * call->batch * call->heads * call->keys * up(call->dim, 16) * sizeof(float);
 }
 

@@ -148,7 +148,7 @@ def vocab_parallel_cross_entropy(
         shard: which columns these are.
         overwrite: the backward pass writes the gradient over the logits, for no memory and 6 bytes of traffic per logit
             in bf16. Nothing else may need them then; a second backward pass is an error.
-        backend: torch, triton or cuda.
+        backend: torch, triton, cuda or cpp.
     """
     return _CrossEntropy.apply(logits, labels, shard, overwrite, backend)
 
@@ -309,7 +309,7 @@ def linear_cross_entropy(
         loss_weights: fp32 (n,), no gradient.
         shard: which rows these are.
         chunk_tokens: tokens per chunk; bounds the memory at chunk_tokens x rows per rank.
-        backend: torch, triton or cuda.
+        backend: torch, triton, cuda or cpp.
     """
 
     def chunk_loss(logits: torch.Tensor, part: slice, with_gradient: bool) -> torch.Tensor:

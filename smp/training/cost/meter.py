@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from smp.kernels.matmul import linear_op, scratch_bytes
+from smp.kernels import matmul
+from smp.kernels.cpp import attention, norm
 from smp.kernels.registry import BODIES
 
 _aten = torch.ops.aten
@@ -38,7 +39,7 @@ _KINDS = (
 _COPIED_BY_GLOO = {"all-gather", "reduce-scatter"}
 """Gloo works on a copy of the whole tensor (measured, torch 2.13); all-reduces and all-to-alls on the tensor."""
 _WAITS = {torch.ops._c10d_functional.wait_tensor}
-_FUSED = ("triton", "cuda", "apex")
+_FUSED = ("triton", "cuda", "apex", "cpp")
 FREE = {"view", "t", "transpose", "detach", "permute", "as_strided", "slice", "alias", "expand", "unsqueeze", "split"}
 """Operations that launch nothing."""
 
@@ -184,8 +185,7 @@ class Meter(TorchDispatchMode):
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self._made(tensor.untyped_storage())
-        if func is linear_op:
-            self._needed(scratch_bytes(args[1]))
+        self._needed(_scratch(func._overloadpacket, args))
         # Views launch nothing.
         self.counts.kernels += func._opname not in FREE
         self.counts.flops += _flops(func._overloadpacket, args, kwargs, result)
@@ -296,6 +296,19 @@ def _body(func: Any, args: Any) -> Callable[..., Any] | None:
     if func in BODIES and args[-1] not in _FUSED:
         return BODIES[func]
     return _PARTS.get(func)
+
+
+def _scratch(packet: Any, args: Any) -> int:
+    """Bytes that an operator takes while it runs, where that is not in a tensor."""
+    if packet is torch.ops.smp.linear:
+        return matmul.scratch_bytes(args[1])
+    if packet is torch.ops.smp.cpp_attention:
+        return attention.scratch_bytes(*args[:2], backward=False)
+    if packet is torch.ops.smp.cpp_attention_backward:
+        return attention.scratch_bytes(*args[1:3], backward=True)
+    if packet is torch.ops.smp.norm_backward and args[-1] == "cpp":
+        return norm.scratch_bytes(args[2], args[6])
+    return 0
 
 
 def _flops(packet: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
