@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import pretrain_gpt
+from smp.config import ConfigError
 from smp.kernels.token_layout import TokenLayout
 from smp.layers import ColumnParallelLinear, RowParallelLinear
 from smp.layers.parameter import SHARD_ROWS, Constant, local, tp_parameter
@@ -44,7 +45,7 @@ class DocumentStarts:
     def prepare(self, layout: TokenLayout, sequence_lengths: Callable[[], torch.Tensor]) -> torch.Tensor:
         assert layout.position_ids is not None
         if layout.cut is not None:
-            raise ValueError("--context-parallel-size: a moving average does not pass its state between ranks")
+            raise ConfigError("--context-parallel-size: a moving average does not pass its state between ranks")
         starts = torch.zeros(layout.batch, layout.length, dtype=torch.bool, device=layout.position_ids.device)
         starts[:, 0] = True
         if (ids := layout.document_ids) is not None:
@@ -70,7 +71,7 @@ class MovingAverage(nn.Module):
 
     def forward(self, x: torch.Tensor, layout: TokenLayout, key: torch.Tensor | None = None) -> torch.Tensor:
         if layout.cache is not None:
-            raise ValueError("a moving average keeps nothing between tokens: it cannot generate text")
+            raise ConfigError("a moving average keeps nothing between tokens: it cannot generate text")
         values = self.value(x, layout.local_token_index)  # (tokens, width/p)
         decay, starts = local(self.decay, torch.float32).sigmoid(), layout.prepared[DocumentStarts.key]
         rows = values[: layout.num_queries].float().unflatten(0, (layout.batch, layout.length))

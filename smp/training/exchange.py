@@ -75,8 +75,8 @@ def _seen(config: Config) -> Counter[Seen]:
     document = min(DOCUMENT, data.seq_length) if data.reset_attention_mask else None
     found = Counter[Seen]()
     for attention in (mixer for spec in layer_specs(model) for mixer in spec.mixers):
-        # Recurrences exchange states, not keys.
-        if isinstance(attention, Recurrence):
+        # Recurrences exchange states, not keys; a mixer from outside that sees no pairs of tokens has neither.
+        if isinstance(attention, Recurrence) or not hasattr(attention, "chunk"):
             continue
         chunk = None if attention.chunk is None or attention.chunk >= data.seq_length else attention.chunk
         # A document inside a chunk ends first, or the chunk does.

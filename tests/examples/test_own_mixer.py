@@ -50,6 +50,13 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
         assert run.returncode == 2 and message in run.stderr and "Traceback" not in run.stderr
 
 
+def test_what_a_mixer_cannot_do_is_one_line(tmp_path: Path) -> None:
+    words = f"{TINY} --num-layers 4 --layer-types ema attention --context-parallel-size 2 --seq-length 16"
+    run = run_program(ROOT / "examples/own_mixer.py", words.split(), tmp_path, 2)
+    assert run.returncode != 0 and "AttributeError" not in run.stderr
+    assert "error: --context-parallel-size: a moving average does not pass its state" in run.stderr
+
+
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match="'attention'.* is registered already"):
         register_mixer("attention", MLPSpec, resolve=None, build=None, parameters=None)  # type: ignore[arg-type]
