@@ -184,7 +184,9 @@ def test_content_parts_are_text_or_refused() -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     assert recognise({"messages": [USER | {"content": parts}, ANSWER]}, chat=True) == CHAT
     image = {"type": "image_url", "image_url": {"url": "x"}}
-    with pytest.raises(BadSampleError, match=r"message 0 \(user\): a content part of type image_url"):
+    with pytest.raises(
+        BadSampleError, match=r"message 0 \(user\): nothing is trained on a content part of type image_url"
+    ):
         recognise({"messages": [USER | {"content": [*parts, image]}, ANSWER]}, chat=True)
     with pytest.raises(BadSampleError, match="is not text"):
         recognise({"messages": [USER | {"content": [{"type": "text"}]}, ANSWER]}, chat=True)
