@@ -154,13 +154,14 @@ def test_machine_code_comes_only_when_asked_for(wheel: Path, tmp_path: Path, mon
         with zipfile.ZipFile(path) as archive:
             return {Path(name).name for name in archive.namelist() if "/csrc/" in name}
 
-    assert holds(wheel) == {"attention.cpp", "cross_entropy.cu"} and wheel.name.endswith("-py3-none-any.whl")
+    sources = {"attention.cpp", "rows.cpp", "vectors.h", "cross_entropy.cu"}
+    assert holds(wheel) == sources and wheel.name.endswith("-py3-none-any.whl")
     monkeypatch.setenv("SMP_BUILD_CUDA", "1")
     monkeypatch.setenv("SMP_CUDA_ARCHS", "90a")
     source = copy_of_the_sources(tmp_path)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
     (path,) = tmp_path.glob("*.whl")
-    assert holds(path) == {"attention.cpp", "cross_entropy.cu", "libsmp_kernels.so"} and "none-any" not in path.name
+    assert holds(path) == {*sources, "libsmp_kernels.so"} and "none-any" not in path.name
 
 
 def test_the_wheel_launches_recipes_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
