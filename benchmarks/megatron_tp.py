@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron_experts import prepare
-from peers import missing
+from peers import megatron_gpt, missing
 from training_step import ON_CPU, Entry, Step, Work, interleave, show, smp_step
 
 from smp.config import Layout
@@ -34,41 +33,16 @@ from smp.training.host_memory import keep_freed_memory
 
 def megatron_model(work: Work, tp: int) -> Any:
     """megatron-core's GPT in its local layers, this rank's part, with random weights."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     WrappedTorchNorm.__new__ = _rms_norm
-    sizes = work.model
-    config = TransformerConfig(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        ffn_hidden_size=sizes.ffn_hidden_size,
-        num_attention_heads=sizes.num_attention_heads,
-        num_query_groups=sizes.num_query_groups,
-        kv_channels=sizes.kv_channels,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+    model = megatron_gpt(
+        work,
         bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
         params_dtype=torch.float32,
-    )
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
-        sizes.vocab_size,
-        work.length,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
     )
     return model.train()
 

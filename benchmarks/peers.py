@@ -84,21 +84,12 @@ def _trained(model: torch.nn.Module, loss_of: Callable[[], torch.Tensor]) -> Ste
     return step
 
 
-def megatron_step(work: Work, bf16: bool) -> Step:
-    """Of megatron-core's GPT in its local layers. In bf16 its weights are in bf16, beside fp32 copies that are trained,
-    as its optimizer has them."""
-    from megatron.core import parallel_state
+def megatron_gpt(work: Work, **settings: Any) -> Any:
+    """megatron-core's GPT in its local layers, without dropout and fused extensions; ``settings`` go to its config."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if not parallel_state.model_parallel_is_initialized():
-        if work.device == "cpu":
-            prepare()
-        else:
-            parallel_state.initialize_model_parallel()
-            model_parallel_cuda_manual_seed(0)
     sizes = work.model
     config = TransformerConfig(
         num_layers=sizes.num_layers,
@@ -113,21 +104,39 @@ def megatron_step(work: Work, bf16: bool) -> Step:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_activation_fusion=work.device == "cuda",
         masked_softmax_fusion=False,  # of apex' extension
         gradient_accumulation_fusion=False,
-        recompute_granularity="selective" if work.device == "cuda" else None,
-        use_cpu_initialization=work.device == "cpu",
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        bf16=bf16,
+        **settings,
     )
-    model: Any = GPTModel(
+    return GPTModel(
         config,
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         sizes.vocab_size,
         work.length,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+    )
+
+
+def megatron_step(work: Work, bf16: bool) -> Step:
+    """Of megatron-core's GPT in its local layers. In bf16 its weights are in bf16, beside fp32 copies that are trained,
+    as its optimizer has them."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not parallel_state.model_parallel_is_initialized():
+        if work.device == "cpu":
+            prepare()
+        else:
+            parallel_state.initialize_model_parallel()
+            model_parallel_cuda_manual_seed(0)
+    model = megatron_gpt(
+        work,
+        bias_activation_fusion=work.device == "cuda",
+        recompute_granularity="selective" if work.device == "cuda" else None,
+        use_cpu_initialization=work.device == "cpu",
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=bf16,
     )
     model = model.to(work.device, torch.bfloat16 if bf16 else torch.float32).train()
     (tokens, labels), places = work.data(), torch.arange(work.length, device=work.device).expand(work.batch, -1)
