@@ -158,6 +158,13 @@ def _train(
         if run is not None:
             generation.close(partial(run.close, failed=outcome.status == "failed"))
     watchdog.progress()
+    return _end_of_run(config, process, name, watchdog, outcome, run)
+
+
+def _end_of_run(
+    config: Config, process: Process, name: str, watchdog: Watchdog, outcome: Outcome, run: Run | None
+) -> int:
+    """What follows a run whose files are closed: the outcome, spares, groups and the export; returns the exit code."""
     exports = outcome.status == "done" and config.checkpoint.save_hf
     if not exports:
         _write_outcome(config, process, outcome, run)
