@@ -1,4 +1,4 @@
-"""A mixer of one's own in smp's decoder: an exponential moving average over the tokens of a document.
+"""A custom mixer in smp's decoder: an exponential moving average over the tokens of a document.
 
     torchrun --nproc-per-node 2 examples/own_mixer.py --mock-data --vocab-size 512 --train-iters 10 \
         --num-layers 4 --layer-types ema attention --tensor-model-parallel-size 2 --sequence-parallel

@@ -1,8 +1,9 @@
-"""A mixer of one's own trains in every layout, with packed documents, and goes on from a checkpoint in another one."""
+"""A custom mixer trains in every layout, with packed documents, and goes on from a checkpoint in another one."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -60,3 +61,10 @@ def test_what_a_mixer_cannot_do_is_one_line(tmp_path: Path) -> None:
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match="'attention'.* is registered already"):
         register_mixer("attention", MLPSpec, resolve=None, build=None, parameters=None)  # type: ignore[arg-type]
+
+
+def test_the_page_shows_the_example() -> None:
+    section = (ROOT / "docs/layers.md").read_text().partition("## A new kind of layer")[2]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    example = (ROOT / "examples/own_mixer.py").read_text()
+    assert len(blocks) == 4 and all(block in example for block in blocks)
