@@ -204,6 +204,8 @@ def describe(job: Job, artifacts: Artifacts) -> list[str]:
     recipe = job.recipe
     nodes = f"{recipe.num_nodes} node{'s' if recipe.num_nodes > 1 else ''} x {recipe.devices}"
     lines = [f"{recipe.name}: {recipe.task} with cluster={job.backend} on {nodes} processes"]
+    if recipe.spare_nodes:
+        lines.append(f"spare nodes, which wait to take the place of lost ones: {recipe.spare_nodes}")
     lines += [_layout(recipe.config, recipe.world_size)] if recipe.config is not None else []
     lines += [f"environment: {_shown(job.environment)}"] if job.environment else []
     lines += [f"environment, not shown: {' '.join(job.secrets)}"] if job.secrets else []

@@ -36,12 +36,12 @@ def nodes_of(recipe: Recipe) -> str:
     if not is_elastic(recipe):
         return f"--nnodes {recipe.num_nodes}"
     least, most = recipe.settings.get("min_nodes") or 1, recipe.settings["max_nodes"]
-    if not (least <= recipe.num_nodes <= most and recipe.num_nodes > 1):
+    if recipe.num_nodes < max(least, 2):
         raise ConfigError(
-            f"trainer.num_nodes: {recipe.num_nodes} of an elastic job: it starts with 2 nodes or more, between "
-            f"min_nodes {least} and max_nodes {most}"
+            f"trainer.num_nodes: {recipe.num_nodes} of an elastic job: it starts with 2 nodes or more, at least "
+            f"min_nodes {least}"
         )
-    return f"--nnodes {least}:{most} --max-restarts {RESTARTS} --rdzv-conf {MEETING}"
+    return f"--nnodes {least}:{max(most, recipe.num_nodes)} --max-restarts {RESTARTS} --rdzv-conf {MEETING}"
 
 
 def refuse(recipe: Recipe, where: str, why: str) -> None:

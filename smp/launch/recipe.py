@@ -82,9 +82,15 @@ class Recipe:
     instance_types: tuple[str, ...] = ()
 
     @property
+    def spare_nodes(self) -> int:
+        """Nodes beyond ``max_nodes``, which wait to take the place of lost ones."""
+        most = self.settings.get("max_nodes")
+        return 0 if most is None else max(self.num_nodes - most, 0)
+
+    @property
     def world_size(self) -> int:
-        """Number of processes."""
-        return self.num_nodes * self.devices
+        """Number of processes that train."""
+        return (self.num_nodes - self.spare_nodes) * self.devices
 
     @property
     def seconds(self) -> int | None:
@@ -175,7 +181,9 @@ def _with_settings(
         shape = _parsed(translated.shape, replace(recipe, task="pretrain"), translated=True)
         if values.get("model_implementation") == "transformers":  # its architecture is in its folder
             shape = {}
-        config = _checked(recipe, saved, shape or _preset("run.base_model", base), bool(missing))
+        config = _checked(
+            replace(recipe, settings=values), saved, shape or _preset("run.base_model", base), bool(missing)
+        )
     return replace(
         recipe,
         settings=values,

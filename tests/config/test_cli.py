@@ -81,6 +81,7 @@ def test_switches_unset_values_and_underscored_numbers(recipe):
         ("--conf x.yaml", "unknown flag --conf: did you mean --config?"),
         ("--qqqqqqqqq 1", "unknown flag --qqqqqqqqq (--help lists them all)"),
         ("--learning_rate 1", "unknown flag --learning_rate: did you mean --lr?"),
+        ("--spare-nodes 1", "unknown flag --spare-nodes: did you mean --max-nodes (nodes beyond it are spare"),
         ("--tp 2", "unknown flag --tp: did you mean --tensor-model-parallel-size?"),
         ("-lr 1", "unknown flag -lr: did you mean --lr?"),
         ("train", "unexpected 'train': a value follows its flag"),

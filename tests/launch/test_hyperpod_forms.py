@@ -527,8 +527,18 @@ def test_an_elastic_recipe_is_an_elastic_job(files: Path) -> None:
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}" in script
     with pytest.raises(ConfigError, match="max_nodes with cluster=local: it is one machine"):
         prepare([*words, "cluster=local"])
-    with pytest.raises(ConfigError, match="trainer.num_nodes: 16 of an elastic job"):
-        prepare([*words, "cluster=slurm", "recipes.trainer.num_nodes=16"])
+    with pytest.raises(ConfigError, match="trainer.num_nodes: 1 of an elastic job"):
+        prepare([*words, "cluster=slurm", "recipes.trainer.num_nodes=1"])
+
+
+def test_nodes_beyond_the_most_of_an_elastic_job_are_spare(files: Path) -> None:
+    policy = "recipes.elastic_policy={is_elastic: true, min_nodes: 2, max_nodes: 3}"
+    words = [f"recipes={files}/llmft.yaml", "base_results_dir=/fsx", policy, "cluster=slurm"]
+    job, artifacts = prepare([*words, "recipes.trainer.num_nodes=4"])
+    assert "spare nodes, which wait to take the place of lost ones: 1" in describe(job, artifacts)
+    assert job.recipe.world_size == 3 * job.recipe.devices
+    assert "--nnodes 2:4 --max-restarts 1000" in artifacts["train.sh"]
+    assert any("--nodes=4" in text for text in artifacts.values())
 
 
 @pytest.mark.parametrize("name", TEXTS)

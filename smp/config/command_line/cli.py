@@ -181,13 +181,15 @@ ELSEWHERE = {
     "--max-steps": "--train-iters",
     "--output": "--save",
     "--output-dir": "--save",
+    "--spare-nodes": "--max-nodes (nodes beyond it are spare: docs/elastic.md)",
 }
-"""Other programs' names of flags, for hints."""
+"""Other programs' names of flags, for hints; in parentheses what else one has to know."""
 
 
 def _hint(flag: str, known: Sequence[str]) -> str:
-    ours = ELSEWHERE.get(flag.lower().replace("_", "-"))
-    return f": did you mean {ours}?" if ours in known else did_you_mean(flag, known, " (--help lists them all)")
+    ours = ELSEWHERE.get(flag.lower().replace("_", "-"), "")
+    found = ours.partition(" ")[0] in known
+    return f": did you mean {ours}?" if found else did_you_mean(flag, known, " (--help lists them all)")
 
 
 def _refuse_extras(extras: Sequence[str], entry: EntryPoint) -> None:

@@ -204,7 +204,7 @@ NEWER: tuple[Row, ...] = (
         "the process next to each one that trains sees it end; --inprocess-heartbeat-timeout and "
         "--inprocess-barrier-timeout are the two limits",
     ),
-    refused("--inprocess-active-world-size:1", "nodes that come and go: --max-nodes, docs/elastic.md"),
+    refused("--inprocess-active-world-size:1", "nodes beyond --max-nodes are spare, docs/elastic.md"),
     refused(
         "--inprocess-granularity:1",
         "a process that is lost is replaced alone, on its own machine",
