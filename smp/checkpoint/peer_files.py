@@ -111,7 +111,8 @@ class PeerFolder(LocalFolder):
 
 def send(path: Path, to: int, group: dist.ProcessGroup | None) -> None:
     """Send a file, or -1 for one that does not exist, as the other rank waits for an answer."""
-    data = torch.from_numpy(np.fromfile(path, np.uint8)) if path.exists() else None
+    # Mapped, not read: the file is in memory already. "c": torch takes no array that cannot be written.
+    data = torch.from_numpy(np.memmap(path, np.uint8, "c")) if path.exists() else None
     dist.send(torch.tensor([-1 if data is None else len(data)]), to, group=group, tag=_TAG)
     for piece in () if data is None else data.split(PIECE):
         dist.send(piece, to, group=group, tag=_TAG)

@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,11 @@ _NAME = re.compile(r"iter_\d{7,}-[0-9a-f]{8}")
 
 
 def own_folder(base: Path) -> Path:
-    """The folder of copies of the launcher that started this process; those of launchers that are gone are removed."""
+    """The folder of copies of the launcher that started this process; those of launchers that are gone are removed.
+
+    Raises:
+        OSError: it cannot be made, or is another user's.
+    """
     # Containers may share the memory and not the table of processes: who is gone is known within one table only.
     try:
         table = re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
@@ -61,6 +66,10 @@ def own_folder(base: Path) -> Path:
         table = ""
     root = base / f"smp-copies-{os.getuid()}-{table}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Anybody may make a folder of this name in /dev/shm first, and would then read and change what is in it.
+    found = root.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise PermissionError(f"{root} is another user's, or open to others: remove it")
     for path in root.iterdir():
         pid, _, began = path.name.partition("-")
         # The start time as well: process numbers are used again.
@@ -179,7 +188,11 @@ class PeerCopies:
 
     def _files(self, name: str) -> dict[str, int]:
         """Sizes in bytes of the files of a copy on this node, by name."""
-        return {path.name: path.stat().st_size for path in (self.root / name).iterdir()}
+        found = {}
+        for path in (self.root / name).iterdir():
+            with suppress(FileNotFoundError):  # a thread of a lost run has renamed it just now
+                found[path.name] = path.stat().st_size
+        return found
 
     def _manifest(self, name: str) -> Manifest | None:
         """The manifest of a copy on this node; rank 0 also asks nodes that do not train."""
@@ -236,10 +249,12 @@ class PeerCopies:
         name = f"{iteration_name(extra['progress']['iteration'])}-{self._number:08x}"
         folder = LocalFolder(self.root / name)
         layout = self._memory.fill({key: shards[item.name].rows(item) for key, item in self._plan})
+        # Now: the thread may outlive this object's memory, which its views keep.
+        data = [(slot.key, self._memory.view(slot)) for slot in layout.slots]
         # Memory for two copies: the newest complete one and this one. By name, and not when the thread comes to it: it
         # may outlive this run of the process.
         outdated = [other for other in self._copies() if other not in (self._kept, name)]
-        work = threading.Thread(target=self._work, args=(layout, outdated), daemon=True)
+        work = threading.Thread(target=self._work, args=(layout, data, outdated), daemon=True)
         self._save = _UnderWay(folder, extra, work)
         self._save.thread.start()
         self.seconds = time.perf_counter() - started
@@ -273,7 +288,7 @@ class PeerCopies:
             f"{free / 1e9:,.3f} GB are free there"
         )
 
-    def _work(self, layout: FileLayout, outdated: Sequence[str]) -> None:
+    def _work(self, layout: FileLayout, data: Sequence[tuple[str, memoryview]], outdated: Sequence[str]) -> None:
         save = self._save
         assert save is not None
         # Every rank does it before it writes, so that there is room.
@@ -286,7 +301,7 @@ class PeerCopies:
             receiving = [pool.submit(self._receive, folder, r) for r in self._from]
             try:
                 try:
-                    hashes = self._write(save.folder, layout)
+                    hashes = self._write(save.folder, layout, data)
                     self._write_part(save, hashes)
                 finally:
                     if to is not None:  # it waits for both messages, also if writing has failed here
@@ -315,8 +330,7 @@ class PeerCopies:
         files = {file: (save.folder.local / file).stat().st_size} if written else {}
         write_part(save.folder.local, rank(), len(self.locations), replace(manifest, files=files))
 
-    def _write(self, folder: LocalFolder, layout: FileLayout) -> dict[str, str]:
-        data = ((slot.key, self._memory.view(slot)) for slot in layout.slots)
+    def _write(self, folder: LocalFolder, layout: FileLayout, data: Sequence[tuple[str, memoryview]]) -> dict[str, str]:
         return write_file(folder, _file_of(rank()), layout, data)
 
     def poll(self) -> None:
@@ -364,6 +378,8 @@ class PeerCopies:
         self._memory.close()
         if done is not None:
             with suppress(OSError):
-                (self.root / DONE).write_text(str(done))
+                temporary = self.root / f"{DONE}.{rank()}"  # renamed when it is complete: other ranks write it, too
+                temporary.write_text(str(done))
+                os.replace(temporary, self.root / DONE)
             for name in self._copies():
                 shutil.rmtree(self.root / name, ignore_errors=True)

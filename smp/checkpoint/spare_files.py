@@ -77,11 +77,14 @@ def serving(root: Path, store: dist.Store, rank: int, towards: str) -> Iterator[
     copies = {folder.name: {path.name: path.stat().st_size for path in folder.iterdir()} for folder in folders}
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = _SECONDS  # of a client that asks for nothing
+
         def do_GET(self) -> None:
             given, copy, file = (*self.path.strip("/").split("/"), "", "")[:3]
             # compare_digest takes equally long for any wrong token. Only listed names are served,
             # never a path.
-            if not secrets.compare_digest(given, token) or file not in copies.get(copy, ()):
+            # Bytes: it takes no other characters than ASCII in text.
+            if not secrets.compare_digest(given.encode(), token.encode()) or file not in copies.get(copy, ()):
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
             with (root / copy / file).open("rb") as data:

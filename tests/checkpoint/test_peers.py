@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from smp.checkpoint import peers
 from smp.checkpoint.api import load_from
+from smp.checkpoint.folders.lock import started_at
+from smp.checkpoint.peer_cleanup import remove_with_launcher
 from smp.checkpoint.peer_files import Location, next_nodes
 from smp.checkpoint.peers import PeerCopies
 from smp.checkpoint.spare_files import SpareNode, serving, spare_nodes
@@ -29,6 +33,25 @@ def test_a_copy_is_on_another_node() -> None:
     uneven = [Location(0, 0), Location(0, 1), Location(4, 0)]
     assert next_nodes(uneven) == [2, 2, 0]
     assert next_nodes(even[:2]) == [None, None]
+
+
+def test_memory_is_freed_when_the_launcher_is_gone(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as launcher:
+        folder = tmp_path / "all" / f"{launcher.pid}-{started_at(launcher.pid)}"
+        (folder / "iter_0000003-00000000").mkdir(parents=True)
+        # Not that of another process with its number.
+        other = folder.with_name(f"{launcher.pid}-1")
+        other.mkdir()
+        for _ in range(2):  # torchrun starts workers several times
+            remove_with_launcher(folder)
+        remove_with_launcher(other)
+        time.sleep(1)
+        assert folder.exists()
+        launcher.kill()
+    deadline = time.monotonic() + 60
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [path.name for path in folder.parent.iterdir()] == [other.name]
 
 
 def state_of(world: int, fill: float) -> dict[str, torch.Tensor]:

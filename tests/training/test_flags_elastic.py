@@ -12,6 +12,7 @@ import torch
 
 from smp.checkpoint.peers import own_folder
 from smp.config.rules.elastic import OWN_STORES
+from smp.training.faults import copies
 from smp.training.faults.members import LEFT
 from tests.training.flag_runs import Run, Watched, proves, run_here
 
@@ -24,6 +25,8 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1", OWN_STORES: "1"}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
+    # The launcher is who has started these tests.
+    monkeypatch.setattr(copies, "remove_with_launcher", lambda folder: None)
 
 
 def started(tmp_path: Path, flags: str) -> Run:
@@ -83,6 +86,20 @@ def test_copies_of_a_launcher_that_is_gone_are_removed(tmp_path: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     own_folder(tmp_path / "memory")
     assert own.exists() and not gone.exists() and elsewhere.exists()  # of another table of processes
+
+
+@pytest.mark.usefixtures("under_torchrun")
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    """Anybody may have made it in a memory that all use."""
+    root = own_folder(tmp_path / "memory").parent
+    root.chmod(0o777)
+    run = started(tmp_path, COPIES)
+    assert run.code == 2 and "is another user's, or open to others: remove it" in run.errors[0]
+    root.rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").chmod(0o700)
+    root.symlink_to(tmp_path / "elsewhere")
+    run = started(tmp_path, COPIES)
+    assert run.code == 2 and "is another user's" in run.errors[0]
 
 
 def test_copies_need_somebody_who_starts_workers_again(tmp_path: Path) -> None:

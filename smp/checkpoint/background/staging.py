@@ -21,9 +21,6 @@ class StagingBuffer:
     """Shared memory without a name: not in /dev/shm, whose size containers limit, and with nothing to clean up after a
     crash.
 
-    Where the system has none (no memfd), an unlinked temporary file takes its place; its pages are in memory all the
-    same.
-
     Where the system has no such memory, a file without a name takes its place; its pages are memory all the same.
     """
 

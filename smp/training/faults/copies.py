@@ -11,6 +11,7 @@ from torch import nn
 
 from smp.checkpoint import CheckpointError
 from smp.checkpoint.format.entries import Manifest
+from smp.checkpoint.peer_cleanup import remove_with_launcher
 from smp.checkpoint.peer_files import Location, PeerFolder
 from smp.checkpoint.peers import PeerCopies
 from smp.config import Config, ConfigError
@@ -58,6 +59,8 @@ class RunCopies:
             timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
             spare = nodes_of_spares(process, timeout)
             self._copies = PeerCopies(config.checkpoint.peer_snapshot_dir, location, say, timeout, spare)
+            if process.local_rank == 0:
+                remove_with_launcher(self._copies.root)
         except CheckpointError as error:
             raise ConfigError(f"--peer-snapshot-dir {error}") from error
         # torchrun restarts all workers of a node, also after the last step.

@@ -55,16 +55,17 @@ class SignsOfLife:
 
 def listen(process: int, limit: float, name: str) -> None:
     """Kill a process, whose signs of life come in by stdin, after ``limit`` seconds without any."""
-    heard = time.monotonic()
+    heard = now = time.monotonic()
     # Its other children may hold the pipe open: that it has ended is seen by whose child this one is.
     while os.getppid() == process:
-        asked = time.monotonic()
+        # From look to look, with nothing in between: a stop of this process at any point is part of a wait.
+        before = now
         if select.select([0], [], [], BEAT)[0]:
             if not os.read(0, 1 << 16):  # its end has closed the pipe
                 return
             heard = time.monotonic()
         now = time.monotonic()
-        if now - asked > BEAT + _SUSPENDED:
+        if now - before > BEAT + _SUSPENDED:
             heard = now
         if now - heard > limit and os.getppid() == process:
             os.write(2, f"{name}: no sign of life for {now - heard:.0f} s, and so killed\n".encode())
