@@ -282,6 +282,7 @@ def test_a_connection_to_a_store_ends_where_its_machine_is_silent() -> None:
                 assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                 bounded += 1
     assert bounded == 1
+    assert bound_silence(before, 1e9) >= 1  # of a run that is looked at with a debugger
     client.set("still", "there")
     assert server.get("still") == b"there"
 
@@ -314,6 +315,37 @@ def test_a_keeper_that_is_stopped_is_killed() -> None:
         assert keeper.wait(60) == -signal.SIGKILL
         assert keeper.stderr is not None
         assert keeper.stderr.readline().startswith("rank 5's keeper: no sign of life for ")
+
+
+IMPORTS = """
+import os, time
+from smp.training.inprocess.link import Link
+link = Link.of_environment()
+{more}
+os.kill(os.getpid(), 19)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("more", ["", "link.wait()"])
+def test_an_import_may_hold_the_interpreter_for_longer_than_training_may(
+    more: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a large library on a slow disk does. A worker that trains is killed after the heartbeat's timeout."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-c", IMPORTS.format(more=f"time.sleep(2); {more or 0}")])
+    settings = ParallelConfig(inprocess_heartbeat_timeout=3.0, distributed_timeout_minutes=0.2)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    keeper = Keeper(settings, Process(0, 1, 0))
+    try:
+        keeper._active.begin(b"1")
+        assert keeper._watch() == -signal.SIGKILL
+        silent = re.search(r"no sign of life for (\d+) s", capfd.readouterr().err)
+        assert silent is not None and (int(silent[1]) < 12) == bool(more)
+    finally:
+        keeper._active.end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_workers_that_never_train_are_replaced_so_many_times(

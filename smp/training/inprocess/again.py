@@ -162,10 +162,11 @@ def run_again(
             # Goodput counts the time since the loss as recovery.
             process = replace(process, started=times["the loss"])
             number = meeting.meet()
-        # Rank 0 may have work left, such as --save-hf: where it is lost in that, another one has to do it.
-        if code or process.rank == 0:
-            with contextlib.suppress(dist.DistError):  # it is gone, and so is who would wait
+        with contextlib.suppress(dist.DistError):  # it is gone, and so is who would wait
+            if code or process.rank == 0:
                 meeting.end(code)
+            else:  # rank 0 may have work left, such as --save-hf: where it is lost in that, another start does it
+                meeting.leave()
         return code
     except RunEndedError as error:
         return error.code
@@ -173,7 +174,6 @@ def run_again(
         print(f"rank {process.rank}: no in-process restart: {error}", file=sys.stderr, flush=True)
         return 1
     except Exception:  # of this process alone: a new one may do better
-        traceback.print_exc()
         _leave(meeting)
     finally:
         meeting.close()
@@ -186,12 +186,15 @@ def _forget() -> None:
 
 
 def _leave(meeting: Meeting) -> NoReturn:
+    """Say what has failed and end, to be replaced. Called where the error is handled."""
     # Printing or the store may block: the timer ends the process then.
     limit = threading.Timer(_LEAVING, os._exit, (REPLACE,))
     limit.daemon = True
     limit.start()
     with contextlib.suppress(Exception):
         meeting.lose()
+    with contextlib.suppress(Exception):
+        traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(REPLACE)

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _OPEN = Path("/proc/self/fd")
+_LONGEST = 32767.0
+"""Seconds that Linux takes at most for keep-alive messages."""
 
 
 def open_connections() -> dict[str, int]:
@@ -52,6 +54,7 @@ def bound_silence(spared: Iterable[str], seconds: float) -> int:
 
 def _bound(descriptor: int, seconds: float) -> bool:
     """Bound the silence of a TCP connection; returns whether it was one."""
+    seconds = min(seconds, _LONGEST)
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # OSError: it was closed meanwhile
         if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
             return False

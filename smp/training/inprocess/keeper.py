@@ -28,6 +28,7 @@ from smp.training.inprocess.link import (
     PIPES,
     REPLACE,
     REPLACES,
+    STARTS,
     SUSPENDED,
     TRAINS,
 )
@@ -55,7 +56,8 @@ class Worker:
         # The worker's ends: while they are open here, no end of file shows that it is gone.
         os.close(control)
         os.close(life)
-        self.trains, self.ends, self._heard = False, False, 0.0
+        self.imported = self.trains = self.ends = False
+        self._heard = 0.0
 
     def begin(self, word: bytes) -> None:
         """Let it train; ``word`` says in which role."""
@@ -78,7 +80,8 @@ class Worker:
             return
         self.trains = self.trains or TRAINS in heard
         self.ends = self.ends or ENDS in heard
-        if ALIVE in heard:
+        self.imported = self.imported or ALIVE in heard
+        if ALIVE in heard or STARTS in heard:
             self._heard = time.monotonic()
 
     @property
@@ -105,6 +108,7 @@ class Keeper:
 
     def __init__(self, settings: ParallelConfig, process: Process) -> None:
         self._patience, self._name = settings.inprocess_heartbeat_timeout, f"rank {process.rank}"
+        self._first = 60 * settings.distributed_timeout_minutes
         self._stopped, self._launcher = False, os.getppid()
         self._active = Worker(self._launcher)
         self._ready: Worker | None = None  # once the first one trains: two that start at once start more slowly
@@ -164,12 +168,19 @@ class Keeper:
             if os.getppid() != self._launcher:
                 active.leave()
                 return 1
-            if active.silence > (max(self._patience, _ENDING) if active.ends else self._patience):
+            if active.silence > self._limit_of(active):
                 print(f"{self._name}: no sign of life for {active.silence:.0f} s", file=sys.stderr, flush=True)
                 active.process.kill()
                 active.process.wait()
         active.listen()  # to its last words
         return code
+
+    def _limit_of(self, worker: Worker) -> float:
+        """Seconds without a sign of life after which a worker is killed."""
+        if worker.ends:
+            return max(self._patience, _ENDING)
+        # A library that is read from a slow disk holds the interpreter until it is there.
+        return self._patience if worker.imported else max(self._patience, self._first)
 
     def _replace(self, why: str) -> None:
         print(f"{self._name}: its process {why}: another one takes its place", file=sys.stderr, flush=True)

@@ -21,8 +21,8 @@ REPLACE = 76
 FIRST, REPLACES, ORPHANED = b"1", b"2", b"3"
 """Messages of the keeper: begin as the first worker of this start; begin in place of one that was lost; the launcher is
 gone."""
-ALIVE, TRAINS, ENDS = b".", b"t", b"e"
-"""Messages of the worker: it is alive; it trains; it ends by itself."""
+STARTS, ALIVE, TRAINS, ENDS = b"s", b".", b"t", b"e"
+"""Messages of the worker: it is alive, and imports; it is alive; it trains; it ends by itself."""
 BEAT = 1.0
 """Seconds between two signs of life."""
 FRUITLESS = 5
@@ -41,6 +41,7 @@ class Link:
 
     def __init__(self, control: int, life: int) -> None:
         self._control, self._life, self._asked = control, life, threading.Event()
+        self._imported = False
         self.replaces = False
         """Whether this worker takes the place of another one; known after :meth:`wait`."""
         self.orphaned = False
@@ -61,7 +62,9 @@ class Link:
         return Link(*map(int, pipes.split()))
 
     def wait(self) -> None:
-        """Block until the keeper wants this worker."""
+        """Block until the keeper wants this worker, which has imported everything."""
+        self._imported = True
+        self._say(ALIVE)
         self._asked.wait()
 
     def trains(self) -> None:
@@ -89,4 +92,4 @@ class Link:
                 self.orphaned = word == ORPHANED
                 self.replaces = self.replaces or word == REPLACES
                 self._asked.set()
-            self._say(ALIVE)
+            self._say(ALIVE if self._imported else STARTS)

@@ -158,6 +158,8 @@ class Meeting:
             time.sleep(max(0.02, self._size / 10000))
             if self._store.check(["ended"]):
                 raise RunEndedError(int(self._store.get("ended")))
+            if self._store.check(["left"]):
+                raise GaveUpError("another process has done its work, and ended")
             if self._stopped():
                 raise GaveUpError("the launcher ends this process")
             if time.monotonic() > deadline:
@@ -179,6 +181,10 @@ class Meeting:
     def end(self, code: int) -> None:
         """Tell the others that the run has ended here by itself, so that nobody waits for this process."""
         self._store.set("ended", str(code))
+
+    def leave(self) -> None:
+        """Tell the others that this process has done its work, while rank 0 may have some left, and comes no more."""
+        self._store.set("left", str(self._rank))
 
     def let_go(self) -> None:
         """Leave this generation: cut its connections, so that all others that wait get an error, too."""
