@@ -63,7 +63,7 @@ class PassState:
         op: a forward pass, a backward pass, or the input part or weight part of one.
         has_loss: the pass computes the model's loss, or begins with its gradient.
         activations: micro-batches of a stage whose backward pass (or its input part) is to come, this one included in
-            forward and backward passes, counted by ``sizes`` as in :func:`peak_activations`; ``others``: without it.
+            all but weight parts, counted by ``sizes`` as in :func:`peak_activations`; ``others``: without it.
         pending: micro-batches whose weight part is to come after this pass, counted by ``sizes``.
         losses: micro-batches between their loss and its backward pass, this one included.
         with_gradients: parts that have gradients of earlier micro-batches.
@@ -112,9 +112,9 @@ def _states_of_rank(
             continue
         size, loss = _size(sizes, action.stage), action.stage == schedule.stages - 1 and op is not Op.BACKWARD_WEIGHT
         # Activations are there during the whole of a forward or backward pass; those of an input part become pending
-        # block by block, and most is there at its end.
+        # block by block.
         others = waiting if op in (Op.FORWARD, Op.BACKWARD_WEIGHT) else waiting - size
-        held = others + size * (op in (Op.FORWARD, Op.BACKWARD))
+        held = others + size * (op is not Op.BACKWARD_WEIGHT)
         pending += size * ((op is Op.BACKWARD_INPUT) - (op is Op.BACKWARD_WEIGHT))
         losses += loss * (op is Op.FORWARD)
         # ``add_communication`` reduces right after a stage's last backward pass.

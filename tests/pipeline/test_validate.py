@@ -230,9 +230,9 @@ def test_what_waits_between_both_parts_of_a_backward_pass() -> None:
     Gradients of weights are there from the first weight part on, and its last one is followed by their reduction."""
     first, last = (list(states) for states in pass_states(build_schedule("zb-h1", 2, 4)))
     inputs = {(s.activations, s.pending) for s in first if s.op is Op.BACKWARD_INPUT}
-    assert inputs == {(1, 1), (0, 1)}  # its own is pending by then
+    assert inputs == {(2, 1), (1, 1)}  # its own is kept when it begins, and pending when it ends
     assert {(s.activations, s.pending) for s in first if s.op is Op.BACKWARD_WEIGHT} == {(1, 0), (0, 0)}
-    assert max(s.pending for s in last) == 2 and max(s.activations + s.pending for s in last) == 2
+    assert max(s.pending for s in last) == 2 and max(s.others + s.pending for s in last) == 2
     assert all(s.has_loss == (s.op is not Op.BACKWARD_WEIGHT) for s in last)
     assert all(s.losses - s.has_loss == s.others for s in last if s.op is not Op.BACKWARD_WEIGHT)
     assert {bool(s.with_gradients) for s in first if s.op is Op.BACKWARD_INPUT} == {False, True}

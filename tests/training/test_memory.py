@@ -149,9 +149,13 @@ def test_parts_that_do_not_peak_at_once_are_not_added() -> None:
     assert replace(loss, before=1 << 2).most == loss.most + (1 << 2)
     split = replace(parts, waiting=1 << 4, gradients=1 << 6)
     assert split.in_pass(Op.BACKWARD) == split.in_backward and split.in_pass(Op.FORWARD) == split.in_forward
+    there = (1 << 4) + (1 << 7)
+    assert split.in_pass(Op.BACKWARD_INPUT) == there + (1 << 14), "in the first block, and no gradient of a weight"
+    assert replace(split, to_the_end=3).in_pass(Op.BACKWARD_INPUT) == there + (1 << 14) + 3
+    assert replace(split, embedding=1 << 16).in_pass(Op.BACKWARD_INPUT) == there + (1 << 16), "but that"
+    most = replace(split, input_part=1, kept_by_head=2)
+    assert most.in_pass(Op.BACKWARD_INPUT) == there + (1 << 5) - 2 + (1 << 10), "in the last block"
     there = (1 << 5) + (1 << 7)
-    assert split.in_pass(Op.BACKWARD_INPUT) == there + (1 << 14) + (1 << 4), "no gradient of a weight comes"
-    assert replace(split, embedding=1 << 16).in_pass(Op.BACKWARD_INPUT) == there + (1 << 16) + (1 << 4), "but that"
     assert split.in_pass(Op.BACKWARD_WEIGHT) == there + (1 << 15) + (1 << 6)
     assert replace(split, ends=1 << 16).in_pass(Op.BACKWARD_WEIGHT) == (1 << 16) + (1 << 6), "their reduction"
 

@@ -160,7 +160,7 @@ def estimate_memory(
         to_the_end=int(tokens * (rope + received)),
         logits=_logits(config, tokens, chunk_bytes, b, share, trained=not weights.partly),
         backward=tokens * backward,
-        input_part=tokens * max(0, backward - later),
+        input_part=int(tokens * max(0, per_token + backward - later)),
         embedding=0 if weights.partly or not embeds else (b % 4) * share.vocabulary,
         **gathered_at_moments(config, layout, share, tuned, weights),
         **gradients_at_moments(config, layout, share, tuned, weights),
@@ -216,6 +216,8 @@ def _most_in_passes(
         # part it takes no more than the inputs of blocks that are freed meanwhile, which the formula counts to its end.
         first = state.part == 0
         embedding = moments.embedding * (state.op is Op.FORWARD and state.pending > 0)
+        # In an input part, whose micro-batch becomes pending block by block, none of it is at first.
+        begins = state.pending - (state.activations - state.others) * (state.op is Op.BACKWARD_INPUT)
         there = replace(
             moments,
             waiting=before + embedding,
@@ -223,7 +225,7 @@ def _most_in_passes(
             weight_part=own.made,
             embedding=moments.embedding * first,
             late=own.first if comes else 0,
-            activations=activations(state.activations, state.pending, waiting),
+            activations=activations(state.activations, begins, waiting),
             to_the_end=left,
             at_loss=moments.at_loss - sharded,
             in_blocks=moments.in_blocks - sharded,

@@ -28,8 +28,9 @@ class Moments:
             cast: at the loss and in the backward passes of the last, the next and the first block.
         logits: of the loss, and the gradients that it leaves.
         backward: activations' gradients, and what is replayed.
-        input_part, weight_part: what a backward pass in two parts has in flight: activations' gradients that are not
-            pending yet, and a stage's gradients in compute precision, which are added to their sums at its end.
+        input_part, weight_part: what a backward pass in two parts has in flight: what its first block has kept and
+            activations' gradients, less what is pending of them at its end; and a stage's gradients in compute
+            precision, which are added to their sums at its end.
         embedding: its gradient in compute precision between both parts, which no block's weight part makes; or 0.
         head: the gradient of the output matrix on its way to its reduction.
         block: that of the largest block; with expert parallelism without its experts, which are a unit of their own.
@@ -80,8 +81,11 @@ class Moments:
             case Op.FORWARD:
                 return self.in_forward
             case Op.BACKWARD_INPUT:
-                # The embedding's gradient comes last, when no block's is in flight any more.
-                return self.waiting + self.activations + self.in_blocks + max(self.input_part, self.embedding)
+                # In its last block, with what all keep; and in its first one, when all others are pending. The
+                # embedding's gradient comes last, when no block's is in flight any more.
+                in_last = self.activations - self.kept_by_head + self.backward
+                in_first = self.to_the_end + max(self.input_part, self.embedding)
+                return self.waiting + self.in_blocks + max(in_last, in_first)
             case Op.BACKWARD_WEIGHT:
                 made = self.activations + self.in_blocks + self.weight_part
                 return self.gradients + max(made, self.ends)
