@@ -26,7 +26,7 @@ from smp.config import Config, Layout
 from smp.models.presets import PRESETS
 from smp.parallel.node_group import NAME
 from smp.planner.exchange_times import Exchanges
-from smp.planner.operands import FarMemory, Operands, fill_again
+from smp.planner.operands import FarMemory, Operands, far_results, fill_again
 from smp.planner.record import Calls, Collective, Operator, recorded_step
 from smp.training.cost.meter import FREE
 from smp.training.host_memory import keep_freed_memory
@@ -251,17 +251,19 @@ def _time(call: Operator, far: FarMemory) -> float:
     run = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     operands = Operands(call, far)
     times, begin = list[float](), time.perf_counter()
-    results = [None] * operands.turns  # kept for a while: the next result is written to other memory, as in a step
+    # Kept for a while: the next result is written to other memory, as in a step.
+    results = far_results(run, operands) if call.writes_far else [None] * operands.turns
     # At least 4: the first call is left out of the mean.
     while len(times) < 4 or (len(times) < 100 and time.perf_counter() - begin < PATIENCE):
         turn = len(times) % operands.turns
         arguments, keywords = operands.of(turn)
-        results[turn] = None
+        place = len(times) % len(results)
+        results[place] = None
         # Of this thread, which takes part in all that the operator's threads do.
         started = time.thread_time()
         result = run(*arguments, **keywords)
         times.append(time.thread_time() - started)
-        results[turn] = result
+        results[place] = result
         if run._schema.is_mutable:
             fill_again((arguments, keywords))
     return statistics.fmean(times[1:])  # mean, not median: a step is the sum of many calls, slow ones too

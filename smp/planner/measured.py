@@ -26,7 +26,8 @@ from smp.planner.record import Calls, CallSite, Collective, recorded_step
 from smp.planner.search import Candidate
 from smp.planner.seconds import StepTime
 
-_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._grouped_mm.", "smp.linear.")
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "smp.linear.", "smp.grouped_")
+_ATTENTION = ("aten._scaled_dot_product_", "smp.cpp_attention")
 ERRORS = ShareErrors(product=0.0, attention=0.0, memory=0.0, link=0.0, host=0.0, formula=0.11)
 """Nothing is a share of a data sheet's figure. ``formula``: of the 24 layouts in benchmarks/results/planner_cpu.txt,
 root mean square of the logarithms of measured over predicted seconds."""
@@ -109,7 +110,7 @@ def _part(site: CallSite, call: Timed) -> str:
         return _LINKS.get(call.group, "data")
     if call.name.startswith(_PRODUCTS):
         return "products"
-    return "attention" if "scaled_dot_product" in call.name else "elementwise"
+    return "attention" if call.name.startswith(_ATTENTION) else "elementwise"
 
 
 def _step(parts: Counter[str], bubble: float) -> StepTime:

@@ -7,6 +7,7 @@ in between. What it has not touched for long is taken from memory that no cache 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +19,13 @@ COPIES = 8
 """Of inputs at most, and FAR bytes together."""
 FIELD = 64 << 20
 """Bytes of each dtype that :class:`FarMemory` goes through before it comes to the same place again."""
+MOST_RESULTS = 64
+"""Of a call that are kept at a time."""
 _ALIGNED = 64
 """Bytes of a cache line, at which torch's tensors begin."""
+
+_DRAWS = torch.Generator().manual_seed(1)
+"""Of values that the time of a call depends on."""
 
 
 class FarMemory:
@@ -69,6 +75,15 @@ class Operands:
         return tree_map(lambda x: self._far.take(x) if isinstance(x, TensorLike) else x, self._copies[turn])
 
 
+def far_results(run: Callable[..., Any], operands: Operands) -> list[Any]:
+    """Results of a call that fill FIELD bytes, MOST_RESULTS at most: the memory of the oldest is in no cache."""
+    arguments, keywords = operands.of(0)
+    result = run(*arguments, **keywords)
+    size = sum(x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
+    number = min(MOST_RESULTS, -(-FIELD // max(size, 1)))
+    return [tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, result) for _ in range(number)]
+
+
 def fill_again(arguments: Any) -> None:
     """Fill floating-point inputs with 1 again: repeated exponentials soon give infinities, which are slow."""
     for tensor in tree_leaves(arguments):
@@ -82,7 +97,20 @@ def _inputs(call: Operator) -> tuple[list[Any], dict[str, Any]]:
     if call.name == "aten.repeat_interleave.Tensor" and keywords.get("output_size"):
         counts = arguments[0] = _filled(call.arguments[0])
         counts[0] = keywords["output_size"]  # whose sum it checks
+    if call.name.startswith("smp.grouped_"):
+        rows, _, counts, _ = call.arguments
+        # Rows choose their experts: numbers that products are not fastest with.
+        chosen = _drawn(counts.shape[0], (rows.items[0] if isinstance(rows, Items) else rows).shape[:1])
+        arguments[2] = chosen.bincount(minlength=counts.shape[0])
+    if call.name == "aten.embedding_dense_backward.default":
+        # Rows that are all one's would be added one after the other.
+        arguments[1] = _drawn(call.arguments[2], call.arguments[1].shape)
     return arguments, keywords
+
+
+def _drawn(end: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Integers below ``end``."""
+    return torch.randint(end, shape, generator=_DRAWS)
 
 
 def _made(value: Any) -> Any:

@@ -7,6 +7,7 @@ once (:mod:`smp.planner.machine`).
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from smp.config import Config, Layout
-from smp.kernels.experts.grouped import products_of_even_experts
+from smp.kernels.experts import grouped
 from smp.pipeline.actions import Action, Op
 from smp.pipeline.stage_plan import Plan
 from smp.training.build import choose_backends
@@ -64,11 +65,14 @@ class Operator:
         name: such as ``aten.mm.default``.
         arguments: by position.
         keywords: by name.
+        writes_far: its result is in memory that nothing touched for so long that it is in no cache any more: what a
+            step keeps for later goes where something was kept before.
     """
 
     name: str
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
+    writes_far: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,8 @@ class CallRecorder(Meter):
         self._passed = 0  # bytes that were read or written so far
         # what ``_passed`` was when a storage was last read or written, and a group last exchanged something
         self._touched: dict[int | str, int] = {}
+        # The same of freed memory, by its size: what was freed last is taken first, as by the C library.
+        self._freed_at: defaultdict[int, list[int]] = defaultdict(list)
 
     def _call_site(self) -> CallSite | None:
         if (phase := self.current_phase) is None:
@@ -128,8 +134,9 @@ class CallRecorder(Meter):
         return CallSite(phase) if self._action is None else CallSite(phase, self._action.op, self._action.stage)
 
     def _body(self, func: Any, args: Any) -> Callable[..., Any] | None:
-        """As the meter's, but grouped products are one product for each expert: each reads weights of its own."""
-        return products_of_even_experts(func, args) or super()._body(func, args)
+        """As the meter's, but a grouped product is one call: its loop over experts is not what its body does, which
+        takes all rows for one expert's."""
+        return None if func in grouped.OPERATORS else super()._body(func, args)
 
     def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         # Marks of the profiler are operators of their own, and take no time.
@@ -140,16 +147,27 @@ class CallRecorder(Meter):
             is_far = _nowhere if free else self._is_far
             # Sorted: two calls with the same keywords are one.
             keywords = tuple((name, like(value, is_far)) for name, value in sorted(kwargs.items()))
-            call = site, Operator(str(func), tuple(like(value, is_far) for value in args), keywords)
-            self.counts.calls[call] += 1
-        # Memory of an empty tensor was freed at some time; for a large buffer that is long ago.
+            given = tuple(like(value, is_far) for value in args)
+            writes_far = not free and any(map(is_far, _made_by(result, args, kwargs)))
+            self.counts.calls[site, Operator(str(func), given, keywords, writes_far)] += 1
+        # An empty tensor is memory that nobody has written yet.
         if not free and not func._opname.startswith(("empty", "new_empty")):
             self._touch(args, kwargs, result)
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._sizes:
-            self._touched.pop(storage._cdata, None)  # of one that was there before
-        super()._made(storage)
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key, before = storage._cdata, self._sizes.get(storage._cdata, 0)
+        super()._resized(storage)
+        if key not in self._sizes or (size := self._sizes[key]) == before:
+            return
+        if before:
+            self._freed_at[before].append(self._touched.get(key, 0))
+        there = self._freed_at[size]
+        self._touched[key] = there.pop() if there else 0
+
+    def _freed(self, key: int) -> None:
+        if size := self._sizes[key]:
+            self._freed_at[size].append(self._touched.get(key, 0))
+        super()._freed(key)
 
     def _communicated(self, name: str, args: Any, result: Any) -> None:
         super()._communicated(name, args, result)
@@ -188,6 +206,14 @@ class CallRecorder(Meter):
             yield
         finally:
             self._action = None
+
+
+def _made_by(result: Any, *given: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a result whose memory is none of what was given."""
+    known = {x.untyped_storage()._cdata for x in tree_iter(given) if isinstance(x, torch.Tensor)}
+    for tensor in tree_iter(result):
+        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
+            yield tensor
 
 
 def _nowhere(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Op, Schedule
 from smp.planner import machine, operands
 from smp.planner.devices import DEVICES
 from smp.planner.machine import MachineTimes, Timed, alike, host_time, is_free, kind_of, time_calls, timed_calls
-from smp.planner.measured import ERRORS, Recorded, step_time
+from smp.planner.measured import ERRORS, Recorded, _part, step_time
 from smp.planner.processors import play
 from smp.planner.record import Calls, CallSite, Collective, Operator, TensorLike, like
 from smp.planner.step_time import StepModel
@@ -246,3 +246,45 @@ def test_nan_is_found_again_after_it_came_from_another_process() -> None:
 
 def test_groups_are_alike() -> None:
     assert alike(Collective("tp", "send", 2, 8)) == alike(Collective("cp", "send", 2, 8))
+
+
+def test_results_that_are_kept_go_to_far_memory_and_those_that_replace_others_do_not() -> None:
+    """Gate and up stay for the backward pass, in memory of an earlier micro-batch; a small step is in caches."""
+    flags = "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1024 --seq-length 64 --micro-batch-size 4"
+    for words, expected in ((flags, True), ("", False)):
+        calls = recorded(words, 1).ranks[0]
+        found = {call.writes_far for _, call in calls if isinstance(call, Operator) and call.name.startswith("smp.lin")}
+        found |= {c.writes_far for _, c in calls if isinstance(c, Operator) and c.name == "aten.mm.default"}
+        assert (True in found) == expected, words
+
+
+def test_results_on_far_memory_are_written_where_nothing_was_for_long() -> None:
+    value = TensorLike((1024, 1024), (1024, 1), torch.float32)
+    run, call = torch.ops.aten.neg.default, Operator("aten.neg.default", (value,), (), writes_far=True)
+    kept = operands.far_results(run, operands.Operands(call, operands.FarMemory()))
+    assert len(kept) == operands.FIELD // (4 << 20) and len({one.data_ptr() for one in kept}) == len(kept)
+
+
+def test_products_of_experts_are_one_call_with_rows_for_each() -> None:
+    """A loop over experts, timed as a whole: 32 rows of two choices each, which all four experts get some of."""
+    calls = recorded("--num-experts 4 --moe-router-topk 2 --micro-batch-size 2", 1).ranks[0]
+    grouped = [call for _, call in calls if getattr(call, "name", "").startswith("smp.grouped_")]
+    assert {call.name.split(".")[1] for call in grouped} == {
+        "grouped_product",
+        "grouped_input_gradient",
+        "grouped_weight_gradient",
+    }
+    for call in grouped:
+        arguments, _ = operands._inputs(call)
+        assert arguments[2].sum() == 2 * 32 and arguments[2].shape == (4,)
+
+
+def test_rows_of_an_embeddings_gradient_are_not_all_one() -> None:
+    grad, rows = TensorLike((64, 8), (8, 1), torch.float32), TensorLike((64,), (1,), torch.int64)
+    arguments, _ = operands._inputs(Operator("aten.embedding_dense_backward.default", (grad, rows, 60, -1, False), ()))
+    assert arguments[1].shape == (64,) and arguments[1].min() >= 0 and 8 < len(arguments[1].unique()) <= 60
+
+
+def test_attention_of_either_kernel_is_attention() -> None:
+    for name in ("smp.cpp_attention_backward", "aten._scaled_dot_product_flash_attention_for_cpu"):
+        assert _part(FORWARD, Operator(f"{name}.default", (), ())) == "attention"

@@ -14,7 +14,6 @@ the host has to know the counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -300,36 +299,6 @@ def _of_one(x: torch.Tensor, weight: torch.Tensor, _counts: Any, _backend: Any) 
     return linear(x, weight[0]) if matmul.COPIES_PAY else F.linear(x, weight[0])
 
 
-@dataclass(frozen=True)
-class _EvenCounts:
-    """Counts of experts that have equally many rows, but for the rest of the division: known without tensors' data."""
-
-    rows: int
-    shape: tuple[int]
-    is_cuda: bool = False
-
-    def tolist(self) -> list[int]:
-        each, rest = divmod(self.rows, self.shape[0])
-        return [each + (expert < rest) for expert in range(self.shape[0])]
-
-
-def products_of_even_experts(operator: Any, args: Any) -> Callable[..., Any] | None:
-    """What a grouped operator of these arguments runs on a CPU, one product for each expert, where all have equally
-    many rows; None for other operators. (Their bodies take all rows for one expert's: as much work, with one expert's
-    weights.)"""
-    loops: dict[Any, Callable[..., torch.Tensor]] = {
-        _forward_op: _forward,
-        _input_gradient_op: _input_gradient,
-        _weight_gradient_op: _weight_gradient,
-    }
-    if operator not in loops or args[-1] != "torch":
-        return None
-    run = loops[operator]
-    rows = args[0][0] if operator is _input_gradient_op else args[0]
-    even: Any = _EvenCounts(rows.shape[0], (args[2].shape[0],))
-    return lambda first, second, _counts, _backend: run(first, second, even)
-
-
 def _dispatched(name: str, launcher: str, reference: Callable[..., Any]) -> Callable[..., Any]:
     return on_any_device(name, dispatched("grouped_gemm", launcher, reference))
 
@@ -352,3 +321,5 @@ _weight_gradient_op: Any = define(
     body=_as_one_expert,
     CompositeExplicitAutograd=_dispatched("grouped_weight_gradient", "weight_gradient", _weight_gradient),
 )
+OPERATORS = (_forward_op, _input_gradient_op, _weight_gradient_op)
+"""Arguments: rows (or a list of them), weights or other rows, counts, backend."""
