@@ -18,6 +18,7 @@ from smp.kernels import matmul
 from smp.kernels.matmul import linear
 from smp.kernels.precision.nf4 import Nf4
 from smp.kernels.product import PRODUCTS
+from smp.kernels.registry import first_derivative_only
 
 _LINEAR = nn.Linear.forward
 
@@ -77,6 +78,7 @@ class _Packed(torch.autograd.Function):
         return packed.forward(x, weight)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         [weight] = ctx.saved_tensors
         return ctx.packed.input_gradient(grads[0], weight), None, None

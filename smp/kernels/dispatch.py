@@ -84,6 +84,7 @@ def choose_kernels(
     compile: bool = False,
     selective: bool = False,
     dtype: torch.dtype = torch.float32,
+    no_cpp: str = "",
 ) -> tuple[Kernels, dict[str, str]]:
     """The backend of each operation, and the reason for it.
 
@@ -94,12 +95,13 @@ def choose_kernels(
         compile: whether blocks go through torch.compile.
         selective: whether the results of matrix products are kept for selective recompute.
         dtype: of products and activations.
+        no_cpp: why another process of the run does not take cpp; "": this one decides.
 
     Raises:
         ConfigError: the wish cannot be met; one line.
     """
     # The automatic choice for all, of which a wish replaces some or all.
-    chosen = {name: _automatic(name, device, features, compile, dtype) for name in OPERATIONS}
+    chosen = {name: _automatic(name, device, features, compile, dtype, no_cpp) for name in OPERATIONS}
     if device.type != "cuda" and wish in ("cuda", "apex"):
         raise ConfigError(
             f"--kernels {wish} needs a CUDA device, this run is on {device.type}; --kernels torch runs anywhere"
@@ -116,7 +118,7 @@ def choose_kernels(
         # There are CUDA C++ kernels of this operation only; the others stay as chosen.
         chosen["cross_entropy"] = ("cuda", "--kernels cuda")
     elif wish == "cpp":
-        _require_cpp(device, dtype)
+        _require_cpp(device, dtype, no_cpp)
         chosen |= dict.fromkeys(_IN_CPP, ("cpp", "--kernels cpp"))
     elif wish == "apex":
         _require_apex(compile)
@@ -141,9 +143,11 @@ def describe_kernels(kernels: Kernels, reasons: dict[str, str]) -> list[str]:
     return [f"kernels: {backend} for {', '.join(names)} ({reason})" for (backend, reason), names in groups.items()]
 
 
-def _automatic(name: str, device: torch.device, features: int, compile: bool, dtype: torch.dtype) -> tuple[str, str]:
+def _automatic(
+    name: str, device: torch.device, features: int, compile: bool, dtype: torch.dtype, no_cpp: str
+) -> tuple[str, str]:
     if device.type != "cuda":
-        return _automatic_elsewhere(name, device, compile, dtype)
+        return _automatic_elsewhere(name, device, compile, dtype, no_cpp)
     # An operator of this package is a fusion barrier for Inductor.
     if compile and name in _FUSIBLE:
         return "torch", "torch.compile fuses it with its neighbours"
@@ -160,11 +164,13 @@ def _automatic(name: str, device: torch.device, features: int, compile: bool, dt
     return "triton", "fused on CUDA"
 
 
-def _automatic_elsewhere(name: str, device: torch.device, compile: bool, dtype: torch.dtype) -> tuple[str, str]:
+def _automatic_elsewhere(
+    name: str, device: torch.device, compile: bool, dtype: torch.dtype, no_cpp: str
+) -> tuple[str, str]:
     """Without a GPU."""
     if name not in _IN_CPP or device.type != "cpu":
         return "torch", f"runs on {device.type}"
-    if why := why_not(dtype):
+    if why := no_cpp or why_not(dtype):
         return "torch", f"runs on {device.type}; cpp does not: {why}"
     if compile and name in _FUSIBLE:
         return "torch", "torch.compile fuses it with its neighbours"
@@ -201,8 +207,8 @@ def _require_triton(device: torch.device, features: int) -> None:
         )
 
 
-def _require_cpp(device: torch.device, dtype: torch.dtype) -> None:
-    why = why_not(dtype) if device.type == "cpu" else f"this run is on {device.type}"
+def _require_cpp(device: torch.device, dtype: torch.dtype, no_cpp: str) -> None:
+    why = (no_cpp or why_not(dtype)) if device.type == "cpu" else f"this run is on {device.type}"
     if why:
         raise ConfigError(f"--kernels cpp cannot run: {why}; --kernels auto takes what can")
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.registry import accumulation_dtype, dispatched, kernels_of, register
+from smp.kernels.registry import accumulation_dtype, dispatched, first_derivative_only, kernels_of, register
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -76,6 +76,7 @@ class _Norm(torch.autograd.Function):
         return _shaped(y, x), None if residual is None else _shaped(total, x)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dy: torch.Tensor, dtotal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         # The residual stream's own gradient: added in the same kernel.

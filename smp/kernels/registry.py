@@ -7,6 +7,7 @@ opaque to the compiler and has no autograd formula; the functions of this packag
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from functools import cache
 from typing import Any
 
 import torch
+
+from smp.config.schema import ConfigError
 
 _LIBRARY = torch.library.Library("smp", "FRAGMENT")
 BODIES: dict[Any, Callable[..., Any]] = {}
@@ -52,6 +55,28 @@ def define(
     if not leaf:
         BODIES[operator] = body or next(iter(run.values()))
     return operator
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of the backward pass of a Function that calls operators of this package, exchanges tensors, or keeps
+    its gradients from the forward pass: torch would take the result for a constant, and a second derivative would be
+    wrong, with a warning at most.
+
+    Raises:
+        ConfigError: the backward pass is one with ``create_graph=True``.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        # Autograd runs a backward pass with gradients enabled only for ``create_graph=True``.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise ConfigError(
+                "create_graph=True: layers that exchange tensors, fused kernels and chunked losses have first "
+                "derivatives only"
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 def shapes_of(run: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:

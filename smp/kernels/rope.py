@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from smp.kernels.registry import accumulation_dtype, dispatched, register
+from smp.kernels.registry import accumulation_dtype, dispatched, first_derivative_only, register
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -89,6 +89,7 @@ class _Rope(torch.autograd.Function):
         return out_q.view(q.shape), out_k.view(k.shape)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Into new memory: gradients that arrive may belong to others too. The bytes are the same."""
         # The adjoint of a rotation is the rotation back, so nothing but the table is saved.

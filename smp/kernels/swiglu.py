@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from smp.kernels.registry import accumulation_dtype, dispatched, register
+from smp.kernels.registry import accumulation_dtype, dispatched, first_derivative_only, register
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, backend: str = "torch") -> torch.Tensor:
@@ -53,6 +53,7 @@ class _Swiglu(torch.autograd.Function):
         return FusedSwiglu(backend).forward(gate, up)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, da: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
         dgate, dup, _ = FusedSwiglu(ctx.backend).backward(da, gate, up)

@@ -25,6 +25,7 @@ from torch import nn
 
 from smp.config import ConfigError
 from smp.kernels import Kernels
+from smp.kernels.registry import first_derivative_only
 from smp.kernels.rope import rope
 from smp.kernels.sequence_cut import SequenceCut
 from smp.kernels.sparse_attention.blocks import Pairs
@@ -40,7 +41,6 @@ from smp.layers.recurrences.documents import of_documents
 from smp.layers.token_needs import RotaryTable, prepared
 from smp.parallel.collectives import (
     Group,
-    first_derivative_only,
     gather_tokens,
     reduce_from_group,
     reduce_scatter_tokens,

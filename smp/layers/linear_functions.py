@@ -26,12 +26,11 @@ import torch
 
 from smp.kernels.precision.fp8 import Operand, Quantised
 from smp.kernels.product import PRODUCTS, Product, Scaled
-from smp.kernels.registry import define
+from smp.kernels.registry import define, first_derivative_only
 from smp.kernels.swiglu import FusedSwiglu
 from smp.layers.fp8.scaling import Operands, Scaling
 from smp.parallel.collectives import (
     Group,
-    first_derivative_only,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,

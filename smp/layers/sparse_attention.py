@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 import torch
 
+from smp.kernels.registry import first_derivative_only
 from smp.kernels.sparse_attention.selected import head_sums_op, selected_backward_op, selected_op
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.indexer import LOSS_WEIGHTS, Index, Indexer, SeenKeys, SeenKeysNeed
 from smp.layers.latent_attention import LatentAttention
 from smp.layers.token_needs import prepared
-from smp.parallel.collectives import Group, first_derivative_only
+from smp.parallel.collectives import Group
 from smp.parallel.context import ParallelContext
 
 Stage = Literal["warm-up", "dense loss", "sparse loss"]

@@ -14,7 +14,6 @@ functions return at once and ``wait`` finishes them: layers put a matrix product
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from smp.config.schema import ConfigError
-from smp.kernels.registry import define
+from smp.kernels.registry import define, first_derivative_only
 
 _ops = torch.ops._c10d_functional
 SHIFT_TAG = 1 << 15
@@ -57,26 +55,6 @@ class Group:
 
         name: Any = self.name  # of a type of its own in torch 2.13
         return _resolve_process_group(name)
-
-
-def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of the backward pass of a Function that exchanges tensors, or keeps its gradients from the forward
-    pass: torch would take the result for a constant, and a second derivative would be wrong without an error.
-
-    Raises:
-        ConfigError: the backward pass is one with ``create_graph=True``.
-    """
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *grads: Any) -> Any:
-        # Autograd runs a backward pass with gradients enabled only for ``create_graph=True``.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise ConfigError(
-                "create_graph=True: layers that exchange tensors, and chunked losses, have first derivatives only"
-            )
-        return backward(ctx, *grads)
-
-    return checked
 
 
 def start_all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:

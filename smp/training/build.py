@@ -16,12 +16,14 @@ from smp.data.loader import BatchLoader, ReadBatch
 from smp.generation import Generator
 from smp.kernels.attention_cores.attention_core import AttentionCore, BlockCore
 from smp.kernels.attention_cores.select_attention import AttentionShape, choose_attention
+from smp.kernels.cpp.library import why_not
 from smp.kernels.dispatch import Kernels, choose_kernels, describe_kernels
 from smp.kernels.experts.grouped import describe_products
 from smp.layers.context_parallel import context_parallel_attention
 from smp.layers.fp8.apply import use_fp8
 from smp.models.build import new_model
 from smp.models.protocol import Model, require_capability, require_stages
+from smp.parallel.agree import gather
 from smp.parallel.context import ParallelContext
 from smp.pipeline.stage_plan import Plan, plan_pipeline, plans_by_size
 from smp.sharding.offload import Offload
@@ -56,20 +58,27 @@ def choose_backends(
         ConfigError: a wish cannot be met.
     """
     model, parallel = config.model, config.parallel
+    dtype = torch.bfloat16 if parallel.bf16 else torch.float32
+    no_cpp = _without_cpp(config, device, dtype)
     kernels, reasons = choose_kernels(
         parallel.kernels,
         device,
         features=model.hidden_size,
         compile=parallel.compile,
         selective=parallel.recompute_granularity == "selective",
-        dtype=torch.bfloat16 if parallel.bf16 else torch.float32,
+        dtype=dtype,
+        no_cpp=no_cpp,
     )
     if model.is_foreign:
         shown = {name: reason for name, reason in reasons.items() if name == "cross_entropy"}
         return kernels, [*describe_kernels(kernels, shown), "attention: transformers' sdpa"]
     shape = _attention_shape(config, documents=documents, other_lengths=other_lengths)
     attention = choose_attention(
-        parallel.attention_backend, device, shape, deterministic=config.training.deterministic_mode
+        parallel.attention_backend,
+        device,
+        shape,
+        deterministic=config.training.deterministic_mode,
+        no_cpp=no_cpp,
     )
     # After choose_attention: the core that exchanges keys and values calls the one chosen for a
     # single rank on each block.
@@ -93,6 +102,15 @@ def choose_backends(
         lines += _products_of_experts(config, device, shape.dtype)
     lines += [*_uncompiled_experts(config, device), *choose_fp8(config, device)]
     return replace(kernels, attention=core, recurrence_exchange=of_recurrences), lines
+
+
+def _without_cpp(config: Config, device: torch.device, dtype: torch.dtype) -> str:
+    """Why some process cannot take the C++ kernels; "": all can, or none asks. Nodes may have other processors, or lack
+    a compiler; what all ranks compute alike (norms of tensor-parallel ranks) has to have the same bits on all."""
+    if device.type != "cpu" or not {config.parallel.kernels, config.parallel.attention_backend} & {"auto", "cpp"}:
+        return ""
+    found = gather(why_not(dtype))
+    return next((why if all(found) else f"on rank {rank} {why}" for rank, why in enumerate(found) if why), "")
 
 
 def _not_by_fla(config: Config, exchange: str) -> str:

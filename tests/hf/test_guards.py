@@ -170,15 +170,11 @@ def _unlike(rank: int, world_size: int) -> dict[str, Any]:
     _refused("the model, not its parameters", lambda: smp.clip_grad_norm_(model.parameters(), 1.0))
     rows = {"up": "colwise", "down": "rowwise"}
     smp.transform(_seeded(_Block), rows=rows)  # compares itself
-    _refused(
-        "create_graph=True: layers that exchange tensors, and", lambda: _second_derivative(copy.deepcopy(model), ids)
-    )
-    _refused("create_graph=True: layers that exchange tensors, and", lambda: _without_head(copy.deepcopy(model), ids))
-    _refused(
-        "create_graph=True: layers that exchange tensors, and", lambda: _of_what_a_hook_saw(copy.deepcopy(model), ids)
-    )
+    _refused("create_graph=True: layers that exchange tensors", lambda: _second_derivative(copy.deepcopy(model), ids))
+    _refused("create_graph=True: layers that exchange tensors", lambda: _without_head(copy.deepcopy(model), ids))
+    _refused("create_graph=True: layers that exchange tensors", lambda: _of_what_a_hook_saw(copy.deepcopy(model), ids))
     chunked = smp.transform(build("Llama"), loss="chunked")
-    _refused("create_graph=True: layers that exchange tensors, and", lambda: _second_derivative(chunked, ids))
+    _refused("create_graph=True: layers that exchange tensors", lambda: _second_derivative(chunked, ids))
     _refused("without return_dict=False", lambda: model(input_ids=ids, output_attentions=True, return_dict=False))
     for kind in (torch.optim.Adafactor, transformers_adafactor, type("Own", (torch.optim.Adafactor,), {})):
         step = partial(_step_of, kind, copy.deepcopy(model), ids)

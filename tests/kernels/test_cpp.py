@@ -68,6 +68,56 @@ def test_a_folder_that_cannot_be_written_is_one_line(empty: Path, monkeypatch: p
             library.library()
 
 
+def test_nobody_has_a_home_is_one_line(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user id that the system does not know: the run goes on by PyTorch's kernels."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(library.Path, "expanduser", no_home)
+    with pytest.raises(library.BuildError, match="no home directory to keep it in; set XDG_CACHE_HOME"):
+        library.cache_folder()
+
+
+def test_what_is_there_needs_no_compiler_and_has_to_be_ones_own(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of a cluster often have no compiler; a shared folder may have a file that somebody else has put there."""
+    if why := library.why_not(torch.float32):
+        pytest.skip(why)
+    library.library.cache_clear()
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    library.library()
+    (built,) = empty.glob("*.so")
+    # As root every file can be given away; elsewhere this process stands for another one.
+    monkeypatch.setattr(library.os, "getuid", lambda: built.stat().st_uid + 1)
+    library.library.cache_clear()
+    if built.stat().st_uid != 0:
+        with pytest.raises(library.BuildError, match="belongs to another user; set XDG_CACHE_HOME to a folder of your"):
+            library.library()
+    elif os.geteuid() == 0:
+        os.chown(built, 12345, -1)
+        with pytest.raises(library.BuildError, match="belongs to another user; set XDG_CACHE_HOME to a folder of your"):
+            library.library()
+        os.chown(built, 0, -1)
+    else:
+        library.library()  # the system's own
+
+
+def test_a_damaged_file_is_named(empty: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if why := library.why_not(torch.float32):
+        pytest.skip(why)
+    (built,) = empty.glob("*.so")
+    other = tmp_path / "other"
+    (other / "smp").mkdir(parents=True)
+    (other / "smp" / built.name).touch()  # what a lost power supply leaves
+    monkeypatch.setenv("XDG_CACHE_HOME", str(other))
+    library.library.cache_clear()
+    with pytest.raises(
+        library.BuildError, match=r"file too short \(if .*other/smp/kernels-\w+\.so is damaged, delete it"
+    ):
+        library.library()
+
+
 def test_another_dtype_is_never_read_as_one_of_its_own() -> None:
     """A model that was made for fp32, and is .double() by now, has PyTorch's numbers; the operator itself refuses."""
     if why := library.why_not(torch.float32):

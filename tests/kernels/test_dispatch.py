@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from smp.config import ConfigError
+from smp.config import ConfigError, load_config, resolve
 from smp.kernels import TORCH, Kernels, cross_entropy, dispatch, norm
 from smp.kernels.attention_cores import select_attention as attention
 from smp.kernels.attention_cores.fused_attention import FusedAttention
@@ -18,6 +19,7 @@ from smp.kernels.attention_cores.math_attention import MathAttention
 from smp.kernels.attention_cores.select_attention import AttentionShape, choose_attention
 from smp.kernels.attention_cores.varlen import VarlenAttention
 from smp.kernels.dispatch import choose_kernels, describe_kernels
+from smp.training import build
 from tests.plain_varlen import plain_varlen
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # choosing touches no device
@@ -296,3 +298,30 @@ def test_changed_scores_are_computed_by_math_alone() -> None:
         ConfigError, match="flash does not compute --attn-logit-softcapping 5; --attention-backend math"
     ):
         choose_attention("flash", CPU, shape)
+
+
+def test_a_rank_that_cannot_takes_cpp_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of other processors, or without a compiler: what all ranks compute alike has the same bits on all."""
+    words = "--mock-data --vocab-size 100 --train-iters 1 --num-layers 2 --seq-length 128"
+    uncut: Any = SimpleNamespace(cp_exchange=None)
+    for module in (dispatch, attention, build):
+        monkeypatch.setattr(module, "why_not", lambda dtype: "")
+    why = "there is no C++ compiler (g++)"
+
+    def chosen(flags: str, found: list[str]) -> tuple[Kernels, list[str]]:
+        monkeypatch.setattr(build, "gather", lambda value: found)
+        return build.choose_backends(
+            resolve(load_config([*words.split(), *flags.split()], {}), 2), uncut, CPU, documents=False
+        )
+
+    kernels, lines = chosen("", ["", ""])
+    assert kernels.norm == "cpp" and kernels.attention == FusedAttention("cpp")
+    kernels, lines = chosen("", ["", why])
+    assert kernels.norm == kernels.cross_entropy == "torch" and kernels.attention == FusedAttention("flash")
+    assert all(f"cpp does not: on rank 1 {why}" in line for line in lines)
+    assert all(f"cpp does not: {why}" in line for line in chosen("", [why, why])[1])
+    for flag in ("--kernels cpp", "--attention-backend cpp"):
+        with pytest.raises(ConfigError, match=f"{flag} .*on rank 1 there is no"):
+            chosen(flag, ["", why])
+    asked = chosen("--kernels torch --attention-backend flash", ["", why])
+    assert not any("rank" in line for line in asked[1]), "nobody asks for it"

@@ -70,9 +70,15 @@ class AttentionChoice:
 
 
 def choose_attention(
-    wish: AttentionWish, device: torch.device, shape: AttentionShape, *, deterministic: bool = False
+    wish: AttentionWish,
+    device: torch.device,
+    shape: AttentionShape,
+    *,
+    deterministic: bool = False,
+    no_cpp: str = "",
 ) -> AttentionChoice:
-    """The first backend, in the order of :func:`preferred`, that runs forward and backward on ``shape``.
+    """The first backend, in the order of :func:`preferred`, that runs forward and backward on ``shape``; ``no_cpp``
+    says why another process of the run does not take cpp.
 
     Raises:
         ConfigError: the one that was asked for does not, or none does; one line.
@@ -85,11 +91,12 @@ def choose_attention(
     names = [wish] if wish != "auto" else ["math"] if shape.changes_scores else preferred(device, shape, deterministic)
     # key/value heads as they are, which not all backends take, or repeated; the order of backends goes first
     shapes = dict.fromkeys((shape, replace(shape, groups=shape.heads)))
-    name, taken = next(((n, s) for n in names for s in shapes if _works(n, device, s)), (None, shape))
+    tried = [name for name in names if name != "cpp" or not no_cpp]
+    name, taken = next(((n, s) for n in tried for s in shapes if _works(n, device, s)), (None, shape))
     if name is None and wish == "auto":
         raise ConfigError(f"no attention backend of {', '.join(names)} takes {shape}, on {device.type}")
     # Of C++ there is a reason to tell: a missing compiler, or another processor.
-    why = why_not(shape.dtype) if "cpp" in names and name != "cpp" and device.type == "cpu" else ""
+    why = (no_cpp or why_not(shape.dtype)) if "cpp" in names and name != "cpp" and device.type == "cpu" else ""
     if name is None:
         raise ConfigError(
             f"--attention-backend {wish} does not take {shape}, on {device.type}{why and ': ' + why}; "

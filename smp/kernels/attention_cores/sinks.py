@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from smp.kernels.attention_cores.attention_core import AttentionSpec, BlockCore, Pair
+from smp.kernels.registry import first_derivative_only
 from smp.kernels.returned import returned
 from smp.kernels.token_layout import TokenLayout
 
@@ -71,6 +72,7 @@ class _WithSinks(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, dropout_key, out, lse = ctx.saved_tensors
         dq, dk, dv = ctx.core.backward(dout, q, k, v, out, lse, ctx.layout, ctx.spec, dropout_key)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from smp.kernels.cpp.library import DTYPES, library, pointers
-from smp.kernels.registry import define
+from smp.kernels.cpp.library import DTYPES, library, pointers, require, rows_of
+from smp.kernels.registry import define, first_derivative_only
 
 Tensors = tuple[torch.Tensor, ...]
 _LONG = ctypes.c_int64
@@ -43,6 +43,7 @@ def attention(
         mask: added to the scores, (batch or 1, 1, length, keys), of the same dtype.
         causal: a query does not see later keys; without a mask, and with as many keys as queries.
     """
+    require(mask is None or not mask.requires_grad, "a mask without a gradient")
     return _Attention.apply(q, k, v, mask, causal, scale)
 
 
@@ -78,6 +79,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, mask = ctx.saved_tensors
         return *_backward_op(dout, q, k, v, out, lse, mask, ctx.causal, ctx.scale), None, None, None
@@ -89,8 +91,13 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _require(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> None:
+    (batch, heads, length, width), (groups, keys) = q.shape, k.shape[1:3]
+    fits = k.shape == v.shape == (batch, groups, keys, width) and groups > 0 and heads % groups == 0
+    require(fits, "keys and values of one shape, as wide as queries, and heads that are a multiple of theirs")
+    require(not causal or (mask is None and length == keys), "either a mask, or causal with as many keys as queries")
+    shapes = (batch, 1, length, keys), (1, 1, length, keys)
+    require(mask is None or mask.shape in shapes, "a mask (batch or 1, 1, length, keys)")
 
 
 def _require_dtype(*tensors: torch.Tensor | None) -> None:
@@ -124,7 +131,8 @@ def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> Tensors:
     _require_dtype(q, k, v, mask)
-    q, k, v, mask = _rows(q), _rows(k), _rows(v), None if mask is None else _rows(mask)
+    _require(q, k, v, mask, causal)
+    q, k, v, mask = rows_of(q), rows_of(k), rows_of(v), None if mask is None else rows_of(mask)
     out, lse = _forward_fake(q)
     call = _with_strides(_call(q, k, mask, causal, scale), q=q, k=k, v=v, out=out)
     bf16 = q.dtype == torch.bfloat16
@@ -145,8 +153,11 @@ def _backward(
     scale: float,
 ) -> Tensors:
     _require_dtype(dout, q, k, v, out, mask)
-    dout, q, k, v, out = map(_rows, (dout, q, k, v, out))
-    mask, lse = None if mask is None else _rows(mask), lse.contiguous()
+    _require(q, k, v, mask, causal)
+    fits = dout.shape == out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    require(fits, "an output and its gradient of the shape of q, and a log-sum-exp, fp32, for each query")
+    dout, q, k, v, out = map(rows_of, (dout, q, k, v, out))
+    mask, lse = None if mask is None else rows_of(mask), lse.contiguous()
     dq, dk, dv = map(_like, (q, k, v))
     call = _with_strides(_call(q, k, mask, causal, scale), q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
     bf16 = q.dtype == torch.bfloat16

@@ -1,8 +1,9 @@
 """The shared library of the C++ files in ``csrc``: compiled by the first run that needs it, kept for later ones.
 
 It has C functions only, so one build serves every torch, and it is loaded through ctypes. It lies in the user's cache
-folder under a name that says what it was made of; compiling takes five seconds. Threads are those of torch: both use
-GNU's OpenMP, of which a process has one.
+folder under a name that says what it was made of; compiling takes five seconds. The compiler is given the instructions
+that it may use, not those of this machine, so nodes of different processors share a home; which of them may call it
+:func:`why_not` says. Threads are those of torch: both use GNU's OpenMP, of which a process has one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -81,9 +83,13 @@ def library() -> ctypes.CDLL:
         BuildError: it cannot be built or loaded.
     """
     try:
-        loaded = ctypes.CDLL(str(_built()))
+        path = _built()
     except OSError as error:
         raise BuildError(f"{', '.join(SOURCES)}: {error}") from None
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{error} (if {path} is damaged, delete it)") from None
     # Without argtypes ctypes would pass pointers as 32-bit integers.
     for name, kinds in _ARGUMENTS.items():
         function = getattr(loaded, name)
@@ -94,8 +100,15 @@ def library() -> ctypes.CDLL:
 
 
 def cache_folder() -> Path:
-    """Where it is kept: ``$XDG_CACHE_HOME/smp``, or ``~/.cache/smp``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "smp"
+    """Where it is kept: ``$XDG_CACHE_HOME/smp``, or ``~/.cache/smp``.
+
+    Raises:
+        BuildError: there is no home, as for a user id that the system does not know.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "smp"
+    except RuntimeError:
+        raise BuildError("there is no home directory to keep it in; set XDG_CACHE_HOME") from None
 
 
 def computes(*tensors: torch.Tensor | None) -> bool:
@@ -106,6 +119,21 @@ def computes(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or t.dtype == first.dtype for t in tensors) and can_run(first.dtype)
 
 
+def require(fits: bool, what: str) -> None:
+    """C++ reads memory: a tensor of another shape than the function's would be read past its end.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if not fits:
+        raise ValueError(f"C++ takes {what}")
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with neighbouring elements in its last dimension; of a tensor that has them, itself."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
     """As its functions take tensors."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -113,13 +141,18 @@ def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
 
 def _built() -> Path:
     """The library's file. Of several processes one compiles, and the others wait for it."""
-    compiler = shutil.which("g++")
     sources = [str(FOLDER / name) for name in SOURCES]
     texts = b"".join((FOLDER / name).read_bytes() for name in (*SOURCES, *HEADERS))
-    made_of = " ".join((*FLAGS, str(compiler))).encode() + texts
+    # With the C library, which an older one cannot replace: containers may share a home. Not with the compiler: nodes
+    # without one take what another has made.
+    made_of = " ".join((*FLAGS, *platform.libc_ver())).encode() + texts
     path = cache_folder() / f"kernels-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if path.exists():
+        # Code that is run as this user: whoever can write to a shared folder could have put it there.
+        if path.stat().st_uid not in (os.getuid(), 0):
+            raise BuildError(f"{path} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
         return path
+    compiler = shutil.which("g++")
     if compiler is None:
         raise BuildError("there is no C++ compiler (g++)")
     import fcntl  # not on Windows, where this file is imported, too

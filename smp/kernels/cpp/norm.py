@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from smp.kernels import norm
-from smp.kernels.cpp.library import computes, library, pointers
+from smp.kernels.cpp.library import computes, library, pointers, require
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -18,6 +18,9 @@ def forward(
     if not computes(x, residual):
         return norm.forward_reference(x, residual, weight, bias, eps)
     rows, width = x.shape
+    _require(width, weight, bias)
+    require(residual is None or residual.shape == x.shape, "a residual of the shape of x")
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     y, total = torch.empty_like(x), x.new_empty(0 if residual is None else x.shape)
     mean, scale = (x.new_empty(0 if none else rows, dtype=torch.float32) for none in (bias is None, False))
     wide, shift = _wide(weight), None if bias is None else _wide(bias)
@@ -39,6 +42,9 @@ def backward(
     if not computes(x, dy, dtotal):
         return norm.backward_reference(dy, dtotal, x, weight, mean, scale, has_bias)
     (rows, width), kinds = x.shape, 2 if has_bias else 1
+    _require(width, weight)
+    require(dy.shape == x.shape and (dtotal is None or dtotal.shape == x.shape), "gradients of the shape of x")
+    x, dy, dtotal = x.contiguous(), dy.contiguous(), None if dtotal is None else dtotal.contiguous()
     dx, gradients = torch.empty_like(x), scale.new_empty(kinds, width)
     sums = scale.new_empty(scratch_bytes(x, has_bias) // 4)
     wide, dbias = _wide(weight), gradients[1] if has_bias else None
@@ -52,6 +58,10 @@ def backward(
 def scratch_bytes(x: torch.Tensor, has_bias: bool) -> int:
     """What a backward pass takes while it runs."""
     return 4 * (1 + has_bias) * int(library().smp_norm_sums(*x.shape))
+
+
+def _require(width: int, *parameters: torch.Tensor | None) -> None:
+    require(all(p is None or p.shape == (width,) for p in parameters), f"weights of the {width} features of a row")
 
 
 def _wide(weight: torch.Tensor) -> torch.Tensor:

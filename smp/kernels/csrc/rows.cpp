@@ -203,8 +203,9 @@ void norm_gradient(const void* dy, const void* dtotal, const void* x, const floa
 }
 
 __m512 sigmoid(__m512 x) {
-  // exp(88) is the last that is finite; in this order NaN stays.
-  __m512 e = exponential(_mm512_min_ps(widen(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), x)));
+  // exp(104) is infinite, so that of x below -89 there is 0 left and nothing that a large factor makes visible; in this
+  // order NaN stays.
+  __m512 e = exponential(_mm512_min_ps(widen(104.0f), _mm512_sub_ps(_mm512_setzero_ps(), x)));
   return _mm512_div_ps(widen(1.0f), _mm512_add_ps(widen(1.0f), e));
 }
 

@@ -37,7 +37,7 @@ struct BFloat16 {
 
 inline __mmask16 first(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
 
-// exp(x) for x <= 0 within 1.5 units in the last place; 0 below -104, NaN of NaN.
+// exp(x) for x <= 104 within 1.5 units in the last place; 0 below -104, infinite above 89, NaN of NaN.
 inline __m512 exponential(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-105.0f), x);  // in this order NaN stays
   __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from smp.kernels import matmul
 from smp.kernels.matmul import add_weight_gradient, gradient_by_onednn, linear, linear_by_onednn
-from smp.kernels.registry import define, dispatched, on_any_device
+from smp.kernels.registry import define, dispatched, first_derivative_only, on_any_device
 
 Later = Callable[[Callable[[], torch.Tensor]], None]
 """Takes the computation of a weight's gradient over from the backward pass, to run it once, later."""
@@ -82,6 +82,7 @@ class _Products(torch.autograd.Function):
         return tuple(_forward_op(x, weight, counts, ctx.backend) for weight in weights)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, counts, *weights = ctx.saved_tensors
         grads = tuple(grad.contiguous() for grad in grads)
@@ -115,6 +116,7 @@ class _AddRows(torch.autograd.Function):
         return y + bias.index_select(0, own.repeat_interleave(counts.to(y.device), output_size=len(y)))
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         (counts,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:

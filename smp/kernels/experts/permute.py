@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.registry import accumulation_dtype, dispatched, register
+from smp.kernels.registry import accumulation_dtype, dispatched, first_derivative_only, register
 from smp.kernels.returned import returned
 
 
@@ -61,6 +61,7 @@ class _Repeat(torch.autograd.Function):
         return _gathered(x, order, k, backend)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (inverse,) = ctx.saved_tensors
         # A permutation: its gradient is the inverse one, and there is nothing to sum.
@@ -95,6 +96,7 @@ class _Combine(torch.autograd.Function):
         return returned(total, rows.dtype)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
         if ctx.backend != "torch" or not _of_operators(grad):

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from smp.kernels.registry import accumulation_dtype, dispatched, register
+from smp.kernels.registry import accumulation_dtype, dispatched, first_derivative_only, register
 
 Scores = Literal["softmax", "pre_softmax", "sigmoid"]
 FLOOR = 1e-20
@@ -129,6 +129,7 @@ class _ChooseExperts(torch.autograd.Function):
         return experts, weights
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, _: Any, dweights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, experts = ctx.saved_tensors
         given = dweights.contiguous(), logits.contiguous(), experts

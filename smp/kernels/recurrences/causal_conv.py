@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from smp.kernels.registry import accumulation_dtype, define
+from smp.kernels.registry import accumulation_dtype, define, first_derivative_only
 
 
 def causal_conv(
@@ -50,6 +50,7 @@ class _Conv(torch.autograd.Function):
         return _forward_op(x, weight, bias, positions)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
         x, weight, bias, positions = ctx.saved_tensors
         dx, dweight, dbias = _backward_op(dy, x, weight, bias, positions)

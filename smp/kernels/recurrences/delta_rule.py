@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from smp.kernels.recurrences.channel_decays import ChannelDecays
 from smp.kernels.recurrences.chunks import CHUNK, Decays, Inputs, Pair, as_tokens, by_chunk, gradients_fake
-from smp.kernels.registry import accumulation_dtype, define
+from smp.kernels.registry import accumulation_dtype, define, first_derivative_only
 
 
 def step_by_step(x: Inputs, state: torch.Tensor | None = None) -> Pair:
@@ -123,6 +123,7 @@ class _Chunked(torch.autograd.Function):
         return out, states[-1].view_as(state).clone()
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dout: torch.Tensor, dlast: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dq, dk, dv, dg, dbeta, dstate = _backward_op(dout, dlast, *ctx.saved_tensors)
         return dq, dk, dv, dg, dbeta, None, dstate

@@ -34,7 +34,7 @@ from smp.kernels.recurrences.chunks import (
     decay_gradient,
     gradients_fake,
 )
-from smp.kernels.registry import accumulation_dtype, define
+from smp.kernels.registry import accumulation_dtype, define, first_derivative_only
 
 
 def step_by_step(x: Inputs, state: torch.Tensor | None = None) -> Pair:
@@ -91,6 +91,7 @@ class _Chunked(torch.autograd.Function):
         return out, _by_head(states[-1:], state.shape[0], state.shape[1])
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, dout: torch.Tensor, dlast: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dq, dk, dv, dg, dstep, dstate = _backward_op(dout, dlast, *ctx.saved_tensors)
         return dq, dk, dv, dg, dstep, None, dstate

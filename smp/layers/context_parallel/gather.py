@@ -21,6 +21,7 @@ import torch
 
 from smp.kernels.attention_cores.attention_core import AttentionSpec, BlockCore, Pair
 from smp.kernels.attention_cores.sinks import sinks_gradient
+from smp.kernels.registry import first_derivative_only
 from smp.kernels.token_layout import TokenLayout
 from smp.kernels.transfer import to_device
 from smp.layers.context_parallel.auto import heads_at_once
@@ -28,7 +29,7 @@ from smp.layers.context_parallel.blocks import Call, Planner, runs_of
 from smp.layers.context_parallel.core import CutAttention
 from smp.layers.context_parallel.partial import Layer, finished
 from smp.layers.context_parallel.split_plan import Kind, kind_of
-from smp.parallel.collectives import Group, first_derivative_only, start_all_gather, start_reduce_scatter, wait
+from smp.parallel.collectives import Group, start_all_gather, start_reduce_scatter, wait
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,13 @@ import torch
 
 from smp.kernels.attention_cores.attention_core import AttentionSpec, BlockCore, Pair
 from smp.kernels.attention_cores.sinks import sinks_gradient
+from smp.kernels.registry import first_derivative_only
 from smp.kernels.token_layout import TokenLayout
 from smp.layers.context_parallel.blocks import Call, Planner, halves_of, last_step, runs_of
 from smp.layers.context_parallel.core import CutAttention
 from smp.layers.context_parallel.partial import Layer, finished
 from smp.layers.context_parallel.split_plan import Kind, kind_of
-from smp.parallel.collectives import Group, first_derivative_only, start_shift, wait
+from smp.parallel.collectives import Group, start_shift, wait
 
 Steps = tuple[tuple[Call, ...], ...]
 

@@ -15,6 +15,7 @@ import torch
 from smp.kernels.experts import grouped_scaled
 from smp.kernels.experts.grouped import Later, gradients_now
 from smp.kernels.precision.fp8 import Operand, Quantised
+from smp.kernels.registry import first_derivative_only
 from smp.layers.fp8.scaling import Scaling
 
 
@@ -57,6 +58,7 @@ class _Scaled(torch.autograd.Function):
         return tuple(grouped_scaled.forward(made.x, weight, counts, ctx.product) for weight in made.weights)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         trained = ctx.needs_input_grad[4:]
         counts, *tensors = ctx.saved_tensors

@@ -17,10 +17,10 @@ from smp.config.at_once import CAPPED_LOGITS
 from smp.data.sample import IGNORE_INDEX
 from smp.kernels.cross_entropy import combine_stats, logits_to_gradient, softmax_stats
 from smp.kernels.matmul import linear, linear_by_onednn
-from smp.kernels.registry import accumulation_dtype
+from smp.kernels.registry import accumulation_dtype, first_derivative_only
 from smp.kernels.returned import returned
 from smp.kernels.weight_gradient import accumulate_weight_gradient
-from smp.parallel.collectives import Group, first_derivative_only, reduce_from_group, start_all_gather, wait
+from smp.parallel.collectives import Group, reduce_from_group, start_all_gather, wait
 
 
 @dataclass(frozen=True)
