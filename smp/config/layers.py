@@ -223,7 +223,11 @@ def mixer_kinds(model: ModelConfig) -> tuple[str, ...]:
     words = tuple(model.layer_types.replace(",", " ").split())
     for word in words:
         known = ", ".join(sorted(MIXERS))
-        require(word in MIXERS, f"--layer-types {model.layer_types}: {word!r} is no kind of layer; known: {known}")
+        require(
+            word in MIXERS,
+            f"--layer-types {model.layer_types}: {word!r} is no kind of layer; known: {known}; a module of yours that "
+            "registers it is imported by python -m smp --import MODULE COMMAND",
+        )
     require(
         len(words) > 0 and model.num_layers % len(words) == 0,
         f"--layer-types {model.layer_types} names {len(words)} layers, which do not divide --num-layers "

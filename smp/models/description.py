@@ -8,7 +8,7 @@ from collections import Counter
 from smp.config import ModelConfig
 from smp.config.layer_pattern import attends, has_mlp, linear, no_rope, windowed
 from smp.config.layer_specs import Recurrence
-from smp.config.layers import layer_specs
+from smp.config.layers import layer_specs, mixer_kinds
 from smp.models.arithmetic import count_parameters
 
 
@@ -20,7 +20,8 @@ def describe_model(model: ModelConfig) -> str:
     assert vocab is not None and ffn is not None, "resolved before"
     parts = [
         f"{model.num_layers} {'parallel ' if model.parallel_residual else ''}blocks of width {model.hidden_size:,}",
-        *([_heads(model)] if any(attends(model)) else []),
+        *([_heads(model)] if any(attends(model)) and _registered(model).total() < model.num_layers else []),
+        *(f"in {count} of {model.num_layers} layers a {text}" for text, count in _registered(model).items()),
         *([_recurrence(model)] if any(linear(model)) else []),
         _norms(model),
         *([_positions(model)] if any(attends(model)) or model.position_embedding_type != "rope" else []),
@@ -74,6 +75,14 @@ def _recurrence(model: ModelConfig) -> str:
     found = Counter(str(mixer) for spec in layers for mixer in spec.mixers if isinstance(mixer, Recurrence))
     both = " next to attention" if model.linear_attention_parallel else ""
     return " and ".join(f"in {count} of {model.num_layers} layers a {text}{both}" for text, count in found.items())
+
+
+def _registered(model: ModelConfig) -> Counter[str]:
+    """Layers whose mixer is of a kind that only --layer-types names, by what it says of itself."""
+    if model.layer_types is None:
+        return Counter()
+    named = zip(mixer_kinds(model), layer_specs(model), strict=False)  # without layers of multi-token prediction
+    return Counter(str(spec.mixer) for kind, spec in named if kind != "attention")
 
 
 def _of_rope_layers(model: ModelConfig) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from smp.data.indexed_dataset import IndexedDatasetWriter
 from smp.models.mixers import register_mixer
 from tests.programs import run_program
 from tests.training.flag_runs import TINY
+from tests.training.tiny_hf import WORDS, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PACKED = "--no-mock-data --data-path text --split 1,0,0 --reset-attention-mask --reset-position-ids"
@@ -40,6 +44,42 @@ def test_every_layout_is_one_process(tmp_path: Path) -> None:
     assert sliced == pytest.approx(alone[:2], rel=1e-5)
     staged = losses(folders[2], 2, f"--pipeline-model-parallel-size 2 --load {folders[1] / 'kept'}")
     assert staged == pytest.approx(alone[2:], rel=1e-5)
+
+
+def smp(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
+    """``python -m smp`` in a folder."""
+    command, path = [sys.executable, "-m", "smp", *words.split()], os.pathsep.join([str(ROOT), *sys.path])
+    settings = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, check=False)
+
+
+def test_every_command_knows_what_a_module_of_ones_own_registers(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": " ".join(WORDS)}))
+    words = f"pretrain {TINY} --vocab-size 500 --layer-types ema attention --train-iters 1 --save kept"
+    trained = smp(tmp_path, f"--import examples.own_mixer {words}")
+    assert trained.returncode == 0, trained.stderr
+    assert "in 1 of 2 layers a moving average of 32 channels" in trained.stdout, "its first line"
+    reads = "evaluate --load kept --tokenizer-model . --data-path texts.jsonl"
+    known, refused = smp(tmp_path, f"--import examples.own_mixer {reads}"), smp(tmp_path, reads)
+    assert known.stderr == "error: a moving average keeps nothing between tokens: it cannot generate text\n"
+    assert refused.returncode == 2 and "imported by python -m smp --import MODULE COMMAND" in refused.stderr
+    unknown = smp(tmp_path, words)
+    assert unknown.returncode == 2 and "imported by python -m smp --import MODULE COMMAND" in unknown.stderr
+    for wrong, message in (
+        ("--import", "--import takes a module and a command"),
+        (
+            "--import examples.my_mixer generate",
+            "--import examples.my_mixer: there is no such module here or on PYTHONPATH",
+        ),
+        (
+            "--import examples/own_mixer.py generate",
+            "there is no such module here or on PYTHONPATH; write examples.own_mixer",
+        ),
+        ("--import examples.own_mixer generat", "generat: there is no such command"),
+    ):
+        run = smp(tmp_path, wrong)
+        assert run.returncode == 2 and message in run.stderr and run.stderr.count("\n") == 1, run.stderr
 
 
 def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
