@@ -274,6 +274,8 @@ class Run:
                 # Before the last save, whose counters are those of all steps.
                 self._finish_steps()
                 self.guard.look(self.iteration)
+            # Before what follows the last step: its line would come behind the checkpoint's and the summary.
+            self.console.rest()
             self.goodput.turn_to("idle")
             if outcome.status == "done":
                 self._evaluate_at_the_end()

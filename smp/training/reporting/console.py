@@ -169,11 +169,15 @@ class Console:
         self._log(iteration, record)
         self.say(line)
 
+    def rest(self) -> None:
+        """Report the steps since the last line, if there are any."""
+        if self._speaks and self._window:
+            self._report(self._progress)
+
     def close(self) -> None:
-        """Report the steps since the last line, flush and close the sinks."""
+        """As :meth:`rest`; flush and close the sinks."""
+        self.rest()
         if self._speaks:
-            if self._window:
-                self._report(self._progress)
             self._bar.close()
             for sink in self._sinks:
                 sink.close(self.failed)
