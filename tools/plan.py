@@ -83,6 +83,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
     parser.add_argument(
         "--gpu",
         required=True,
+        type=_kind,
         metavar="KIND",
         help=f"kind of GPU: {', '.join([CPU, *sorted(DEVICES)])}, or a file that --measure wrote",
     )
@@ -110,6 +111,11 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Any, list[str]]:
     parser.add_argument("--top", type=int, help=f"number of layouts to show (default: {TOP})")
     parser.add_argument("--output", help="file for a picture of where the time goes (png, svg, pdf)")
     return parser.parse_known_args(argv)
+
+
+def _kind(word: str) -> str:
+    """A kind of GPU in any case, or a file's name as it is."""
+    return word.lower() if word.lower() in (CPU, *DEVICES) else word
 
 
 def device_of(given: Any) -> Device:

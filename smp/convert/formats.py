@@ -13,6 +13,7 @@ from smp.checkpoint import CheckpointError, find
 from smp.checkpoint.folders.latest import LATEST
 from smp.checkpoint.format.manifest import MANIFEST
 from smp.config import ConfigError, ModelConfig
+from smp.config.command_line.hub import hub_hint
 from smp.convert.convert import Target
 from smp.convert.huggingface.config import from_hf as config_from_hf
 from smp.convert.huggingface.config import is_hf_folder, read_hf_config
@@ -33,7 +34,7 @@ def detect(path: Path) -> Format:
         CheckpointError: nothing is there, or none of the three.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: there is no such folder")
+        raise CheckpointError(f"{path}: there is no such folder{hub_hint(str(path), '--load')}")
     if is_hf_folder(path):
         return "hf"
     if is_megatron_folder(path):

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from smp.config import Config, ConfigError, ModelConfig, as_flat_dict, load_config, resolve, to_yaml
-from smp.config.command_line.cli import build_tree
+from smp.config.command_line.cli import ELSEWHERE, build_tree
 from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
 from smp.config.command_line.fields import Setting, as_text, docstrings, group_classes, settings
 from smp.models.presets import PRESETS as NAMED_SIZES
@@ -28,6 +28,11 @@ def recipe(tmp_path):
         return str(path)
 
     return write
+
+
+def test_hints_for_other_programs_names_are_flags_that_are_there():
+    ours = {setting.flag for entry in (PRETRAIN, FINETUNE) for setting in settings(entry).values()}
+    assert {name.partition(" ")[0] for name in ELSEWHERE.values()} <= ours | {"--model"} and not set(ELSEWHERE) & ours
 
 
 def test_each_layer_overrides_the_one_below(recipe):
@@ -83,6 +88,8 @@ def test_switches_unset_values_and_underscored_numbers(recipe):
         ("--learning_rate 1", "unknown flag --learning_rate: did you mean --lr?"),
         ("--spare-nodes 1", "unknown flag --spare-nodes: did you mean --max-nodes (nodes beyond it are spare"),
         ("--tp 2", "unknown flag --tp: did you mean --tensor-model-parallel-size?"),
+        ("--dataset_name x", "unknown flag --dataset_name: did you mean --data-path?"),
+        ("--training.local_batch_size 1", "unknown flag --training.local_batch_size: did you mean --micro-batch-size?"),
         ("-lr 1", "unknown flag -lr: did you mean --lr?"),
         ("train", "unexpected 'train': a value follows its flag"),
         ("--bf16 true", "unexpected 'true': a value follows its flag, and a switch (--x or --no-x) takes none"),

@@ -480,6 +480,8 @@ def test_targets_are_never_overwritten(whole: Path, tmp_path: Path, capsys: pyte
     assert code == 2 and "is no checkpoint" in error
     code, error = run(capsys, "--load", tmp_path / "nowhere", "--save", tmp_path / "new")
     assert code == 2 and error == f"error: {tmp_path / 'nowhere'}: there is no such folder\n"
+    code, error = run(capsys, "--load", "meta-llama/Llama-3.2-1B", "--save", tmp_path / "new")
+    assert code == 2 and error.endswith("no such folder; of a model on the hub: --load hub:meta-llama/Llama-3.2-1B\n")
 
 
 class Member:

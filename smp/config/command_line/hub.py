@@ -29,9 +29,6 @@ _FLAGS: dict[str, Kind] = {
 def on_this_machine(name: str, kind: Kind, flag: str) -> str:
     """The local folder of a hub name, downloaded if necessary; other values are returned unchanged.
 
-    ``hub:OWNER/NAME@REVISION`` names a branch, tag or commit. A data set's name may be followed by the files that are
-    wanted: ``hub:OWNER/NAME/data/train-*.parquet``.
-
     ``hub:OWNER/NAME@REVISION`` names a branch, a tag or a commit. Behind a data set may stand the files that are
     wanted: ``hub:OWNER/NAME/data/train-*.parquet``.
 
@@ -74,6 +71,12 @@ def on_this_machine(name: str, kind: Kind, flag: str) -> str:
         pinned = f"{PREFIX}{repository}{'/' + files if files else ''}@{commit}"
         print(f"note: {flag} {name} is commit {commit} now; {pinned} stays with it", file=sys.stderr)
     return str(Path(folder, files)) if files else str(folder)
+
+
+def hub_hint(path: str, flag: str) -> str:
+    """What the message of a folder that is not there adds where the word looks like a name of the hub."""
+    looks = path.count("/") == 1 and path[0] not in "./~" and not path.endswith("/")
+    return f"; of a model on the hub: {flag} {PREFIX}{path}" if looks else ""
 
 
 def with_folders(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from smp.config import Config, ConfigError, Layout, ModelConfig, resolve
 from smp.config.command_line.cli import build_tree, read_values
 from smp.config.command_line.entry_points import FINETUNE
 from smp.config.command_line.fields import flag_of
+from smp.config.command_line.hub import hub_hint
 from smp.config.distillation import DistillationConfig
 from smp.config.layers import effective
 from smp.config.objectives import ObjectiveConfig
@@ -191,8 +192,7 @@ def _with_architecture(config: Config, given: set[str]) -> tuple[Config, ModelCo
     load = config.checkpoint.load
     assert load is not None, "checked before"
     if "://" not in load and not Path(load).is_dir():
-        hub = f"; of a model on the hub: --load hub:{load}" if load.count("/") == 1 and load[0] not in "./~" else ""
-        raise ConfigError(f"--load {load}: there is no such folder{hub}")
+        raise ConfigError(f"--load {load}: there is no such folder{hub_hint(load, '--load')}")
     refuse_megatron(load, "--load FOLDER")
     found = read_architecture(load, config.checkpoint.ckpt_step, config.model.model_implementation)
     if found is None:
