@@ -26,6 +26,7 @@ from timing import Report
 from smp.config import Layout
 from smp.models.presets import PRESETS
 from smp.planner.machine import (
+    StepSeconds,
     Timed,
     TrainingRun,
     kind_of,
@@ -35,6 +36,7 @@ from smp.planner.machine import (
     small_settings,
     time_calls,
     timed_calls,
+    typical,
 )
 from smp.planner.measured import Recorded, step_time
 from smp.training.settings import read_settings
@@ -99,7 +101,7 @@ def small_model(kind: str, processes: int) -> Recorded:
 
 def measure(
     rank: int, processes: int, wanted: Sequence[Timed], kinds: Sequence[str], flags: Sequence[str], rounds: int
-) -> tuple[list[Times], dict[str, list[float]], list[list[Step]], float]:
+) -> tuple[list[Times], dict[str, list[StepSeconds]], list[list[Step]], float]:
     """In turns: seconds of each call, of steps of the small models, and of steps of each layout; and what a calibration
     took."""
     configs = [read_settings(shlex.split(MODEL + line), PRESETS, processes) for line in flags]
@@ -107,7 +109,7 @@ def measure(
     runs = [TrainingRun(config, rank, processes, str(i)) for i, config in enumerate(configs)]
     calls, host, steps, took = (
         list[Times](),
-        {kind: list[float]() for kind in kinds},
+        {kind: list[StepSeconds]() for kind in kinds},
         [list[Step]() for _ in runs],
         0.0,
     )
@@ -125,7 +127,7 @@ def measure(
 def timed_step(run: TrainingRun) -> Step:
     """Seconds of a step, and of them those in which this process waited for a processor (as Linux counts them)."""
     before = processor_waits()
-    seconds = run.step()
+    seconds = run.step().clock
     return seconds, processor_waits() - before
 
 
@@ -157,11 +159,13 @@ def compare(processes: int, rounds: int, report: Report) -> dict[str, tuple[floa
     _, host, _, took = found[0]
     known = median_of([slowest(ranks) for ranks in zip(*(calls for calls, _, _, _ in found), strict=True)])
     steps = [undisturbed(ranks, processes) for ranks in zip(*(steps for _, _, steps, _ in found), strict=True)]
-    steps_of_small = {kind: (one.ranks[0], statistics.median(host[kind])) for kind, one in small.items()}
+    steps_of_small = {kind: (one.ranks[0], typical(host[kind])) for kind, one in small.items()}
     times = machine_times(processes, threads, known, steps_of_small)
     between = ", ".join(f"{kind} {1e6 * seconds:.0f} us" for kind, seconds in times.host.items())
+    asleep = ", ".join(f"{kind} {1e6 * seconds:.0f} us" for kind, seconds in times.waits.items())
     report.say(
         f"{processes} x {threads} threads: {len(wanted)} calls timed in {took:.0f} s; host between calls: {between}; "
+        f"asleep at a collective: {asleep}; "
         f"{sum(map(len, steps))} of {rounds * STEPS * len(lines)} steps counted"
     )
     return {

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,7 +26,7 @@ from smp.config import Config, Layout
 from smp.models.presets import PRESETS
 from smp.parallel.node_group import NAME
 from smp.planner.exchange_times import Exchanges
-from smp.planner.operands import FarMemory, Operands, far_results, fill_again
+from smp.planner.operands import FarMemory, Operands, fill_again, kept_results
 from smp.planner.record import Calls, Collective, Operator, recorded_step
 from smp.training.cost.meter import FREE
 from smp.training.host_memory import keep_freed_memory
@@ -53,13 +53,15 @@ class MachineTimes:
 
     Attributes:
         calls: processor time of each operator and collective, the latter without a group.
-        host: between two operators, by :func:`kind_of` the layout.
+        host: processor time between two operators, by :func:`kind_of` the layout.
         cores: that processes have between them; 0: one for each of their threads.
+        waits: for other ranks, in which a rank sleeps, on average at a collective, by the kind of layout.
     """
 
     calls: Mapping[Timed, float]
     host: Mapping[str, float]
     cores: float = 0
+    waits: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, call: Timed) -> float:
         """Seconds of a call; 0 for calls that launch nothing, whose time is the host's."""
@@ -124,7 +126,7 @@ def slowest(ranks: Sequence[Mapping[Timed, float]]) -> dict[Timed, float]:
 
 
 def machine_times(
-    processes: int, threads: int, calls: Mapping[Timed, float], small: Mapping[str, tuple[Calls, float]]
+    processes: int, threads: int, calls: Mapping[Timed, float], small: Mapping[str, tuple[Calls, StepSeconds]]
 ) -> MachineTimes:
     """What was measured in so many processes.
 
@@ -134,8 +136,11 @@ def machine_times(
     """
     cores = len(os.sched_getaffinity(0)) / threads  # processes that run at the same time
     turns = max(processes / cores, 1.0)
-    host = {kind: host_time(step, calls, seconds / turns) for kind, (step, seconds) in small.items()}
-    return MachineTimes(calls, host, cores)
+    host = {kind: host_time(step, calls, seconds.processor) for kind, (step, seconds) in small.items()}
+    waits = {
+        kind: wait_time(step, seconds.clock / turns - seconds.processor) for kind, (step, seconds) in small.items()
+    }
+    return MachineTimes(calls, host, cores, waits)
 
 
 def _small_calls(kind: str, processes: int) -> Calls:
@@ -149,11 +154,17 @@ def timed_calls(steps: Iterable[Calls]) -> list[Timed]:
 
 
 def host_time(step: Calls, calls: Mapping[Timed, float], seconds: float) -> float:
-    """The host's seconds per call, from a step that took ``seconds`` in total."""
+    """The host's seconds per call, from a step that took ``seconds`` of the processor in total."""
     # Free calls are the host's as well: they count in the divisor only.
     known = sum(times * calls[alike(call)] for (_, call), times in step.items() if not is_free(call))
     # What the operators do not explain is the host's, shared equally: it is what every call costs.
     return max(seconds - known, 0.0) / sum(step.values())
+
+
+def wait_time(step: Calls, seconds: float) -> float:
+    """Seconds per collective, from a step in which a rank slept for ``seconds`` in total."""
+    collectives = sum(times for (_, call), times in step.items() if isinstance(call, Collective))
+    return max(seconds, 0.0) / collectives if collectives else 0.0
 
 
 def run_processes(fn: Callable[..., Any], processes: int, threads: int, *arguments: Any) -> list[Any]:
@@ -206,11 +217,25 @@ def _work(
 
 def _calibrate(
     rank: int, processes: int, wanted: Sequence[Timed], kinds: Sequence[str]
-) -> tuple[dict[Timed, float], dict[str, float]]:
+) -> tuple[dict[Timed, float], dict[str, StepSeconds]]:
     calls = time_calls(wanted)
     small = {kind: TrainingRun(small_settings(kind, processes), rank, processes, kind) for kind in kinds}
-    # A step with an interruption says nothing; there are few of them.
-    return calls, {kind: statistics.median(run.step() for _ in range(5)) for kind, run in small.items()}
+    return calls, {kind: typical([run.step() for _ in range(5)]) for kind, run in small.items()}
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """What a step took by the clock, and of it what its thread had of a processor."""
+
+    clock: float
+    processor: float
+
+
+def typical(steps: Sequence[StepSeconds]) -> StepSeconds:
+    """The medians: a step with an interruption says nothing, and there are few of them."""
+    return StepSeconds(
+        statistics.median(step.clock for step in steps), statistics.median(step.processor for step in steps)
+    )
 
 
 class TrainingRun:
@@ -222,13 +247,13 @@ class TrainingRun:
         # The first step allocates memory.
         self.step()
 
-    def step(self) -> float:
-        """Seconds of one more step, without waiting for data."""
+    def step(self) -> StepSeconds:
+        """One more step, without waiting for data."""
         batch = self._run.batches.next_or_reason()
         dist.barrier()
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.thread_time()
         self._run.trainer.train_step(batch)
-        return time.perf_counter() - started
+        return StepSeconds(time.perf_counter() - started, time.thread_time() - began)
 
     def close(self) -> None:
         """End the run."""
@@ -251,8 +276,8 @@ def _time(call: Operator, far: FarMemory) -> float:
     run = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     operands = Operands(call, far)
     times, begin = list[float](), time.perf_counter()
-    # Kept for a while: the next result is written to other memory, as in a step.
-    results = far_results(run, operands) if call.writes_far else [None] * operands.turns
+    # Kept for a while: the next result is written to other memory, as in a step. In place there is none.
+    results = [None] if run._schema.is_mutable else kept_results(run, operands, far=call.writes_far)
     # At least 4: the first call is left out of the mean.
     while len(times) < 4 or (len(times) < 100 and time.perf_counter() - begin < PATIENCE):
         turn = len(times) % operands.turns

@@ -80,12 +80,25 @@ def timed(
 
 def step_time(recorded: Recorded, times: MachineTimes) -> StepTime:
     """Step time of the slowest rank."""
-    host = times.host[kind_of(recorded.layout)]
+    kind = kind_of(recorded.layout)
+    around = _Around(times.host[kind], times.waits.get(kind, 0.0))
     if recorded.plan is None:
-        parts = _parts(recorded.ranks[0], times, host)
+        parts = _parts(recorded.ranks[0], times, around)
         turns = _turns(recorded.layout.world_size, times)
         return _step(Counter({part: turns * seconds for part, seconds in parts.items()}), 0.0)
-    return _pipeline(recorded, recorded.plan, times, host)
+    return _pipeline(recorded, recorded.plan, times, around)
+
+
+@dataclass(frozen=True)
+class _Around:
+    """Seconds of the host at each call, and of waiting at each collective."""
+
+    host: float
+    wait: float
+
+    def own(self, call: Timed, times: MachineTimes) -> float:
+        """Seconds of a call itself, with the wait for other ranks."""
+        return times.of(call) + self.wait * isinstance(call, Collective)
 
 
 def _turns(processes: float, times: MachineTimes) -> float:
@@ -93,12 +106,12 @@ def _turns(processes: float, times: MachineTimes) -> float:
     return max(processes / times.cores, 1.0) if times.cores else 1.0
 
 
-def _parts(calls: Calls, times: MachineTimes, host: float) -> Counter[str]:
+def _parts(calls: Calls, times: MachineTimes, around: _Around) -> Counter[str]:
     """Seconds by the fields of :class:`StepTime`."""
     parts = Counter[str]()
     for (site, call), number in calls.items():
-        parts[_part(site, call)] += number * times.of(call)  # type: ignore[assignment]
-        parts["host"] += number * host  # type: ignore[assignment]
+        parts[_part(site, call)] += number * around.own(call, times)  # type: ignore[assignment]
+        parts["host"] += number * around.host  # type: ignore[assignment]
     return parts
 
 
@@ -117,7 +130,7 @@ def _step(parts: Counter[str], bubble: float) -> StepTime:
     return StepTime(**{f.name: float(parts[f.name]) for f in fields(StepTime)} | {"bubble": bubble})
 
 
-def _pipeline(recorded: Recorded, plan: Plan, times: MachineTimes, host: float) -> StepTime:
+def _pipeline(recorded: Recorded, plan: Plan, times: MachineTimes, around: _Around) -> StepTime:
     """Step time with a pipeline: each action's calls are summed, and playing the schedule adds waits."""
     schedule, replicas = plan.training, recorded.layout.world_size // recorded.layout.pp
     seconds: defaultdict[tuple[Op, int], float] = defaultdict(float)
@@ -129,9 +142,9 @@ def _pipeline(recorded: Recorded, plan: Plan, times: MachineTimes, host: float) 
         # What runs outside of actions (clipping, update) is added after them.
         for (site, call), number in own.items():
             if site.op is not None and site.stage is not None:
-                seconds[site.op, site.stage] += number * (times.of(call) + host)
-        inside.append(_parts({key: n for key, n in own.items() if key[0].op is not None}, times, host))
-        outside.append(_parts({key: n for key, n in own.items() if key[0].op is None}, times, host))
+                seconds[site.op, site.stage] += number * (around.own(call, times) + around.host)
+        inside.append(_parts({key: n for key, n in own.items() if key[0].op is not None}, times, around))
+        outside.append(_parts({key: n for key, n in own.items() if key[0].op is None}, times, around))
     # Both of a message's copies: the one into memory and the one out of it.
     count = Counter((action.op, action.stage) for actions in schedule.actions for action in actions)
     costs = {key: total / count[key] for key, total in seconds.items()}

@@ -75,12 +75,13 @@ class Operands:
         return tree_map(lambda x: self._far.take(x) if isinstance(x, TensorLike) else x, self._copies[turn])
 
 
-def far_results(run: Callable[..., Any], operands: Operands) -> list[Any]:
-    """Results of a call that fill FIELD bytes, MOST_RESULTS at most: the memory of the oldest is in no cache."""
+def kept_results(run: Callable[..., Any], operands: Operands, *, far: bool) -> list[Any]:
+    """Results of a call on memory that was written before, as a step's is: one for each turn, or where it is ``far``
+    as many as fill FIELD bytes, MOST_RESULTS at most: the memory of the oldest is in no cache then."""
     arguments, keywords = operands.of(0)
     result = run(*arguments, **keywords)
     size = sum(x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
-    number = min(MOST_RESULTS, -(-FIELD // max(size, 1)))
+    number = min(MOST_RESULTS, -(-FIELD // max(size, 1))) if far else operands.turns
     return [tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, result) for _ in range(number)]
 
 

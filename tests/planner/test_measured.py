@@ -16,7 +16,19 @@ from smp.models.presets import PRESETS
 from smp.pipeline.actions import COMPUTE, RECEIVE, SEND, Op, Schedule
 from smp.planner import machine, operands
 from smp.planner.devices import DEVICES
-from smp.planner.machine import MachineTimes, Timed, alike, host_time, is_free, kind_of, time_calls, timed_calls
+from smp.planner.machine import (
+    MachineTimes,
+    StepSeconds,
+    Timed,
+    alike,
+    host_time,
+    is_free,
+    kind_of,
+    machine_times,
+    time_calls,
+    timed_calls,
+    wait_time,
+)
 from smp.planner.measured import ERRORS, Recorded, _part, step_time
 from smp.planner.processors import play
 from smp.planner.record import Calls, CallSite, Collective, Operator, TensorLike, like
@@ -150,6 +162,21 @@ def test_kinds_of_layouts() -> None:
     ]
 
 
+def test_waits_are_of_collectives_and_the_hosts_time_is_the_processors() -> None:
+    """Asleep at a collective is no time between operators: a layout with more collectives waits more."""
+    one = recorded("--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4", 2)
+    times = all_one(one)
+    collectives = sum(n for (_, call), n in one.ranks[0].items() if isinstance(call, Collective))
+    assert wait_time(one.ranks[0], collectives * 0.25) == 0.25 and wait_time(one.ranks[0], -1.0) == 0.0
+    assert wait_time(recorded("", 1).ranks[0], 1.0) == 0.0
+    waiting = MachineTimes(times.calls, times.host, waits={"tensor": 0.25})
+    assert step_time(one, waiting).total == pytest.approx(step_time(one, times).total + collectives * 0.25)
+    calls, seconds = one.ranks[0], StepSeconds(clock=9.0, processor=5.0)
+    known = machine_times(1, 1, dict.fromkeys(times.calls, 0.0), {"tensor": (calls, seconds)})
+    assert known.host["tensor"] == pytest.approx(5.0 / sum(calls.values()))
+    assert known.waits["tensor"] == pytest.approx(4.0 / collectives)
+
+
 def _times(rank: int, world: int, wanted: list[Timed]) -> list[float]:
     machine.PATIENCE = 0.0
     return list(time_calls(wanted).values())
@@ -261,8 +288,10 @@ def test_results_that_are_kept_go_to_far_memory_and_those_that_replace_others_do
 def test_results_on_far_memory_are_written_where_nothing_was_for_long() -> None:
     value = TensorLike((1024, 1024), (1024, 1), torch.float32)
     run, call = torch.ops.aten.neg.default, Operator("aten.neg.default", (value,), (), writes_far=True)
-    kept = operands.far_results(run, operands.Operands(call, operands.FarMemory()))
-    assert len(kept) == operands.FIELD // (4 << 20) and len({one.data_ptr() for one in kept}) == len(kept)
+    arguments = operands.Operands(call, operands.FarMemory())
+    for far, number in ((True, operands.FIELD // (4 << 20)), (False, arguments.turns)):
+        kept = operands.kept_results(run, arguments, far=far)
+        assert len(kept) == number and len({one.data_ptr() for one in kept}) == number
 
 
 def test_products_of_experts_are_one_call_with_rows_for_each() -> None:
