@@ -45,6 +45,7 @@ from smp.checkpoint.peer_files import Location, PeerFolder, next_nodes, receive,
 from smp.checkpoint.peer_parts import is_part, manifest_of, part_of, read_parts, write_part
 from smp.checkpoint.spare_files import SpareNode
 from smp.checkpoint.storage import build_manifest, write_items
+from smp.checkpoint.verification import verify
 from smp.config.rules.elastic import LAUNCHER
 from smp.parallel.agree import any_rank, gather, rank
 
@@ -181,6 +182,27 @@ class PeerCopies:
                 return PeerFolder(self.root / name, self.locations, held, self._group, nodes), manifest
         self._keep_only(None)
         return None
+
+    def drop_damaged(self, folder: PeerFolder, manifest: Manifest) -> bool:
+        """Remove the files of a copy that do not have their checksums, on every node; returns whether there were any.
+        Every rank calls it."""
+        damaged = []
+        for file in manifest.files if self._leads else ():
+            shards = {
+                name: replace(entry, shards=of_file)
+                for name, entry in manifest.tensors.items()
+                if (of_file := tuple(shard for shard in entry.shards if shard.file == file))
+            }
+            alone = Manifest(shards, {file: manifest.files[file]}, {})
+            path = folder.local / file
+            try:
+                wrong = verify(LocalFolder(folder.local), alone) if path.exists() else []
+            except (CheckpointError, OSError) as error:
+                wrong = [str(error)]
+            if wrong:
+                damaged.append(file)
+                path.unlink(missing_ok=True)
+        return any_rank(bool(damaged))
 
     def _copies(self) -> list[str]:
         """Names of the copies on this node, complete or not, oldest first."""

@@ -112,7 +112,7 @@ class Run:
             self.copies = RunCopies(self.config, process, self.say)
             opened.callback(self.copies.close)
             # Before the data, whose indices may take minutes.
-            self.checkpoints = RunCheckpoints(self.config, self.say, self.copies.found)
+            self.checkpoints = RunCheckpoints(self.config, self.say, self.copies.found, self.copies.find_again)
             opened.callback(self.checkpoints.close)
             self.datasets = self._read_data()
             self.setup = self._make_setup()

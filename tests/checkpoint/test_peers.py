@@ -229,6 +229,36 @@ def test_a_full_memory_is_said_and_training_goes_on(tmp_path: Path) -> None:
     assert "WARNING: no copy in memory: " in said[-1] and "rank 1: OSError: [Errno 28] No space left" in said[-1]
 
 
+def damaged(rank: int, world: int, base: str, nodes: list[int]) -> Any:
+    """Bytes of the file of rank 0 have changed on these nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        first = started(base, rank, patch)
+        copy(first, state_of(world, 6), 6)
+        if rank in nodes:
+            path = first.root / str(first._kept) / "shard_00000.safetensors"
+            data = bytearray(path.read_bytes())
+            data[-3] ^= 4
+            path.write_bytes(data)
+        dist.barrier()
+        second = started(base, rank, patch)
+        found = second.find()
+        assert found is not None
+        assert second.drop_damaged(*found) == bool(nodes) and not second.drop_damaged(*found)
+        again = second.find()
+        if again is None:
+            return None
+        state = state_of(world, -1)
+        load_from(*again, state)
+        return whole(state)
+
+
+def test_a_damaged_file_has_a_twin(tmp_path: Path) -> None:
+    for nodes in ([], [0], [1]):
+        for state in run_distributed(damaged, 2, str(tmp_path / str(nodes)), nodes):
+            assert torch.equal(state["sharded"], torch.arange(35.0).view(7, 5) + 6)
+    assert run_distributed(damaged, 2, str(tmp_path / "both"), [0, 1]) == [None, None]
+
+
 def lost_in_between(rank: int, world: int, base: str, lost: str) -> Any:
     """A process is lost when the files of a second copy are written, or all but one, and before anybody knows that; or
     its node is, with its memory."""

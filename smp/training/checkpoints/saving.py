@@ -48,15 +48,20 @@ class RunCheckpoints:
 
     Args:
         in_memory: what this run has left in memory when it was started before, if it has.
+        in_memory_again: what it has without files that turn out to be damaged; nothing, if none is.
 
     Raises:
         ConfigError: --save cannot be written, or another job uses it.
     """
 
     def __init__(
-        self, config: Config, say: Callable[[str], None], in_memory: tuple[PeerFolder, Manifest] | None = None
+        self,
+        config: Config,
+        say: Callable[[str], None],
+        in_memory: tuple[PeerFolder, Manifest] | None = None,
+        in_memory_again: Callable[[], tuple[PeerFolder, Manifest] | None] = lambda: None,
     ) -> None:
-        self.config, self.say, self._in_memory = config, say, in_memory
+        self.config, self.say, self._in_memory, self._in_memory_again = config, say, in_memory, in_memory_again
         self.from_memory = False
         self._origin = Origin.asked(config)
         self.root = None if config.checkpoint.save is None else open_folder(config.checkpoint.save)
@@ -192,6 +197,10 @@ class RunCheckpoints:
         except CheckpointError as error:
             self.carried.clear()
             self.say(f"WARNING: the copy in memory cannot be read: {error}")
+            # Each file has a twin on the next node.
+            if (again := self._in_memory_again()) is not None:
+                self._in_memory = again
+                return self._load_from_memory(model, optimizer)
             if newest:
                 self.config = resuming(self.config)
             # Back to the ordinary way: --load, or what --save holds.

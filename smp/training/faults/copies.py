@@ -68,6 +68,13 @@ class RunCopies:
             raise EndedError(iteration)
         self.found = self._copies.find()
 
+    def find_again(self) -> tuple[PeerFolder, Manifest] | None:
+        """The newest copy without files that turn out to be damaged; None: no file is, or no copy is left."""
+        if self._copies is None or self.found is None or not self._copies.drop_damaged(*self.found):
+            return None
+        self.found = self._copies.find()
+        return self.found
+
     def due(self, iteration: int) -> bool:
         """Whether it is time for one, the same on all ranks."""
         return due(iteration, self.interval)
