@@ -172,7 +172,7 @@ def export(args: argparse.Namespace, opened: Opened, kind: Format) -> None:
 
 def main(argv: list[str]) -> int:
     """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
-    return run_tool(lambda: convert(parser().parse_args(argv)), "the same command goes on from here", expected=ERRORS)
+    return run_tool(lambda: convert(parser().parse_args(argv)), "the same command continues from here", expected=ERRORS)
 
 
 if __name__ == "__main__":

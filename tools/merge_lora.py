@@ -73,7 +73,7 @@ def parser() -> CommandParser:
 
 def main(argv: list[str]) -> int:
     """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
-    return run_tool(lambda: merge(parser().parse_args(argv)), "the same command goes on from here", expected=ERRORS)
+    return run_tool(lambda: merge(parser().parse_args(argv)), "the same command continues from here", expected=ERRORS)
 
 
 if __name__ == "__main__":

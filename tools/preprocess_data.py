@@ -107,7 +107,7 @@ def _say_what_came(name: str, text_bytes: int, dropped: int, unk: int | None) ->
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code, see :mod:`smp.config.command_line.command`."""
-    return run_tool(lambda: work(build_parser().parse_args(argv)), "the same command goes on from here")
+    return run_tool(lambda: work(build_parser().parse_args(argv)), "the same command continues from here")
 
 
 if __name__ == "__main__":

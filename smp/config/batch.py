@@ -143,7 +143,7 @@ def uneven_in_words(data: DataConfig, data_parallel: int, sizes: Iterable[int]) 
     size, places = max(uneven.items(), key=lambda item: (item[1] - item[0]) / item[1])
     return [
         f"uneven shares: {size} samples on {data_parallel} data-parallel processes in micro-batches of "
-        f"{data.micro_batch_size} fill {size} of {places} rows; what fills up the rest counts nothing"
+        f"{data.micro_batch_size} fill {size} of {places} rows; the other rows are padding"
     ]
 
 

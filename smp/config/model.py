@@ -27,7 +27,7 @@ class ModelConfig:
     """Number of transformer blocks."""
     layer_types: Words | None = None
     """Kind of each layer's mixer, such as attention: names in the order of layers, which repeat where they are fewer.
-    A script of one's own can register more kinds. Default: attention in all layers."""
+    A script can register more kinds. Default: attention in all layers."""
     hidden_size: int = 128
     """Width of the residual stream."""
     ffn_hidden_size: int | None = None

@@ -271,7 +271,7 @@ class CheckpointConfig:
     load: str | None = None
     """Folder to resume from: its newest checkpoint that is whole, or that one checkpoint. auto: what --save holds, or a
     fresh start when it holds nothing. A Hugging Face folder gives the architecture and the weights. With another --save
-    the same command started again goes on from what it has saved there."""
+    the same command started again continues from what it has saved there."""
     save_interval: int | None = None
     """Save every so many iterations. The end of a run is saved in any case."""
     save_epochs: float | None = None

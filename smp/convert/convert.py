@@ -1,7 +1,7 @@
 """A checkpoint of one format written as another: tensor by tensor, in parallel, resumable, complete or not there.
 
 Everything is written into a folder ``TARGET.partial`` next to the target, which gets the target's name when it is
-complete. Notes in it say which files are done, so that the same command goes on after an interruption.
+complete. Notes in it say which files are done, so that the same command continues after an interruption.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Output:
         return self.folder / f"{self.job}-{number}.npz"
 
     def _naming(self) -> AbstractContextManager[None]:
-        return naming(self.folder, "; the same command goes on from there")
+        return naming(self.folder, "; the same command continues from there")
 
     def add(self, encoded: Encoded) -> None:
         """Append a chunk."""

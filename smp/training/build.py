@@ -185,7 +185,7 @@ def _why_uncompiled(device: torch.device) -> str:
     has yet to show it. On a CPU torch 2.11 generates another gradient for routers with sigmoid scores, off by half of
     it; 2.13 is compared in every layout. 2.12 was not tried."""
     if device.type == "cuda":
-        return "on CUDA torch 2.11 made wrong gradients of them, and what repairs that has not run on a GPU yet"
+        return "on CUDA torch 2.11 made wrong gradients of them, and the fix has not run on a GPU yet"
     if torch.__version__ < "2.13":  # TorchVersion compares as a version, not as text
         return f"torch {torch.__version__} is before 2.13: that of 2.11 made wrong gradients of their routers"
     return ""

@@ -50,9 +50,7 @@ def choose_fp8(config: Config, device: torch.device) -> list[str]:
             if has_kernels(device)
             else "PyTorch, which is slower (Triton is missing, or the GPU is older than Ada)"
         )
-        lines.append(
-            f"FP8: maxima, rounding and transposes by {how}; the same numbers, and --kernels does not choose it"
-        )
+        lines.append(f"FP8: maxima, rounding and transposes by {how}; the same numbers; --kernels does not affect it")
     return lines
 
 
@@ -80,7 +78,7 @@ def without_history(config: Config, what: str) -> list[str]:
     parallel = config.parallel
     if parallel.fp8_format is None or parallel.fp8_recipe != "delayed":
         return []
-    return [f"note: the {what} is computed without FP8: delayed scales come of training steps, which it has none of"]
+    return [f"note: the {what} is computed without FP8: delayed scales come from training steps, and it has none"]
 
 
 def _recipe(config: Config) -> str:

@@ -58,7 +58,7 @@ class Instead(NamedTuple):
 
     Attributes:
         said: what to report of it.
-        interrupted: it ended before it was done; the same command goes on.
+        interrupted: it ended before it was done; the same command continues.
     """
 
     said: str

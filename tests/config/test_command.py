@@ -75,8 +75,8 @@ def test_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    assert run_tool(interrupted, "the same command goes on") == 130
-    assert capsys.readouterr().err == "interrupted: the same command goes on\n"
+    assert run_tool(interrupted, "the same command continues") == 130
+    assert capsys.readouterr().err == "interrupted: the same command continues\n"
 
 
 @pytest.mark.parametrize("redirect", [contextlib.redirect_stdout, contextlib.redirect_stderr])

@@ -80,7 +80,7 @@ def test_what_works_is_taken(flags: str) -> None:
             FP8 + "--num-experts 4 --moe-shared-expert-intermediate-size 48 --tensor-model-parallel-size 2",
             "--moe-shared-expert-intermediate-size is 24 on each of 2 tensor-parallel processes",
         ),
-        ("--fp8-format hybrid", "on tensor cores makes bf16 of its products: give --bf16"),
+        ("--fp8-format hybrid", "on tensor cores gives results in bf16: give --bf16"),
         (FP8 + "--fp8-recipe blockwise", "--fp8-emulate computes it"),
         (FP8 + "--fp8-recipe mxfp8", "--fp8-emulate computes it"),
         (FP8 + "--fp8-emulate --fp8-recipe mxfp8 --num-experts 4", "delayed, tensorwise and rowwise work"),

@@ -160,7 +160,7 @@ def test_kimi_linear_has_delta_attention_and_latents_without_rope() -> None:
     [
         ("--tensor-model-parallel-size 8", "--linear-num-key-heads 4 is not divisible by --tensor-model-parallel-size"),
         ("--fp8-format e4m3 --fp8-emulate", "--fp8-format e4m3 and --linear-attention-type gated_delta_net exclude"),
-        ("--multi-latent-attention --attention-output-gate", "--attention-output-gate is not there with --multi-lat"),
+        ("--multi-latent-attention --attention-output-gate", "--attention-output-gate does not exist with --multi-lat"),
     ],
 )
 def test_what_a_recurrence_has_not_is_refused(flags: str, message: str) -> None:

@@ -95,7 +95,7 @@ def test_what_cannot_work(flags: str, world_size: int, message: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "objective", "lora", "message"),
     [
-        ("--moe-expert-capacity-factor 1.5", "sft", None, "padding would take the room of tokens"),
+        ("--moe-expert-capacity-factor 1.5", "sft", None, "padding would use up the capacity"),
         ("--moe-aux-loss-coeff 0.1", "dpo", None, "pairs of answers .--objective dpo. train without balancing"),
         (
             "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1",

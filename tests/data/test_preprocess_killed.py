@@ -302,7 +302,7 @@ def test_no_room_for_the_tokens_is_one_line(tmp_path: Path, model: str, monkeypa
     in_parts_of(monkeypatch, 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"File too large; the same command goes on from there: '.*out\.partial'"):
+        with pytest.raises(OSError, match=r"File too large; the same command continues from there: '.*out\.partial'"):
             run(tmp_path, model, [source])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

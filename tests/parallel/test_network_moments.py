@@ -1,5 +1,5 @@
 """A rank is killed, or a node's uplink cut, at each moment of a run with hierarchical collectives: all ranks that are
-left end, each with one line that says which it is and where, and the same command goes on to the same bits."""
+left end, each with one line that says which it is and where, and the same command continues to the same bits."""
 
 from __future__ import annotations
 

@@ -124,7 +124,10 @@ def test_four_three_two_four_six_nodes(kind: str, tmp_path: Path, jobs: list[Job
     # What was asked to leave loses no step; of a node that is lost the steps since its last copy are trained again.
     assert said.count("resumed from the memory of the nodes at iteration") >= 4, said
     if kind == STAGE_A_NODE:
-        assert "  3 nodes: no layout: the next smaller number trains" in said and "spare, behind 2 processes" in said
+        assert (
+            "  3 nodes: no layout: the next smaller number of nodes is used" in said
+            and "spare, behind 2 processes" in said
+        )
 
 
 @pytest.mark.slow

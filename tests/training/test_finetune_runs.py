@@ -259,7 +259,7 @@ BAD: dict[str, tuple[str, str]] = {
     "brought": ("--load {0} --data-path x --train-iters 1 --load-adapter a --lora-rank 3", "brings it"),
     "for dpo": ("--load {0} --data-path x --train-iters 1 --dpo-beta 0.3", "without --objective dpo"),
     "off": (f"{ONE} --objective dpo --dpo-reference adapters-off", "no adapters to switch off"),
-    "packed pairs": (f"{ONE} --objective dpo --packing best-fit", "packs no answers"),
+    "packed pairs": (f"{ONE} --objective dpo --packing best-fit", "does not pack answers"),
     "labels": ("--load {0} --data-path {0}/kto.jsonl --train-iters 1", "give --objective kto"),
     "pairs": ("--load {0} --data-path {0}/dpo.jsonl --train-iters 1", "give --objective dpo, orpo or reward"),
     "a table for kto": (
@@ -371,7 +371,7 @@ def test_a_save_that_cannot_be_used_is_refused_before_data_are_read(
     command_line = f"--load {folder} --data-path {folder}/gone.jsonl --train-iters 1 --log-dir {folder}/logs {QUIET}"
     for more, why in (
         (f"--save {tmp_path}/used --resume", f"--save {tmp_path}/used is in use by process"),
-        (f"--save {histories}/full", "--resume goes on from there"),
+        (f"--save {histories}/full", "--resume continues from there"),
         (f"--save {folder}/sft.jsonl/x", f"--save {folder}/sft.jsonl/x: "),
         ("--save-interval 2", "--save-interval 2 needs --save"),
         ("--exit-interval 2", "saves and stops: give --save"),

@@ -114,7 +114,7 @@ def test_a_missing_checkpoint_is_an_error_unless_it_may_be_missing(runs: Runs, t
     for load in (tmp_path / "absent", tmp_path):
         assert runs.fresh(f"--load {load}").code == 2
         run = runs.fresh(f"--load {load} --no-exit-on-missing-checkpoint")
-        assert run.losses == runs().losses and "starting from nothing" in lines(run, "WARNING")[0]
+        assert run.losses == runs().losses and "starting from scratch" in lines(run, "WARNING")[0]
 
 
 @proves("async_save")

@@ -111,7 +111,7 @@ def test_settings_that_loading_leaves_nothing_to_do_are_refused(tmp_path: Path) 
 def test_a_dry_run_has_one_meaning_for_each_flop_and_says_what_its_step_leaves_out(tmp_path: Path) -> None:
     plain = run_here(tmp_path, "--dry-run")
     assert len(lines(plain.out, "TFLOP")) == 2
-    assert "# model FLOPs, which MFU is measured in, without what is computed again: " in plain.out
+    assert "# model FLOPs (for MFU, without recompute): " in plain.out
     assert "# work of it, with what is computed again and causal attention whole: " in plain.out
     assert "is left out of it" not in plain.out and "are left out of it" not in plain.out
     (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')

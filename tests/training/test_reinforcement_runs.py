@@ -427,7 +427,7 @@ def test_a_broken_function_ends_the_run_in_a_line_or_is_counted(
 
 
 REFUSED = {
-    "": "what is rewarded is missing: give --reward-funcs, --reward-model or --environment",
+    "": "there is no reward: give --reward-funcs, --reward-model or --environment",
     "--reward-model {0}": "--reward-model {0} is no reward model, which gives one score",
     "--reward-model {0}/none": "--reward-model {0}/none: there is no such folder",
     "--reward-funcs {0}/none.py:f": "there is no file {0}/none.py",

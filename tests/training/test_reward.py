@@ -153,7 +153,7 @@ def test_what_is_refused(folder: Path, exported: Path, tmp_path: Path, capsys: p
     sft = f"--load {exported} --tokenizer-model {folder} --data-path {folder}/sft.jsonl --train-iters 1"
     assert "is a reward model" in command(folder, sft)[2]
     with_adapter = f"--load {folder} --data-path {folder}/dpo.jsonl --train-iters 1 --objective reward --load-adapter x"
-    assert "--objective reward begins adapters together with the head of scores" in command(folder, with_adapter)[2]
+    assert "--objective reward starts adapters together with the score head" in command(folder, with_adapter)[2]
     config = json.loads((exported / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))

@@ -1,4 +1,4 @@
-"""--logits-save-dir stops at a signal, and the same command goes on, in another layout too."""
+"""--logits-save-dir stops at a signal, and the same command continues, in another layout too."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(
     (cut / "part-00000-00009.safetensors").write_bytes(b"of after the last note")
     with clean_process():
         assert run(saving(folder, cut)) == 0
-    assert "16 sequences are there; it goes on after them" in capfd.readouterr().out
+    assert "16 sequences are done; continuing after them" in capfd.readouterr().out
     assert {path.name for path in cut.iterdir()} >= {"manifest.json"} and not (cut / "unfinished.json").exists()
     parts = json.loads((cut / "manifest.json").read_text())["parts"]
     assert len(parts) > 1 and all(part["file"] != "part-00000-00009.safetensors" for part in parts)
@@ -130,7 +130,7 @@ def test_another_checkpoint_or_dtype_is_refused(
         with clean_process():
             assert run(f"{of_run} {more}") == 2
         said = capfd.readouterr().err
-        assert "holds what another command has begun" in said and wanted in said
+        assert "holds the unfinished output of another command" in said and wanted in said
     with clean_process():
         assert run(f"{of_run} --ckpt-step 2") == 0
     assert (target / "manifest.json").exists() and not (target / "unfinished.json").exists()

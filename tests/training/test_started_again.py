@@ -125,7 +125,7 @@ def test_another_runs_folder_is_refused(a: Path, tmp_path: Path) -> None:
         (f"--load {a}/own/iter_0000002 --finetune", "of another run than --load"),
         (f"--load {a}/hf", "which is newer than where this run starts"),
         (SIZES, "which is newer than where this run starts"),
-        (f"--load {a}/own --finetune --seed 5", "with other --seed: --load auto goes on from there"),
+        (f"--load {a}/own --finetune --seed 5", "with other --seed: --load auto continues from there"),
         (f"--load {a}/own --finetune --seq-length 8 --seed 5", "with other --seed, --seq-length: --load auto"),
     ):
         run = run_here(tmp_path / "run", f"{flags} {b}", base=RUN)
@@ -236,7 +236,7 @@ def test_another_fine_tuning_from_the_same_model_is_refused(chat: Path, tmp_path
         ("--lora-rank 2 --seed 9 --no-mask-prompt", "--seed, --mask-prompt"),
     ):
         code, _, err = tune(chat, f"{save} {flags}")
-        assert code == 2 and f"with other {other}" in err and "--resume goes on from there" in err, err
+        assert code == 2 and f"with other {other}" in err and "--resume continues from there" in err, err
     code, out, err = tune(chat, f"{save} --lora-rank 2 --train-iters 2")
     assert code == 0 and GOES_ON in out, err
 

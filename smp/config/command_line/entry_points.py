@@ -118,7 +118,7 @@ FINETUNE = EntryPoint(
         ),
         "global_batch_size": Own(
             "Sequences (pairs with dpo, orpo and reward; completions with grpo and its kind) per optimizer step, any "
-            "number: rows that count nothing fill up the last micro-batches. Default: micro batch x data-parallel "
+            "number: the last micro-batches are padded with rows of weight 0. Default: micro batch x data-parallel "
             "processes."
         ),
         "lr": Own("Peak learning rate. Adapters take about ten times as much as whole models.", default=2e-5),

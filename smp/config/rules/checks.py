@@ -124,8 +124,8 @@ def check_combinations(config: Config, layout: Layout) -> None:
     require(
         # auto measures links: another run may choose another order of sums.
         not (config.training.deterministic_mode and config.parallel.data_parallel_collectives == "auto"),
-        "--deterministic-mode and --data-parallel-collectives auto exclude each other: what is measured at the start "
-        "decides in which order gradients are summed; flat and hierarchical work",
+        "--deterministic-mode and --data-parallel-collectives auto exclude each other: measurements at the start "
+        "decide in which order gradients are summed; flat and hierarchical work",
     )
     _check_rounded_between_nodes(config.parallel, layout)
     _check_secondary_shards(config.parallel, layout)
@@ -139,7 +139,7 @@ def check_combinations(config: Config, layout: Layout) -> None:
 
 def _check_inprocess(parallel: ParallelConfig) -> None:
     silence = parallel.inprocess_heartbeat_timeout
-    require(silence > 2, f"--inprocess-heartbeat-timeout {silence} must be above 2: there is a sign of life a second")
+    require(silence > 2, f"--inprocess-heartbeat-timeout {silence} must be above 2: heartbeats are one second apart")
 
 
 def _check_rounded_between_nodes(parallel: ParallelConfig, layout: Layout) -> None:
@@ -199,7 +199,9 @@ def notes_on_effects(config: Config, layout: Layout | None = None) -> list[str]:
             notes.append(f"note: {flag} has no effect with one data-parallel process: there is nothing to shard over")
         rounded = "zero_quantized_weights", "zero_quantized_gradients"
         for flag in given(config.parallel, "data_parallel_collectives", "network_topology", *rounded):
-            notes.append(f"note: {flag} has no effect with one data-parallel process: there is nobody to exchange with")
+            notes.append(
+                f"note: {flag} has no effect with one data-parallel process: there is no other process to exchange with"
+            )
     return notes
 
 
@@ -211,7 +213,8 @@ def _check_rerun(config: Config) -> None:
         return
     require(
         not config.optim.optimizer_cpu_offload,
-        f"--rerun-mode {mode} and --optimizer-cpu-offload exclude each other: gradients leave during the backward pass",
+        f"--rerun-mode {mode} and --optimizer-cpu-offload exclude each other: the "
+        "backward pass moves gradients to the host",
     )
     parallel = config.parallel
     require(
@@ -259,8 +262,8 @@ def _check_activation(model: ModelConfig) -> None:
 def _check_norms(model: ModelConfig) -> None:
     require(
         not (model.parallel_residual and {model.norm_placement, model.linear_norm_placement or "pre"} != {"pre"}),
-        f"--norm-placement {model.norm_placement} and --parallel-residual exclude each other: what attention and MLP "
-        "add together has no norm of its own; leave out one",
+        f"--norm-placement {model.norm_placement} and --parallel-residual exclude each other: the sum of attention "
+        "and MLP has no norm of its own; leave out one",
     )
     require(
         not (model.qk_layernorm_across_heads and model.apply_layernorm_1p),

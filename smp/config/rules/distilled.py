@@ -60,7 +60,7 @@ def fill_distillation(config: Config) -> RolloutConfig | None:
 def _check_values(distillation: DistillationConfig, rollouts: RolloutConfig) -> None:
     beta = rollouts.beta
     require(beta is None or beta <= 1, f"--beta {beta}: distillation takes 0 (forward KL) to 1 (reverse KL)")
-    require(distillation.kd_loss_alpha > 0, "--kd-loss-alpha 0: nothing is left of the teacher; take --objective sft")
+    require(distillation.kd_loss_alpha > 0, "--kd-loss-alpha 0: the teacher would have no effect; take --objective sft")
     require(0.01 <= rollouts.temperature <= 100, f"--temperature {rollouts.temperature} must be from 0.01 to 100")
     require(0 < rollouts.top_p <= 1, f"--top-p {rollouts.top_p} must be above 0 and at most 1")
 

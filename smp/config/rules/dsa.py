@@ -38,7 +38,9 @@ def check_dsa_model(model: ModelConfig) -> None:
     if not chooses_keys(model):
         return
     said = "--experimental-attention-variant dsa"
-    require(model.q_lora_rank is not None, f"{said} makes the indexer's queries of a latent: give --q-lora-rank")
+    require(
+        model.q_lora_rank is not None, f"{said} computes the indexer's queries from a latent vector: give --q-lora-rank"
+    )
     require(
         model.position_embedding_type == "rope", f"{said} rotates the indexer's heads: --position-embedding-type rope"
     )
@@ -84,8 +86,8 @@ def check_dsa(config: Config) -> None:
     )
     require(
         not (config.has_adapters and config.lora is not None and config.lora.lora_dropout),
-        f"{said} reads the up projection of keys and values as one matrix, where dropout of single tokens has no "
-        "place; leave out --lora-dropout",
+        f"{said} reads the up projection of keys and values as one matrix, to which a mask per token cannot "
+        "be applied; leave out --lora-dropout",
     )
     require(
         not (config.writes and parallel.context_parallel_size > 1),

@@ -110,8 +110,8 @@ def as_members(config: Config, world_size: int, environment: Mapping[str, str] =
         raise ConfigError("--max-nodes and --save need --load auto: a change of nodes starts the run again, from there")
     if "TORCHELASTIC_RUN_ID" in environment and environment.get(OWN_STORES) != "1":
         raise ConfigError(
-            f"--max-nodes needs {OWN_STORES}=1 in the environment of torchrun: otherwise nodes look for the store of "
-            "one that has left"
+            f"--max-nodes needs {OWN_STORES}=1 in the environment of torchrun: otherwise nodes keep using the store "
+            "of a node that has left"
         )
     least, members = parallel.min_nodes or 1, Members.of(environment, world_size, parallel.max_nodes)
     possible = layouts(parallel, members.each)

@@ -78,7 +78,7 @@ def _check_source(config: Config, typed: Collection[str]) -> None:
     check_paths(checkpoint.load, checkpoint.save)
     require(checkpoint.load is not None, "what to fine-tune is missing: give --load, the folder of a model")
     require(data.data_path is not None or training.dry_run, "what to train on is missing: give --data-path")
-    require(not checkpoint.resume or checkpoint.save is not None, "--resume goes on from --save: give --save")
+    require(not checkpoint.resume or checkpoint.save is not None, "--resume continues from --save: give --save")
     lengths = [flag_of(n) for n in ("train_epochs", "train_iters", "train_samples") if getattr(training, n) is not None]
     require(len(lengths) < 2, f"{' and '.join(lengths)} are both given; give one")
     saves = config.distillation is not None and config.distillation.logits_save_dir is not None
@@ -130,15 +130,15 @@ def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
         return
     require(
         not (facts.has_scores and config.lora is not None and config.lora.load_adapter is not None),
-        f"--objective {name} begins adapters together with the head of scores: give --lora-rank, and merge what "
+        f"--objective {name} starts adapters together with the score head: give --lora-rank, and merge what "
         "--load-adapter names into --load before (tools/merge_lora.py); --resume goes on with both",
     )
     # A loss over pairs divides by pairs, not by tokens, so each answer has a row of its own.
-    require(data.packing != "best-fit", f"--packing best-fit: --objective {name} packs no answers; leave it out")
+    require(data.packing != "best-fit", f"--packing best-fit: --objective {name} does not pack answers; leave it out")
     require(
         not (config.is_online and data.truncation_side != "right"),
-        f"--truncation-side {data.truncation_side} has no effect with --objective {name}, which cuts no prompts; leave "
-        "it out",
+        f"--truncation-side {data.truncation_side} has no effect with --objective {name}, which does not cut prompts; "
+        "leave it out",
     )
     require(data.mask_prompt, f"--no-mask-prompt: --objective {name} compares answers only; leave it out")
     require(
@@ -152,8 +152,8 @@ def _check_objective(config: Config, objective: ObjectiveConfig) -> None:
     )
     require(
         not (config.is_online and objective.dpo_reference == "precomputed"),
-        f"--dpo-reference precomputed: --objective {name} compares what the model writes, which is not known before; "
-        "take adapters-off or copy",
+        f"--dpo-reference precomputed: --objective {name} compares texts that the model writes, which are not known "
+        "before; take adapters-off or copy",
     )
     require(
         not config.is_online or objective.dpo_reference is None or config.has_reference,

@@ -61,7 +61,7 @@ def check_fp8(config: Config, layout: Layout) -> None:
     require(
         not any(linear(model)),
         f"{flag} and {', '.join(given(model, 'linear_attention_type', 'hybrid_layer_pattern'))} exclude each other: "
-        "rates and decays of a recurrence are not for 8 bits, and the projections next to them share their input; "
+        "rates and decays of a recurrence need more than 8 bits, and the projections next to them share their input; "
         "leave one out",
     )
     _check_layers(model, parallel)
@@ -163,7 +163,7 @@ def _check_widths(model: ModelConfig, parallel: ParallelConfig, tp: int) -> None
     )
     require(
         parallel.bf16,
-        f"--fp8-format {parallel.fp8_format} on tensor cores makes bf16 of its products: give --bf16, or "
+        f"--fp8-format {parallel.fp8_format} on tensor cores gives results in bf16: give --bf16, or "
         "--fp8-emulate where there are none",
     )
 

@@ -64,4 +64,4 @@ def check_latent(model: ModelConfig) -> None:
         "--add-attention-output-bias",
     )
     named = given(model, *_OF_OTHERS)
-    require(not named, f"{', '.join(named)} is not there with --multi-latent-attention; leave it out")
+    require(not named, f"{', '.join(named)} does not exist with --multi-latent-attention; leave it out")

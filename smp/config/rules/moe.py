@@ -53,7 +53,9 @@ def _check_groups(model: ModelConfig) -> None:
     if groups is None:
         return
     assert experts is not None, "it has no effect without"
-    require(best is not None, f"--moe-router-num-groups {groups}: give --moe-router-group-topk, how many of them count")
+    require(
+        best is not None, f"--moe-router-num-groups {groups}: give --moe-router-group-topk, how many of them are used"
+    )
     assert best is not None
     require(experts % groups == 0, f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}")
     require(best <= groups, f"--moe-router-group-topk {best} is above --moe-router-num-groups {groups}")
@@ -117,8 +119,8 @@ def check_moe(config: Config, layout: Layout) -> None:
     require(
         # With a capacity the number of rows depends on the routing of each step.
         not (parallel.compile and uneven),
-        f"--compile cannot trace --moe-expert-capacity-factor {model.moe_expert_capacity_factor}, with which each step "
-        "computes other numbers of rows; leave one of them out, or give --moe-pad-expert-input-to-capacity",
+        f"--compile cannot trace --moe-expert-capacity-factor {model.moe_expert_capacity_factor}, which gives each "
+        "step a different number of rows; leave one of them out, or give --moe-pad-expert-input-to-capacity",
     )
     _check_finetuning(config)
 
@@ -132,7 +134,7 @@ def _check_finetuning(config: Config) -> None:
     capacity = given(config.model, "moe_expert_capacity_factor")
     require(
         not capacity,
-        f"{''.join(capacity)}: rows of fine-tuning are padded, and padding would take the room of tokens; leave it out",
+        f"{''.join(capacity)}: rows of fine-tuning are padded, and padding would use up the capacity; leave it out",
     )
     require(
         config.model.moe_router_load_balancing_type != "sinkhorn",

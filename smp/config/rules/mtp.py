@@ -29,7 +29,7 @@ def check_mtp_model(model: ModelConfig) -> None:
     require(
         model.position_embedding_type in ("rope", "none"),
         f"{said} and --position-embedding-type {model.position_embedding_type} exclude each other: a token's embedding "
-        "is used at another place; take rope or none",
+        "is used at another position; take rope or none",
     )
     alone = given(model, "hidden_dropout", "attention_dropout", "embedding_layernorm")
     require(not alone, f"{said} and {', '.join(alone)} exclude each other; leave out one")

@@ -24,13 +24,13 @@ def check_offload(config: Config) -> None:
     # Selective recompute keeps results in its own cache, which saved-tensor hooks do not see.
     require(
         recompute != "selective",
-        "--offload-activations: --recompute-granularity selective keeps results where they cannot be taken from; "
+        "--offload-activations: --recompute-granularity selective keeps results where offloading cannot reach them; "
         "full and none work",
     )
     require(
         not parallel.compile,
-        "--offload-activations and --compile exclude each other: compiled code keeps activations for itself; leave out "
-        "one",
+        "--offload-activations and --compile exclude each other: compiled code manages its activations itself; "
+        "leave out one",
     )
     # Delayed weight gradients read their inputs after the block's backward pass.
     if recompute == "none":
@@ -42,8 +42,8 @@ def check_offload(config: Config) -> None:
     size = given(parallel, "min_offloaded_tensor_size")
     require(
         recompute == "none" or not size,
-        f"{''.join(size)} has no effect with --recompute-granularity full, where every block's input leaves; leave it "
-        "out",
+        f"{''.join(size)} has no effect with --recompute-granularity full, which offloads every block's input; "
+        "leave it out",
     )
     layers, horizon = config.model.num_layers, parallel.activation_loading_horizon
     require(

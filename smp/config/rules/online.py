@@ -69,7 +69,7 @@ def _check(config: Config, rollouts: RolloutConfig, name: str) -> None:
     rewarding = (rollouts.reward_funcs, rollouts.reward_model, rollouts.environment)
     require(
         any(source is not None for source in rewarding),
-        f"--objective {name}: what is rewarded is missing: give --reward-funcs, --reward-model or --environment",
+        f"--objective {name}: there is no reward: give --reward-funcs, --reward-model or --environment",
     )
     _check_environment(rollouts.environment)
     _check_following(config, rollouts)

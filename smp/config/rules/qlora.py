@@ -40,7 +40,10 @@ def check_qlora(config: Config, layout: Layout) -> None:
     if lora is None or not lora.load_in_4bit:
         return
     assert model.kv_channels is not None and model.ffn_hidden_size is not None, "resolved before"
-    require(not config.parallel.compile, "--compile: weights of --load-in-4bit are widened without it; leave it out")
+    require(
+        not config.parallel.compile,
+        "--compile: weights of --load-in-4bit are dequantized outside of compiled code; leave it out",
+    )
     require(
         not config.parallel.zero_quantized_weights,
         "--zero-quantized-weights: weights of --load-in-4bit have four bits as they are; leave it out",

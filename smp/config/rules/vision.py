@@ -15,7 +15,7 @@ def check_vision(config: Config) -> None:
     vision = config.vision
     if not config.model.sees_images:
         flags = [] if vision is None else given(vision, *vars(vision))
-        require(not flags, f"{', '.join(flags)}: the model in --load sees no images here; leave it out")
+        require(not flags, f"{', '.join(flags)}: the model in --load is trained without images; leave it out")
         return
     require(
         config.objective is not None,

@@ -215,7 +215,7 @@ def load_training(
     # A checkpoint of before the reference model was saved: the run goes on with that of --load.
     reference = kept.tensors if any(name.startswith(REFERENCE) for name in manifest.tensors) else {}
     if kept.tensors and not reference:
-        notes = [*notes, "note: the checkpoint was saved without a reference model: it is the model of --load again"]
+        notes = [*notes, "note: the checkpoint was saved without a reference model: the model of --load is used"]
     load_from(
         folder,
         manifest,
@@ -247,7 +247,7 @@ def _known_scales(manifest: Manifest, model: nn.Module) -> tuple[dict[str, torch
         why = "the checkpoint's history of FP8 scales has another length (--fp8-amax-history-len), or lacks layers"
     else:
         why = "the checkpoint was saved without a history of FP8 scales"
-    return {}, [f"note: {why}: it begins anew, with a step without FP8"]
+    return {}, [f"note: {why}: it starts again, with one step without FP8"]
 
 
 def _changed(saved: Mapping[str, Any], settings: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -269,7 +269,7 @@ def _check_history(folder: Folder, manifest: Manifest, saved: SavedRun, model: n
         )
     if finetuning and not finetuned:
         raise ConfigError(
-            f"{folder} is not of a fine-tuning run, so --resume cannot go on from it: give another --save, and --load "
+            f"{folder} is not of a fine-tuning run, so --resume cannot continue it: give another --save, and --load "
             "to start from its weights"
         )
     here = {n: _kind(m.rank, m.alpha / m.rank) for n, m in adapters_of(model).items()}
@@ -306,8 +306,8 @@ def _check_frozen(folder: Folder, saved: Any, now: Mapping[str, Any]) -> None:
         return
     flags = ", ".join(flag_of(name) for name in _FROZEN if before.get(name)) or "no part frozen"
     raise ConfigError(
-        f"{folder} was saved with {flags}, and its optimizer knows what was trained alone: freeze the same parts, or "
-        "give another --save, and --load to start from its weights"
+        f"{folder} was saved with {flags}, and its optimizer has a state only for what was trained: freeze the same "
+        "parts, or give another --save, and --load to start from its weights"
     )
 
 

@@ -130,7 +130,7 @@ class RunCheckpoints:
             flags = ", ".join(map(flag_of, other))
             raise ConfigError(
                 f"--save {root} holds checkpoints of a run that began from the same --load {origin.load} with other "
-                f"{flags}: {self._how_to_resume} goes on from there; else give another --save"
+                f"{flags}: {self._how_to_resume} continues from there; otherwise give another --save"
             )
         return other is not None
 
@@ -248,7 +248,7 @@ class RunCheckpoints:
         if found is None and load != "auto":
             if settings.exit_on_missing_checkpoint:
                 raise ConfigError(f"--load {load} holds no complete checkpoint{first_start(self.config)}")
-            self.say(f"WARNING: --load {load} holds no complete checkpoint: starting from nothing")
+            self.say(f"WARNING: --load {load} holds no complete checkpoint: starting from scratch")
         return found
 
     def _is_hf(self, load: str) -> bool:
@@ -290,7 +290,7 @@ class RunCheckpoints:
         if newest and iteration_of(newest[0]) > iteration:
             raise ConfigError(
                 f"--save {root} holds {newest[0]}, which is newer than where this run starts, iteration {iteration}: "
-                f"{self._how_to_resume} goes on from there; else give another --save or move it away"
+                f"{self._how_to_resume} continues from there; otherwise give another --save or move it away"
             )
 
     def due(self, iteration: int) -> bool:
@@ -390,7 +390,7 @@ class RunCheckpoints:
             # -1: ``finish`` tries the last iteration again.
             self._failure, self.saved_at = str(error), -1
             if not self._is_last:  # which is an error of the run
-                self.say(f"ERROR: {error}; training goes on without this checkpoint")
+                self.say(f"ERROR: {error}; training continues without this checkpoint")
             return
         if saved is not None:
             self.say(f"saved {saved.folder} in {saved.seconds:.1f} s")

@@ -76,7 +76,7 @@ def describe(config: Config, world_size: int) -> str:
         *notes_on_effects(config, layout),
         *describe_layouts(config, world_size),
         *([] if config.objective is not None else [f"parameters per rank: {memory.parameters // 4:,}"]),
-        f"model FLOPs, which MFU is measured in, without what is computed again: {tflop:.6f} TFLOP per token",
+        f"model FLOPs (for MFU, without recompute): {tflop:.6f} TFLOP per token",
         f"tokens per step: {(config.data.global_batch_size or 0) * length:,}",
         *(sizes := BatchSizes.of(config.data)).describe(),
         *uneven_in_words(config.data, layout.data_parallel, sizes.ahead()),

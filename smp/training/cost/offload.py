@@ -157,8 +157,8 @@ def describe_savings(config: Config, layout: Layout, tuned: Tuned, trained: int,
     if config.optim.optimizer_cpu_offload:
         lines.append(
             f"offload of the optimizer: 8 bytes x {trained:,} parameters = {8 * trained / 2**30:.3f} GiB less on the "
-            f"device, {ADAM_ON_HOST * trained / 2**30:.3f} GiB on the host; gradients leave while the last backward "
-            f"pass runs, then one core computes for {1e3 * trained / HOST_ADAM:.1f} ms and new weights come back, "
+            f"device, {ADAM_ON_HOST * trained / 2**30:.3f} GiB on the host; gradients are copied during the last "
+            f"backward pass, then one core computes for {1e3 * trained / HOST_ADAM:.1f} ms and new weights come back, "
             f"4 bytes each, {4e3 * trained / LINK:.1f} ms at {LINK / 1e9:.0f} GB/s during it; that is not hidden"
         )
     return lines

@@ -63,7 +63,7 @@ def check_stored(path: str, samples: Samples) -> Meaning:
     meaning, _ = read_meaning(path)
     if meaning.samples != samples.fingerprint():
         raise ConfigError(
-            f"--logits-load-dir {path} is of other samples: data, tokenizer, chat template, --seq-length or "
+            f"--logits-load-dir {path} was written for other samples: data, tokenizer, chat template, --seq-length or "
             "--no-mask-prompt differ from those of --logits-save-dir"
         )
     return meaning

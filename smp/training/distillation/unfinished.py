@@ -1,4 +1,4 @@
-"""How far --logits-save-dir has come, in its folder: the same command goes on there, in any layout.
+"""How far --logits-save-dir has come, in its folder: the same command continues there, in any layout.
 
 ``unfinished.json`` lists the files that are whole and says how many sequences, in the order of the data, all ranks have
 written. It is replaced in one step when they all have: what a rank wrote after it is written again.
@@ -80,8 +80,8 @@ def begin_folder(path: str, work: Work) -> Come:
         raise ConfigError(f"--logits-save-dir {path}: {error}") from None
     if there != own:
         raise ConfigError(
-            f"--logits-save-dir {path} holds what another command has begun ({_difference(own, there)}): give that "
-            "one, or another folder"
+            f"--logits-save-dir {path} holds the unfinished output of another command ({_difference(own, there)}): "
+            "give that one, or another folder"
         )
     return come
 

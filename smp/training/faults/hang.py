@@ -129,7 +129,7 @@ def describe(words: Mapping[int, Word], size: int) -> str:
     if silent:
         lines.append(f"hang: {_ranks(silent)} silent: stopped, gone, or in code that holds the interpreter")
     if there and not absent and not silent:
-        lines.append("hang: all ranks are there: a link between them is cut, or a device has not finished")
+        lines.append("hang: all ranks have arrived: a link between them is cut, or a device has not finished")
     return "\n".join(lines)
 
 

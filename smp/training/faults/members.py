@@ -80,7 +80,7 @@ def describe_layouts(config: Config, world_size: int) -> list[str]:
     possible, lines = layouts(config.parallel, each), list[str]()
     for nodes in node_counts(config.parallel):
         found = possible.get(nodes)
-        line = "no layout: the next smaller number trains"
+        line = "no layout: the next smaller number of nodes is used"
         text = line if found is None else _layout_line(config, found, nodes * each, limit)
         lines.append(f"  {nodes} nodes: {text}{' (now)' if nodes * each == world_size else ''}")
     # The others count over what is computed at once, which changes with the layout.
@@ -90,7 +90,7 @@ def describe_layouts(config: Config, world_size: int) -> list[str]:
             f"  note: --moe-router-load-balancing-type {balancing} counts over micro-batches that are computed at "
             "once, so the balancing loss changes with the number of nodes; seq_aux_loss does not"
         )
-    return [f"elastic: nodes of {each} processes may come and go; batch size and learning rate stay", *lines]
+    return [f"elastic: nodes of {each} processes may come and go; batch size and learning rate do not change", *lines]
 
 
 def _layout_line(config: Config, parallel: ParallelConfig, world_size: int, limit: int | None) -> str:

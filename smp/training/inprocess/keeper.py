@@ -183,7 +183,7 @@ class Keeper:
         return self._patience if worker.imported else max(self._patience, self._first)
 
     def _replace(self, why: str) -> None:
-        print(f"{self._name}: its process {why}: another one takes its place", file=sys.stderr, flush=True)
+        print(f"{self._name}: its process {why}: a standby process replaces it", file=sys.stderr, flush=True)
         # The spare worker may have died as well.
         if self._ready is not None and self._ready.process.poll() is not None:
             self._ready.end()
@@ -207,7 +207,7 @@ def keep(settings: ParallelConfig, process: Process) -> int:
     if os.environ.get(AGENT_STORE) == "True":
         raise ConfigError(
             f"--inprocess-restart needs {OWN_STORES}=1 in the environment of torchrun, and its --standalone or "
-            "--rdzv-backend c10d: otherwise processes that are started again find what was said in the store before"
+            "--rdzv-backend c10d: otherwise processes that are started again find old entries in the store"
         )
     store = _store(process)
     try:

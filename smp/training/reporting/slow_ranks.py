@@ -51,7 +51,7 @@ class SlowRanks:
         if self._clock.unseen:
             console.say(
                 f"WARNING: --log-straggler cannot see how long ranks wait for each other over "
-                f"{', '.join(self._clock.unseen)}: what is told as own computation contains it"
+                f"{', '.join(self._clock.unseen)}: the times of own computation include it"
             )
         experts = 0 if context.ep is None else context.ep.get_local_rank()
         self._hosts, stages, experts_of = zip(*gather((socket.gethostname(), context.pp_rank, experts)), strict=True)

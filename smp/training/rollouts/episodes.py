@@ -190,7 +190,7 @@ class Episodes:
         answers = {key: answer for _, here in told for key, answer in here.items()}
         errors = [error for _, error in answers.values() if error]
         if errors and not self.skips:
-            raise TrainingError(f"{errors[0]} (--reward-errors skip goes on)")
+            raise TrainingError(f"{errors[0]} (--reward-errors skip continues)")
         for key in questions:
             made[key].error = made[key].error or answers[key][1]
         return {key: answers[key][0] for key in questions}

@@ -215,7 +215,7 @@ class Writing:
         for draw, texts, scored in sorted(itertools.chain.from_iterable(s for s, _, _ in parts), key=lambda s: s[0]):
             failed = [s.error for s in scored or [] if s.error]
             if failed and not self.skips:
-                raise TrainingError(f"{failed[0]} (prompt {draw} of this run; --reward-errors skip goes on)")
+                raise TrainingError(f"{failed[0]} (prompt {draw} of this run; --reward-errors skip continues)")
             errors += len(failed) + sum(bool(text.error) for text in texts)
             # The environment's reward is the last column of functions.
             rewards = np.full((len(texts), self.functions + (self.episodes is not None)), math.nan)

@@ -155,7 +155,7 @@ def build_finetune_model(
     if config.has_adapters and config.model.num_experts is not None:
         # Ranks of a pipeline have different layers; all say the same.
         adapted = any(gather(any(".experts." in name for name in adapters_of(model))))
-        notes.append(f"note: {'routers' if adapted else 'experts and routers'} have no adapters: they stay as they are")
+        notes.append(f"note: {'routers' if adapted else 'experts and routers'} have no adapters: they are frozen")
         if in_4_bits:
             notes.append(
                 "WARNING: --load-in-4bit: attention, dense MLPs and shared experts are in 4 bits, experts are not"
@@ -163,7 +163,7 @@ def build_finetune_model(
     return model, notes
 
 
-_BEGUN = "note: the head of scores begins at random, by --seed {}"
+_BEGUN = "note: the score head starts from random values, by --seed {}"
 
 
 def begins_scores(config: Config) -> bool:

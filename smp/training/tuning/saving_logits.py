@@ -52,7 +52,7 @@ class SavingLogits(Finetuning):
         self._begun = work  # once: a run that goes on saving may have a newer checkpoint at the end
         self._come = on_rank_zero(lambda: begin_folder(path, work), ConfigError)
         if self._come.sequences:
-            say(f"--logits-save-dir {path}: {self._come.sequences} sequences are there; it goes on after them")
+            say(f"--logits-save-dir {path}: {self._come.sequences} sequences are done; continuing after them")
         made = super().trainable(setup, say, progress)
         assert isinstance(made.objective, Distillation) and isinstance(made.objective.teacher, ModelTeacher)
         self._setup, self._teacher = setup, made.objective.teacher
@@ -111,7 +111,7 @@ class SavingLogits(Finetuning):
                     on_rank_zero(partial(note, path, work, Come(done, self._parts(writer))), ConfigError)
                     noted = time.monotonic()
                 if why and done < len(every):
-                    said = f"{why}; {done} of {len(every)} sequences are in {path}: the same command goes on"
+                    said = f"{why}; {done} of {len(every)} sequences are in {path}: the same command continues"
                     return Instead(said, interrupted=True)
         finally:
             batches.close()
