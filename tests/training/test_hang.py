@@ -17,7 +17,7 @@ def test_who_has_not_come_is_named_with_its_stack() -> None:
     text = describe({0: WAITS, 1: WAITS, 2: SLEEPS, 3: WAITS}, 4)
     assert text.splitlines() == [
         "hang: ranks 0-1, 3 are in all_reduce of Trainer._counts",
-        "hang: rank 2 on b has not come: it is in hang (x.py:3); its stack:",
+        "hang: rank 2 on b has not arrived: it is in hang (x.py:3); its stack:",
         '  File "x.py", line 3, in hang',
     ]
 
@@ -25,10 +25,10 @@ def test_who_has_not_come_is_named_with_its_stack() -> None:
 def test_ranks_without_a_word_and_ranks_in_another_collective() -> None:
     other = Word("c", "barrier of save", "barrier (distributed_c10d.py:9)", "  stack\n")
     text = describe({0: WAITS, 1: WAITS, 2: other}, 4)
-    assert "rank 2 on c has not come: it is in barrier of save, another one" in text
+    assert "rank 2 on c has not arrived: it is in barrier of save, another one" in text
     assert text.endswith("hang: rank 3 is silent: stopped, gone, or in code that holds the interpreter")
     assert describe({0: WAITS, 1: WAITS}, 2).endswith("a link between them is cut, or a device has not finished")
-    assert describe({0: SLEEPS}, 1).startswith("hang: no rank is in a collective\nhang: rank 0 on b has not come")
+    assert describe({0: SLEEPS}, 1).startswith("hang: no rank is in a collective\nhang: rank 0 on b has not arrived")
 
 
 def test_the_lowest_rank_that_is_there_speaks() -> None:
@@ -43,7 +43,7 @@ def test_the_lowest_rank_that_is_there_speaks() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert said[2] == "" and "rank 2 on b has not come" in said[1] and "hang: rank 0 is silent" in said[1]
+    assert said[2] == "" and "rank 2 on b has not arrived" in said[1] and "hang: rank 0 is silent" in said[1]
 
 
 def test_words_of_an_earlier_standstill_are_not_read_and_ranks_need_not_have_had_equally_many() -> None:
@@ -61,7 +61,7 @@ def test_words_of_an_earlier_standstill_are_not_read_and_ranks_need_not_have_had
         thread.start()
     for thread in threads:
         thread.join()
-    assert said[1] == "" and "rank 1 on b has not come" in said[0]
+    assert said[1] == "" and "rank 1 on b has not arrived" in said[0]
     assert "\nhang: rank 2 is silent" in said[0]
 
 

@@ -468,7 +468,7 @@ def test_a_rank_that_hangs_ends_the_run_and_the_stacks_say_which(tmp_path: Path)
     assert "in hang" in dumps[1] and "in all_reduce" not in dumps[1]
     said = [line for line in errors[0].splitlines() if line.startswith("hang: ")]
     assert said[0] == "hang: rank 0 is in all_reduce of Trainer._counts", said
-    assert re.fullmatch(r"hang: rank 1 on \S+ has not come: it is in hang \(hangs.py:\d+\); its stack:", said[1])
+    assert re.fullmatch(r"hang: rank 1 on \S+ has not arrived: it is in hang \(hangs.py:\d+\); its stack:", said[1])
     assert "time.sleep(100)" in errors[0].partition("its stack:\n  ")[2] and "hang: " not in errors[1]
     status = json.loads((tmp_path / "logs/status.json").read_text())
     assert status["status"] == "failed" and status["iteration"] == 2 and "6000ms" in status["reason"]

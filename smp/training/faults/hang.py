@@ -1,4 +1,4 @@
-"""Who has not come: ranks that make no progress tell each other, through torch's store, where they stand.
+"""Who has not arrived: ranks that make no progress tell each other, through torch's store, where they stand.
 
 Every rank's :class:`smp.training.runtime.Watchdog` finds that it makes no progress, for all wait for the one at fault.
 Each leaves word in the store whether its main thread is in a collective, and in which. The lowest rank that is still
@@ -125,7 +125,7 @@ def describe(words: Mapping[int, Word], size: int) -> str:
     for rank in absent:
         word = words[rank]
         instead = f"it is in {word.collective}, another one" if word.collective else f"it is in {word.function}"
-        lines.append(f"hang: rank {rank} on {word.host} has not come: {instead}; its stack:\n{word.stack.rstrip()}")
+        lines.append(f"hang: rank {rank} on {word.host} has not arrived: {instead}; its stack:\n{word.stack.rstrip()}")
     if silent:
         lines.append(f"hang: {_ranks(silent)} silent: stopped, gone, or in code that holds the interpreter")
     if there and not absent and not silent:
