@@ -2,7 +2,7 @@
 
 Read ``api`` first: one folder saved and loaded by all ranks. ``dcp_planner`` says who writes and reads which shard,
 :mod:`smp.checkpoint.format` has the files, :mod:`smp.checkpoint.folders` what they lie in,
-:mod:`smp.checkpoint.background` saves while training goes on, ``recovery`` cleans up after a crash.
+:mod:`smp.checkpoint.background` saves while training continues, ``recovery`` cleans up after a crash.
 
 Names are looked up when they are used: the process that writes in the background starts without torch.
 """

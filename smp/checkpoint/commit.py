@@ -23,7 +23,7 @@ def commit(folder: Folder, manifest: Manifest) -> list[str]:
         A line when they cannot be removed, which is no failure: the checkpoint is complete.
 
     Raises:
-        CheckpointError: a file is not there.
+        CheckpointError: a file does not exist.
     """
     files: dict[str, int] = {}
     # The sizes that rank 0 sees: on a file system that is not shared the other ranks' files are missing here.

@@ -9,7 +9,7 @@ with it that would grow with the number of ranks. Memory ~ 2 x (own file + neigh
 until the new one is whole.
 
 The folder belongs to the process that started this one (torchrun), and so outlives workers that are killed and started
-again, but no job: copies of launchers that are gone are removed, and a new job never goes on from them.
+again, but no job: copies of launchers that are gone are removed, and a new job never continues from them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from smp.config.rules.elastic import LAUNCHER
 from smp.parallel.agree import any_rank, gather, rank
 
 DONE = "done"
-"""Name of a file in place of copies, with the last iteration of a run that has ended."""
+"""Name of a file instead of copies, with the last iteration of a run that has ended."""
 _NAME = re.compile(r"iter_\d{7,}-[0-9a-f]{8}")
 
 
@@ -137,7 +137,7 @@ class PeerCopies:
         self._offered: list[Item] | None = None  # what the plan was made for
         self._save: _UnderWay | None = None
         self._kept: str | None = None
-        """Name of the copy that a new start would go on from."""
+        """Name of the copy that a new start would continue from."""
         self.newest: int | None = None
         self.seconds = 0.0
         """Seconds for which the newest copy has stopped training."""
@@ -248,7 +248,7 @@ class PeerCopies:
             for file in node.copies.get(name, ()):
                 if is_part(file) and not (self.root / name / file).exists():
                     (self.root / name).mkdir(exist_ok=True)
-                    with suppress(OSError):  # then it is not there, or cannot be read
+                    with suppress(OSError):  # then it does not exist, or cannot be read
                         node.fetch(name, file, self.root / name / file)
 
     @property
@@ -362,7 +362,7 @@ class PeerCopies:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the copy that is being made, and commit it. A failure is printed; training goes on without it."""
+        """Wait for the copy that is being made, and commit it. A failure is printed; training continues without it."""
         if (save := self._save) is None:
             return
         save.thread.join()

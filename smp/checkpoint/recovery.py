@@ -135,7 +135,7 @@ def load_step(root: Folder, name: str, load: Callable[[Folder, Manifest], Loaded
     """Load the checkpoint ``name`` of ``root`` and no other.
 
     Raises:
-        CheckpointError: it is not there, or not whole.
+        CheckpointError: it does not exist, or is not complete.
     """
     folder = root.child(name)
     if not on_rank_zero(lambda: folder.size(MANIFEST) is not None, CheckpointError):

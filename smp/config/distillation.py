@@ -18,7 +18,7 @@ class DistillationConfig:
 
     teacher: str | None = only_with(None, objective="distill")
     """Folder of the teacher: a Hugging Face model or a checkpoint, of any family, with the same tokenizer. It stays as
-    it is, and has the layout of the run, but for what the next settings say."""
+    it is, and has the layout of the run, except for what the next settings say."""
     teacher_tensor_model_parallel_size: int | None = only_with(None, teacher=GIVEN)
     """TP of the teacher. Default: that of the run. Above 1 with sequence parallelism, but where the run has TP without
     it."""

@@ -164,7 +164,7 @@ def layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """Specs of all layers of a resolved model, then those of multi-token prediction, which are like the last layer's.
 
     Raises:
-        ConfigError: --layer-types names a kind that is not there, or other numbers of layers.
+        ConfigError: --layer-types names a kind that does not exist, or other numbers of layers.
     """
     kinds, experts, last = mixer_kinds(model), with_experts(model), model.num_layers - 1
     # Layers of attention that patterns make alike are made once: a planner asks for hundreds of models.

@@ -144,7 +144,7 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = True
     """Give the output layer its own matrix; --no-untie-embeddings-and-output-weights shares the embedding's."""
     scalar_head: bool = False
-    """A row in place of the output matrix, whose product with a text's last token is its score: a reward model, which
+    """A row instead of the output matrix, whose product with a text's last token is its score: a reward model, which
     --objective reward makes. No flag."""
     disable_bias_linear: bool = True
     """No bias in linear layers; --no-disable-bias-linear adds them, also to experts and their router."""
@@ -200,11 +200,11 @@ class ModelConfig:
     attention_output_gate: bool = False
     """Multiply attention's output by the sigmoid of one more projection of its input (Qwen3-Next)."""
     linear_attention_type: Literal["gated_delta_net", "kda", "mamba2"] | None = None
-    """A linear recurrence in place of attention, in the layers of --linear-attention-freq. gated_delta_net: that of
+    """A linear recurrence instead of attention, in the layers of --linear-attention-freq. gated_delta_net: that of
     Qwen3-Next and Qwen 3.5; kda: Kimi delta attention, whose channels fade apart (Kimi-Linear); mamba2: Mamba-2 with an
     MLP after it (Granite 4). Default: all layers have attention."""
     linear_attention_freq: str | None = only_with(None, linear_attention_type=GIVEN)
-    """Layers with the linear recurrence. n: all but every n-th, which keeps attention (Qwen3-Next: 4). Or Megatron's
+    """Layers with the linear recurrence. n: all except every n-th, which keeps attention (Qwen3-Next: 4). Or Megatron's
     list, with 1 for a layer with the recurrence and 0 for one with attention. Default: all layers."""
     linear_conv_kernel_dim: int = only_with(4, linear_attention_type=GIVEN, hybrid_layer_pattern=GIVEN)
     """Tokens that the causal convolution in front of the recurrence sees, with the token itself."""
@@ -217,7 +217,7 @@ class ModelConfig:
     linear_num_value_heads: int = only_with(32, linear_attention_type=("gated_delta_net", "kda"))
     """Heads of values of the recurrence, each with a state of its own."""
     linear_allow_neg_eigval: bool = only_with(False, linear_attention_type="gated_delta_net")
-    """Rates of writing up to 2 in place of 1, with which a state can also turn over what it knows (OLMo-hybrid)."""
+    """Rates of writing up to 2 instead of 1, with which a state can also turn over what it knows (OLMo-hybrid)."""
     linear_norm_epsilon: float | None = only_with(None, linear_attention_type=("gated_delta_net", "kda"))
     """Epsilon of the norm of the recurrence's output. Default: --norm-epsilon (OLMo-hybrid: 1e-5)."""
     linear_norm_placement: Literal["pre", "post", "sandwich"] | None = only_with(None, linear_attention_type=GIVEN)

@@ -25,7 +25,7 @@ class ObjectiveFacts:
             cross-entropy. Samples are not packed then, prompts are never trained, and routers are not balanced.
         has_reference: it compares with a reference model, see --dpo-reference.
         mismatched: in each step both models also read the prompts with answers of other samples.
-        has_scores: the model gets a scalar score head in place of the output matrix (as transformers'
+        has_scores: the model gets a scalar score head instead of the output matrix (as transformers'
             ``...ForSequenceClassification`` with one label).
         evaluates: what an evaluation measures: the loss, or the mean reward of completions.
         entropy: the loss is the cross-entropy of tokens, which has a perplexity.

@@ -53,7 +53,7 @@ class ParallelConfig:
     """Processes over which hybrid FSDP shards weights, gradients and optimizer state, times --context-parallel-size.
     0: all data-parallel ones; 1: none (replicas only); n: groups of n, replicated."""
     min_nodes: int | None = only_with(None, max_nodes=GIVEN)
-    """Fewest nodes that the run goes on with when nodes leave. Default: 1."""
+    """Fewest nodes that the run continues with when nodes leave. Default: 1."""
     max_nodes: int | None = None
     """The run is elastic: nodes may join up to this number, and leave, while it runs (torchrun --nnodes MIN:MAX). Batch
     size and learning rate stay; the data-parallel processes change. More nodes than this are spare ones, which wait."""
@@ -61,7 +61,7 @@ class ParallelConfig:
     """Numbers of nodes that the run may have: --min-nodes, and every so many more."""
     inprocess_restart: bool = only_with(False, peer_snapshot_interval=GIVEN)
     """Go on without a new start where a process is lost: the others keep what they have read, imported and compiled, a
-    process that is held ready takes its place, and all go on from the newest copy of --peer-snapshot-interval."""
+    process that is held ready takes its place, and all continue from the newest copy of --peer-snapshot-interval."""
     inprocess_max_iterations: int | None = only_with(None, inprocess_restart=True)
     """So many times at most; then the run ends, and torchrun starts all processes again. Default: any number, as long
     as it comes further."""

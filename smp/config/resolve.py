@@ -25,7 +25,7 @@ def resolve(config: Config, world_size: int) -> Config:
 
     ``lr_warmup_fraction`` becomes ``lr_warmup_iters`` or ``lr_warmup_samples``, and is then ``None``. Beside
     ``train_samples`` stand the ``train_iters`` of a run that begins now, so a resolved config resolves to itself; of a
-    run that goes on from a checkpoint they are those of :func:`with_rest`.
+    run that continues from a checkpoint they are those of :func:`with_rest`.
 
     Args:
         config: what ``load_config`` returned; left as it is.

@@ -56,8 +56,8 @@ class DataConfig:
     micro_batch_size: int = 1
     """Samples in one forward pass of one data-parallel process."""
     global_batch_size: int | None = None
-    """Samples per optimizer step, any number: where micro-batches x data-parallel processes do not divide it, rows that
-    count nothing fill up the last micro-batches. Default: micro batch x data-parallel processes (no accumulation)."""
+    """Samples per optimizer step, any number: if micro-batches x data-parallel processes do not divide it, rows of
+    weight 0 pad the last micro-batches. Default: micro batch x data-parallel processes (no accumulation)."""
     rampup_batch_size: Words | None = None
     """Three numbers: first batch size, increment, and the samples over which it grows to --global-batch-size."""
     step_batch_size_schedule: Words | None = None
@@ -105,7 +105,7 @@ class LoraConfig:
     lora_target_modules: str | None = None
     """Linear layers that get an adapter: shell patterns, separated by commas, of whole names or of their last part
     (query, key, value, output, gate, up, down). Experts only by whole names, such as *.experts.*. all-linear, the
-    default: all but experts."""
+    default: all except experts."""
     use_dora: bool = False
     """Also train the norms of a weight's rows (DoRA, peft's use_dora). Not with --lora-dropout, not on experts. An
     adapter in --load-adapter may bring it."""
@@ -231,8 +231,8 @@ class TrainingConfig:
     --spike-policy rewind goes back at most."""
     check_replicas_interval: int | None = None
     """Every so many iterations, and before each save, compare what several ranks hold (weights and optimizer moments
-    that are replicated over --dp-replicate or tensor parallelism) bit for bit. Of three or more copies the majority's
-    is put in place of others; of two that differ the run ends."""
+    that are replicated over --dp-replicate or tensor parallelism) bit for bit. Of three or more copies the majority
+    replaces the others; if two differ, the run ends."""
     rerun_mode: Literal["disabled", "validate_results"] = "disabled"
     """validate_results: compute a step again, from the same batch and weights, when its loss or gradient norm is not
     finite or a spike, and in every --check-replicas-interval; ranks whose bits differ are named."""
@@ -284,7 +284,7 @@ class CheckpointConfig:
     room for one copy."""
     peer_snapshot_interval: int | None = None
     """Every so many iterations keep a copy of the training state in the memory of its node and of the next one. Workers
-    that torchrun starts again (--max-restarts) go on from there, without reading a disk."""
+    that torchrun starts again (--max-restarts) continue from there, without reading a disk."""
     peer_snapshot_dir: str = only_with("/dev/shm", peer_snapshot_interval=GIVEN)
     """Folder in memory, on every node, that these copies are in: room for two of a node's part of the state, and of the
     next one's."""

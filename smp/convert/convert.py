@@ -76,7 +76,7 @@ def write(
         if staging.is_dir() and any(staging.iterdir()) and not (staging / JOURNAL).is_file():
             raise CheckpointError(f"{staging} exists already and is no interrupted conversion: move it away")
         staging.mkdir(parents=True, exist_ok=True)
-        # With names, shapes and dtypes: a conversion goes on only if it would write the same files.
+        # With names, shapes and dtypes: a conversion continues only if it would write the same files.
         files = {f: [[t.name, t.stored.shape, str(t.stored.dtype)] for t in ts] for f, ts in target.files.items()}
         with _resumed(staging, {"source": weights.fingerprint(), "options": options, "files": files}) as records:
             kept = len(records)

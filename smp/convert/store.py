@@ -54,7 +54,7 @@ class OpenFiles:
         """A file of the folder.
 
         Raises:
-            CheckpointError: it is not there, no plain file, or cannot be read.
+            CheckpointError: it does not exist, is no plain file, or cannot be read.
         """
         if name not in self.sources:
             path = self.folder / name

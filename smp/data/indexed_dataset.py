@@ -197,7 +197,7 @@ class IndexedDatasetWriter:
         """
         given = np.asarray(tokens)
         stored = given.astype(self.dtype)
-        # Compared with what was given: a cast wraps without a word.
+        # Compared with what was given: a cast wraps silently.
         if not np.array_equal(stored, given, equal_nan=True):
             raise ValueError(f"{self.bin_path}: a token of document {len(self._documents) - 1} is not a {self.dtype}")
         if sequence_lengths is None:

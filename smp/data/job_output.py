@@ -1,8 +1,8 @@
-"""What a preprocessing job has made so far: a folder of parts, from which a job that was killed goes on.
+"""What a preprocessing job has made so far: a folder of parts, from which a job that was killed continues.
 
 A job works in the folder PREFIX.partial. What 64 chunks (about 64 MB of text) became is a part, a file there that has
 its name only when it is whole. A job that is started again passes over the input of the parts that are there. At the
-end the parts are put together and the datasets get their names, so under those names there is never half a dataset.
+end the parts are joined and the datasets get their names, so under those names there is never half a dataset.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Output:
         # The job's hash is in the names of its parts.
         if older or any(not path.name.startswith(job) for path in self.folder.glob("*.npz")):
             raise ValueError(f"{self.folder}: left by a job with other input or settings; delete it to start anew")
-        # Parts are made in order, so the first that is missing is where the job goes on.
+        # Parts are made in order, so the first that is missing is where the job continues.
         self.parts = next(number for number in count() if not self._part(number).exists())
         self.report = Report([0] * len(names), resumed_at=self.parts)
         self._chunks: list[Encoded] = []

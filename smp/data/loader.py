@@ -221,7 +221,7 @@ def rank_share(start: int, size: int, micro_batch_size: int, dp_rank: int, dp_si
 
     Every rank has as many micro-batches of as many rows, so that all take part in the same collectives, and a pipeline
     or compiled code sees one shape. Where there is no sample, a row is ~i: sample i, the last of the step, without its
-    labels. It counts nothing, and as it repeats what is in the step anyway it is no new maximum for scales of FP8.
+    labels. It has weight 0, and as it repeats what is in the step anyway it is no new maximum for scales of FP8.
     """
     count = -(-size // (micro_batch_size * dp_size))
     # Micro-batches, then data-parallel ranks: a step has the same samples in any layout.

@@ -1,4 +1,4 @@
-"""Text files to indexed datasets: several processes, ordered output, and a job that goes on where it was killed."""
+"""Text files to indexed datasets: several processes, ordered output, and a job that continues where it was killed."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def preprocess(
     Raises:
         ValueError: bad input, or another job in the same folder. Nothing is left, unless it is a BadRecordError and the
             job already had a part: then --on-error skip can go on.
-        OSError: such as a full disk or a killed worker. The job goes on from there when it is started again.
+        OSError: such as a full disk or a killed worker. The job continues from there when it is started again.
     """
     _check_input(paths, encoder.keys)
     _check_backend(encoder, paths, say)
@@ -219,7 +219,7 @@ def _check_input(paths: Sequence[Path | RemoteFile], keys: Sequence[str]) -> Non
 
 
 def _job(paths: Sequence[Path | RemoteFile], names: Sequence[str], encoder: Encoder) -> str:
-    """A hash of everything that the parts depend on. --on-error may change when a job goes on."""
+    """A hash of everything that the parts depend on. --on-error may change when a job continues."""
     stats = [file_state(path) for path in paths]
     tokenizer = tokenizer_key(encoder.tokenizer_model, encoder.tiktoken_pattern)
     settings = [tokenizer, list(encoder.keys), encoder.append_eod, text_files.CHUNK_BYTES, PART_CHUNKS]

@@ -67,7 +67,7 @@ class EqualTexts:
         return Forward(micro_batch, tuple(self.texts), tuple(rows))
 
     def copied(self, forward: Forward) -> None:
-        """After a pass: let every sample of a prompt go on from what was computed once."""
+        """After a pass: let every sample of a prompt continue from what was computed once."""
         if self.cached and len(forward.rows) != len(forward.micro_batch.input_ids):
             self._cache.select(torch.tensor(forward.rows, device=self.device))
 

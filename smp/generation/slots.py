@@ -30,7 +30,7 @@ class Forward:
 
     Attributes:
         micro_batch: its input.
-        texts: whose next tokens come of it; none of a piece of a prompt before its last.
+        texts: whose next tokens come from it; none of a piece of a prompt before its last.
         rows: of each, the row of the logits.
     """
 

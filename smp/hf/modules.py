@@ -266,7 +266,7 @@ def _embedding(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> t
     first = group.rank * rows
     unknown = (input < 0) | (input >= vocabulary)  # row -1, an IndexError as without tensor parallelism
     row = input - first
-    # Row 0 in place of rows of other ranks: their results are zeroed below.
+    # Row 0 instead of rows of other ranks: their results are zeroed below.
     elsewhere = (row < 0) | (row >= rows)
     row = row.masked_fill(elsewhere, 0).masked_fill(unknown, -1)
     # The class zeroes the gradient of its padding row: only on the rank that has it.
@@ -407,7 +407,7 @@ def summed_over(module: Any) -> Group | None:
 
 
 def _all_tokens(cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an attention or MLP with all tokens in place of (batch, n/tp, hidden). The gather's backward
+    """The arguments of an attention or MLP with all tokens instead of (batch, n/tp, hidden). The gather's backward
     sums gradients (reduce-scatter), so column layers do not sum them again."""
     kwargs = dict(kwargs)
     # By position or by name: layers call both ways.

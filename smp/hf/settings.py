@@ -80,7 +80,7 @@ def read(
     Degrees in ``set_before``, which the script has assigned to ``smp.state``, win over both.
 
     Raises:
-        ConfigError: a file that is not there or no JSON object, an unknown key, a value that cannot work.
+        ConfigError: a file that does not exist or is no JSON object, an unknown key, a value that cannot work.
     """
     given = _keys(config)
     launcher = os.environ.get(LAUNCHER)

@@ -108,7 +108,7 @@ def transform(
     # A refusal on one rank is raised on all.
     plan, streams, share = on_all_or_none(check, ConfigError, "smp.transform")
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    # Same shapes and bits everywhere, or parts of different models would be put together.
+    # Same shapes and bits everywhere, or parts of different models would be joined.
     weights.check_alike(model, compare=not load_state_dict_from_rank0 and not on_meta)
     # Before the cut: the reference output and gradients.
     expected = Expected.of(model) if verify else None

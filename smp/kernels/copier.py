@@ -127,7 +127,7 @@ class HostPool:
         if fitting:
             # The smallest that fits: large buffers stay for what needs them.
             return self._free.pop(min(fitting, key=lambda i: self._free[i][0].nbytes))
-        if self._free:  # a larger one takes the place of one that is too small, so that their number does not grow
+        if self._free:  # a larger one replaces one that is too small, so that their number does not grow
             # The largest of those that are too small: with it most memory is given back.
             small = max(range(len(self._free)), key=lambda i: self._free[i][0].nbytes)
             self.nbytes -= self._free.pop(small)[0].nbytes

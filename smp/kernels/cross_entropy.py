@@ -27,7 +27,7 @@ BLOCK_ELEMENTS = {"cpu": 1 << 20}
 """Logits in a block of the PyTorch version; on other devices, where a launch costs more than a miss, 2^25: 128 MiB in
 fp32."""
 LOWEST = -3.4e38
-"""Number in place of minus infinity as the largest logit, whose difference to a logit would be NaN."""
+"""A number in place of minus infinity as the largest logit, whose difference to a logit would be NaN."""
 
 
 def softmax_stats(logits: torch.Tensor, columns: torch.Tensor, valid: int, backend: str = "torch") -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""A job's folder that is there already: whether this command may write into it. A run goes on from the checkpoints in
-its folder, so a job of another recipe would go on from weights that are none of its own."""
+"""A job's folder that already exists: whether this command may write into it. A run continues from the checkpoints in
+its folder, so a job of another recipe would continue from weights that are none of its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refuse_other_recipe(job: Job) -> None:
     before, now = read_facts(job.folder).get(ORIGIN), job.origin
     if not isinstance(before, dict):
         return
-    # A job goes on from the checkpoints in its folder: another recipe's would be trained further with these settings.
+    # A job continues from the checkpoints in its folder: another recipe's would be trained further with these settings.
     moved = before.get("file") != now["file"] and before.get("digest") != now["digest"]
     if moved or any(before.get(key) != now[key] for key in ("recipe", "objective")):
         key = "recipes.training_cfg.run.name" if job.recipe.task == "custom" else "recipes.run.name"

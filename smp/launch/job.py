@@ -40,7 +40,7 @@ class Job:
         folder: of artifacts, checkpoints and logs; absolute.
         instance: the kind of machine, where it is known.
         origin: what tells its recipe from others: name, file, what it says, and the objective.
-        instead: what is used in place of keys that were taken away, a line for each word.
+        instead: what is used instead of keys that were taken away, a line for each word.
     """
 
     recipe: Recipe

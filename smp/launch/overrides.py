@@ -52,7 +52,7 @@ class Override:
 
     Attributes:
         word: as it was typed.
-        operator: ``~`` removes; the others set, ``+`` and ``++`` also what is not there.
+        operator: ``~`` removes; the others set, ``+`` and ``++`` also what does not exist.
         path: names, and numbers of items of lists.
         text: after the ``=``; None without one.
     """

@@ -145,7 +145,7 @@ class CacheView:
         return rows if self.keys else [torch.zeros_like(x) for x in rows]
 
     def keep(self, *states: torch.Tensor) -> None:
-        """Store the states after these tokens, in place of those that :meth:`states` returned."""
+        """Store the states after these tokens, instead of those that :meth:`states` returned."""
         for known, x in zip(self.cache.states[self.layer], states, strict=True):
             known[self.start : self.start + len(self.columns)] = x
 

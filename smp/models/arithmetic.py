@@ -180,7 +180,7 @@ def training_flops_per_token(model: ModelConfig, seq_length: int, vocab_size: in
     model = resolve_model(replace(model, vocab_size=vocab_size))
     flops = forward_flops(model, seq_length)
     once = sum(_scoring_flops(mixer, seq_length) for mixer in _all_mixers(model))
-    # A backward pass is two forward passes, but for the indexers' scores, which were counted in it too.
+    # A backward pass is two forward passes, except for the indexers' scores, which were counted in it too.
     return 3 * (sum(flops.layers) + flops.head + flops.mtp + flops.around) - 2 * once
 
 

@@ -104,7 +104,7 @@ def _norms(model: ModelConfig) -> str:
     text = f"{model.normalization}{counted}{where[model.norm_placement]}{shared}"
     if model.linear_norm_placement in (None, model.norm_placement):
         return text
-    # The same words about the recurrence ("it") in place of attention.
+    # The same words about the recurrence ("it") instead of attention.
     there = where[model.linear_norm_placement].replace("attention", "it") or " before both parts"
     return f"{text} (in layers with a recurrence{there})"
 

@@ -46,7 +46,7 @@ class Parts:
 
 def new_module(content: str, *, scores: bool = False) -> Any:
     """The language model of a config.json's ``content``, with its part for images if it has one, on the meta device, in
-    fp32; with ``scores`` the one that gives a text a number in place of logits.
+    fp32; with ``scores`` the one that gives a text a number instead of logits.
 
     Raises:
         ConfigError: transformers has none of this type, or it cannot be built without memory.

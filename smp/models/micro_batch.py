@@ -65,7 +65,7 @@ class MicroBatch:
         cut: the tensors are this rank's columns of every sequence, in the order of the cut; ``position_ids`` are given
             then, and documents are those of the cut. None: whole sequences.
         sequence_lengths: int64 (batch, length), tokens of the whole sequence that each token belongs to, or of its
-            document where positions begin anew with each: LongRoPE goes by it. None: rows are whole, or of the cut.
+            document where positions start again with each: LongRoPE goes by it. None: rows are whole, or of the cut.
         answers: rows are answers, and this loss is computed over them; tokens of weight 0 belong to the prompt.
         distilled: the loss of each token is its divergence from a teacher instead of the cross-entropy of its label.
         mtp: inputs of each layer of multi-token prediction.

@@ -39,7 +39,7 @@ def mtp_loss(
     (table, matrix), losses = matrices, []
     # Dropout sites are numbered over the model's own layers; those of multi-token prediction have none.
     without_dropout = replace(tokens, keys=None)
-    # Each goes on from the hidden states of the one before.
+    # Each continues from the hidden states of the one before.
     for layer, module, target in zip(mtp_layers(model.config), model.predictions.values(), batch.mtp, strict=True):
         prediction = cast(Prediction, module)
         # Hidden states of token t and the embedding of token t + k: it predicts token t + k + 1.

@@ -87,14 +87,14 @@ def _window(model: Model, ids: Sequence[int], scored: int) -> tuple[torch.Tensor
 
 def _logits(model: Model, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
     """(tokens, vocab) of a window's tokens, a piece at a time."""
-    if "own cache" in model.capabilities:  # not every architecture goes on with several tokens: all at once
+    if "own cache" in model.capabilities:  # not every architecture continues with several tokens: all at once
         yield from model(MicroBatch(inputs[None])).logits[0].split(PIECE)
         return
     device, cache, head = inputs.device, KVCache(1, inputs.device), model.head
     assert isinstance(head, VocabParallelHead) and not head.sequence_parallel
     for at in range(0, len(inputs), PIECE):
         new = inputs[at : at + PIECE]
-        # Pieces go on from each other through the cache, so a token is read once in its window.
+        # Pieces continue from each other through the cache, so a token is read once in its window.
         position_ids = torch.arange(at, at + len(new), device=device)[None]
         cache.reserve(at + len(new))
         # Logits of all new tokens, unlike in generation, which wants the last one's.

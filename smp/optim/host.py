@@ -83,7 +83,7 @@ class HostAdamW(torch.optim.AdamW):
         super().zero_grad(set_to_none)
 
     def scale(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-        """Multiply all gradients by ``factor``, 0-dim, where they arrive, in place of ``torch._foreach_mul_``."""
+        """Multiply all gradients by ``factor``, 0-dim, where they arrive, instead of ``torch._foreach_mul_``."""
         self._factor = factor
 
     @torch.no_grad()

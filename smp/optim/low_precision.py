@@ -2,7 +2,7 @@
 
 A step widens the moments of some rows to fp32, runs torch's fused AdamW on them, and rounds them stochastically on the
 way back (``smp.kernels.precision.low_precision``). The random bits are a function of (seed, step, parameter's name,
-global row and column), so that every layout rounds alike, and a resumed run goes on bit for bit. Tensors of one
+global row and column), so that every layout rounds alike, and a resumed run continues bit for bit. Tensors of one
 dimension, biases and norms, keep fp32 moments.
 
 ===========  ================================================  =====================

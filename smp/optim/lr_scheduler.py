@@ -27,7 +27,7 @@ def learning_rate(optim: OptimizerConfig, iteration: int, consumed: int = 0) -> 
       1 - sqrt(p) (Hagele et al. 2024, arXiv 2405.18392).
     - constant: ``lr`` for ever.
 
-    Where lengths are in samples, ``consumed`` takes the place of i - 1 iterations.
+    Where lengths are in samples, ``consumed`` replaces i - 1 iterations.
 
     Args:
         optim: resolved.

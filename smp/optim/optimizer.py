@@ -36,7 +36,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that ``config`` names, over all trainable parameters of a parallelized model.
 
-    Weight decay skips biases and tensors with one dimension (norms), but for what ``apply_wd_to_qk_layernorm`` says.
+    Weight decay skips biases and tensors with one dimension (norms), except for what ``apply_wd_to_qk_layernorm`` says.
 
     Args:
         model: any module, after ``parallelize`` or ``shard``.

@@ -265,7 +265,7 @@ class _SumGradients(torch.autograd.Function):
 
 def sum_gradients(weights: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """:data:`sum_gradient` of several weights in one all-reduce, once the gradients of all are there: the same numbers,
-    but for the order in which more than two ranks are summed, which is the collective's. Compiled code sums each by
+    except for the order in which more than two ranks are summed, which is the collective's. Compiled code sums each by
     itself: torch 2.13's compiler takes a function of any number of tensors, without gradients, for one without ``ctx``.
     """
     if group.size == 1 or len(weights) == 1 or torch.compiler.is_compiling():

@@ -94,7 +94,7 @@ def _round(
 
 
 def _rounds(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], tuple[int, ...], DeviceMesh | None]]:
-    """(numbers of tensors, mesh dimensions to put together in that order, their mesh) of each round."""
+    """(numbers of tensors, mesh dimensions to join in that order, their mesh) of each round."""
     kinds: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
     for number, tensor in enumerate(tensors):
         mesh, order = None, tuple[int, ...]()

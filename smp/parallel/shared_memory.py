@@ -401,7 +401,7 @@ def join(rank: int, size: int, store: Any) -> Memory | None:
 
 def share(rank: int, size: int, store: Any, length: int) -> tuple[mmap.mmap, dict[int, int]] | None:
     """``length`` bytes that all ranks of a group see, and descriptors of the other ranks' processes, or None on every
-    one of them. Every rank calls this. The first HEADER bytes are zeros, but for the secret at their end.
+    one of them. Every rank calls this. The first HEADER bytes are zeros, except for the secret at their end.
 
     It has no name: rank 0's descriptor is opened through /proc, which ranks elsewhere (another machine, a container)
     cannot, or they find another secret behind it. It is gone with the last process that has it. What a system refuses

@@ -96,7 +96,7 @@ class _Engines:
         if action.op is Op.RESHARD:
             self._span(rank, action, self.clock[rank])
             return
-        # Collectives on weights and gradients queue on a stream of their own, and the rank goes on meanwhile.
+        # Collectives on weights and gradients queue on a stream of their own, and the rank continues meanwhile.
         start = max(self.clock[rank], self.stream[rank])
         self.stream[rank] = self.ready[action] = self._span(rank, action, start)
 

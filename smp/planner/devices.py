@@ -2,7 +2,7 @@
 
 Peaks are vendors' figures for dense bf16 (H100: 989 TFLOP/s; the 1,979 that are often quoted are with sparsity). The
 shares are assumptions, the same for all models: they were taken from public measurements of the kernels and not fitted
-to the whole runs of ``docs/planning-errors.md``, but for what the 300s of Blackwell do more than the 200s.
+to the whole runs of ``docs/planning-errors.md``, except for what the 300s of Blackwell do more than the 200s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Goodput of a run with random failures, waits for its slowest process, and spare nodes.
 
 Failures come as a Poisson process with mean M between two. After tau seconds of steps a save stops the run for C
-seconds; after a failure it recovers in R seconds and goes on from its last save. Failures strike during saves and
+seconds; after a failure it recovers in R seconds and continues from its last save. Failures strike during saves and
 recoveries, too. A segment of tau + C seconds then takes, on average,
 
     M e^(R/M) (e^((tau + C)/M) - 1)
@@ -55,7 +55,7 @@ class Reliability:
         mtbf: mean time between failures of the whole run.
         save: how long a save stops the run.
         recovery: from a failure to the first step of the next start.
-        spares: nodes that take the place of those that failed.
+        spares: nodes that replace those that failed.
         repair: mean time until a node that failed is back; 0: at once.
         spread: standard deviation of a process's step time, as a share of it.
     """

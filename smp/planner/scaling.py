@@ -49,7 +49,7 @@ def curve(
     whose batch is no whole number of samples.
 
     Raises:
-        ConfigError: all but the last are left out.
+        ConfigError: all except the last are left out.
     """
     batch, points = asked.data.global_batch_size, list[Point]()
     if batch is None:

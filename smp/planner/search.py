@@ -144,7 +144,7 @@ def _configs(asked: Config, world_size: int, device: Device, decided: Collection
         data = replace(asked.data, micro_batch_size=row)
         batch, each = data.global_batch_size, row * (world_size // (tp * pp * cp) or 1)
         if row > 1 and batch is not None and batch % each and "micro_batch_size" not in decided:
-            continue  # it would be filled up with rows that count nothing
+            continue  # it would be padded with rows of weight 0
         # Under a pipeline weights are gathered as the schedule says; without one the strategy decides.
         options = (
             _schedules(degrees, given)

@@ -33,7 +33,8 @@ class ToolEnvironment:
     """An environment whose public methods are tools, but for ``reset``, ``step`` and ``reward``.
 
     A turn calls them by ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; each call is answered by a
-    message of the role ``tool``, what raises or is not there by its error. A turn without calls ends the episode;
+    message of the role ``tool``: the result, or the error of a tool that raises or does not exist. A turn without calls
+    ends the episode;
     ``text`` is what it said.
     """
 

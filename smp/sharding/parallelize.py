@@ -61,7 +61,7 @@ _KEPT = {
     torch.ops.smp.dense_indexer_loss.default,
 }
 _VARLEN = "torch_attn._varlen_attn.default"
-"""Also kept. By its name: it is not there until torch.nn.attention.varlen is imported."""
+"""Also kept. By its name: it does not exist until torch.nn.attention.varlen is imported."""
 
 
 Strategy = Literal["optim_grads_params", "optim_grads", "optim"]

@@ -19,7 +19,7 @@ class ForwardBackward(Protocol):
     over all ranks that compute different parts is the loss."""
 
     before_last: Callable[[], None] | None
-    """Called before the last backward pass of a step makes gradients final, but for those of ``copies``."""
+    """Called before the last backward pass of a step makes gradients final, except for those of ``copies``."""
 
     @property
     def copies(self) -> dict[torch.Tensor, int]:

@@ -54,7 +54,7 @@ class Trainable(NamedTuple):
 
 
 class Instead(NamedTuple):
-    """The result of work in place of training.
+    """The result of work instead of training.
 
     Attributes:
         said: what to report of it.
@@ -132,7 +132,7 @@ class RunKind(ABC):
         on_rank_zero(lambda: leave_companions(self.config, self.ends), CheckpointError)
 
     def instead(self, progress: Callable[[], None], reason: Callable[[int], str | None]) -> Instead | None:
-        """Work that a run of this kind does in place of training. None: it trains. ``progress`` is called as it comes
+        """Work that a run of this kind does instead of training. None: it trains. ``progress`` is called as it comes
         further; ``reason`` is asked by all ranks together after each of its steps, by number: why to end there."""
         return None
 

@@ -138,7 +138,7 @@ def _train(
         asked = run is None and exit_code(error) == 2
         outcome = Outcome("bad_config" if asked else "failed", str(error), _iteration(run))
         if not answered:
-            # The grace period of the watchdog begins anew for what is left to do.
+            # The grace period of the watchdog starts again for what is left to do.
             watchdog.progress()
             _leave(config, process, outcome, run)
     except BaseException as error:

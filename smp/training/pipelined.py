@@ -159,7 +159,7 @@ class _Gradients:
 
 
 class _Entry(torch.autograd.Function):
-    """The beginning of a stage's graph, in place of a leaf, which would hold the hidden states as long as the graph."""
+    """The beginning of a stage's graph, instead of a leaf, which would hold the hidden states as long as the graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, ends: _Gradients) -> torch.Tensor:

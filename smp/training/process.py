@@ -27,7 +27,7 @@ class Process:
         started: when it was asked for, in seconds since 1970: before torch is imported.
         spares: processes of the same start that do not train.
         link: to the process that starts this one again (--inprocess-restart).
-        restarts: runs of this start that were lost before this one, and gone on from in the same processes.
+        restarts: runs of this start that were lost before this one, and continued from in the same processes.
     """
 
     rank: int

@@ -346,7 +346,7 @@ class Run:
         return Outcome("done", f"{last} iterations trained", last)
 
     def _finish_steps(self, keep: int = 0) -> None:
-        """Account for steps: all but the newest ``keep``, and those that the device has already finished.
+        """Account for steps: all except the newest ``keep``, and those that the device has already finished.
 
         With one step kept the host issues the next one while the device computes, and reads, logs and checks meanwhile.
         """

@@ -84,7 +84,7 @@ def _described(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _is_past(config: Config) -> bool:
-    """Whether --load is gone and not needed: a run that began from it goes on from its own checkpoints."""
+    """Whether --load is gone and not needed: a run that began from it continues from its own checkpoints."""
     load, save = config.checkpoint.load, config.checkpoint.save
     origin = Origin.asked(config)
     if origin is None or load is None or save is None or "://" in load or Path(load).exists():

@@ -129,7 +129,7 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         self._tensor = tensor
         if tensor.is_cuda:
-            # Only a copy into page-locked memory goes on without the host.
+            # Only a copy into page-locked memory continues without the host.
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor = pinned.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -146,7 +146,7 @@ class HostCopy:
 
 
 class Trainer:
-    """Runs optimizer steps and evaluations of a parallelized model; goes on from ``progress``."""
+    """Runs optimizer steps and evaluations of a parallelized model; continues from ``progress``."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class Trainer:
         )
 
     def _forward_backward(self, batch: RankBatch, num_valid: int, again: bool = False) -> Pass:
-        """Leave the clipped gradients of a batch in the parameters; ``again``: in place of those that are there."""
+        """Leave the clipped gradients of a batch in the parameters; ``again``: instead of those that are there."""
         if again:
             self.optimizer.zero_grad()
             self.model.end_step(torch.zeros((), dtype=torch.bool, device=self.device))  # it counts what it sees

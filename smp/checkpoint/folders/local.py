@@ -75,7 +75,7 @@ class LocalFolder:
         return self.local.is_dir()
 
     def make(self) -> None:
-        """Make it and its parents, if it is not there."""
+        """Make it and its parents, if it does not exist."""
         # The entry of a new folder is in its parent: without these syncs a crash may lose the folder, files and all.
         # Outermost last: the syncs begin at the new folder's parent.
         made = [path for path in (self.local, *self.local.parents) if not path.is_dir()]
@@ -151,7 +151,7 @@ class LocalFolder:
         """A context for writing a new data file of ``size`` bytes. At a clean end it is durable; after an error it is
         deleted."""
         path = self.local / name
-        # O_EXCL: files of checkpoints have new names, so what is there already belongs to somebody else.
+        # O_EXCL: files of checkpoints have new names, so what already exists belongs to somebody else.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             _reserve(descriptor, size)

@@ -175,7 +175,7 @@ class RunLock:
 def require_lock(root: Folder, token: str) -> None:
     """Raise LockLostError when the lock of ``root`` names another holder than the one with this token.
 
-    A lock that is not there is nobody else's. Raises OSError when it cannot be read.
+    A lock that does not exist is nobody else's. Raises OSError when it cannot be read.
     """
     holder = _read(root, _locks(root)[-1])
     if holder is not None and holder.token != token:

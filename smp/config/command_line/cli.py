@@ -45,7 +45,7 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
         argv: flags; ``--help`` prints the settings and exits with 0.
         presets: named size -> ``ModelConfig`` field -> value.
         described: what was given, --load among it -> the ``ModelConfig`` fields that what lies there states, or None.
-            They take the place of the preset when no ``--model`` is given.
+            They replace the preset when no ``--model`` is given.
 
     Raises:
         ConfigError: an unknown flag, key, preset or value; one line with the nearest valid name.

@@ -43,7 +43,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse without abbreviations, with defaults in its help, and ConfigError in place of printing usage."""
+    """argparse without abbreviations, with defaults in its help, and ConfigError instead of printing usage."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", HelpFormatter)

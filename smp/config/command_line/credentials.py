@@ -13,7 +13,7 @@ _QUERY = re.compile(r"(://[^\s?'\"]*\?)[^\s'\"]*=[^\s'\"]*?(?=(?::\d+)?[:,;.)\]]
 
 
 def without_credentials(value: Any) -> Any:
-    """The text (or the texts of a list) with ``***`` in place of user, password and query of each URL. What a run
+    """The text (or the texts of a list) with ``***`` instead of user, password and query of each URL. What a run
     prints and records is read by others."""
     if isinstance(value, list | tuple):
         return type(value)(map(without_credentials, value))

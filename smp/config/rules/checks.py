@@ -165,7 +165,7 @@ def _check_secondary_shards(parallel: ParallelConfig, layout: Layout) -> None:
         f"--zero-hpz-partition-size {size} and a pipeline exclude each other: it gathers weights once per step",
     )
     require(
-        # Equal to all shards it would hold nothing that is not there already.
+        # Equal to all shards it would hold nothing new.
         size < shards and shards % size == 0,
         f"--zero-hpz-partition-size {size} has to divide, and be below, the {shards} processes that shard weights "
         "(--hybrid-shard-degree x --context-parallel-size)",

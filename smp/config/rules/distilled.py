@@ -95,7 +95,7 @@ def layout_of_teacher(parallel: ParallelConfig, distillation: DistillationConfig
 
 
 def of_teacher(distillation: DistillationConfig, text: str) -> str:
-    """The error ``text`` with the flags that were given for the teacher in place of the run's."""
+    """The error ``text`` with the flags that were given for the teacher instead of the run's."""
     for name in _OF_TEACHER:
         if getattr(distillation, f"teacher_{name}") is not None:
             text = text.replace(flag_of(name), flag_of(f"teacher_{name}"))

@@ -42,7 +42,7 @@ def check_foreign(config: Config) -> None:
     require(kernels != "apex", f"--kernels {kernels}: {_ONLY_HERE}; leave it out")
     data = config.data
     if config.objective is None:
-        # transformers derives document masks from positions that begin anew.
+        # transformers derives document masks from positions that start again.
         require(
             data.reset_attention_mask == data.reset_position_ids,
             "--reset-attention-mask and --reset-position-ids go together with --model-implementation transformers, "

@@ -305,7 +305,7 @@ def to_hf(config: ModelConfig, dtype: str, base: Mapping[str, Any] | None = None
         # Written weights are not quantized.
         out = {name: value for name, value in base.items() if name != "quantization_config"}
     else:
-        # an id that is not there would be the one that transformers has for the family, of another tokenizer
+        # an id that is missing would be the one that transformers has for the family, of another tokenizer
         out = dict.fromkeys(_IDS) | {key: base[key] for key in _CARRIED if base is not None and key in base}
         out |= _written(config, family)
     key = "torch_dtype" if "torch_dtype" in out else "dtype"  # the key's name before transformers 4.56

@@ -34,7 +34,7 @@ MAGNITUDE = "lora_magnitude_vector"
 FRONT = "base_model.model."
 """Prefix of the model's own names in peft's format."""
 HEAD = "head.weight"
-"""A reward model's head here, in place of the output matrix."""
+"""A reward model's head here, instead of the output matrix."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class MergedWeights(Weights):
         if changed := changes_of_files(base.config, self.config):
             self.notes.append(f"the model has the settings that the adapters were trained with: {changed}")
         if self.score is not None:
-            # A reward model's head takes the place of the output matrix, so nothing is tied to the embedding.
+            # A reward model's head replaces the output matrix, so nothing is tied to the embedding.
             self.config = replace(self.config, scalar_head=True, untie_embeddings_and_output_weights=True)
             self.tensors[HEAD] = Stored(tuple(self.score.shape), self.tensors["embedding.weight"].dtype)
 

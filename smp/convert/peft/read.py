@@ -125,7 +125,7 @@ def _check_modules(
 ) -> None:
     """Raise unless the file has adapters for linear layers of this model, and for all that its configuration
     chooses."""
-    # An adapter that nothing here takes would be lost without a word.
+    # An adapter that nothing here takes would be lost silently.
     if strange := sorted(found.keys() - set(modules)):
         raise CheckpointError(f"{folder / TENSORS}: {strange[0]} is no linear layer of this model")
     if alone := sorted(magnitudes.keys() - found.keys()):

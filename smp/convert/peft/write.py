@@ -24,7 +24,7 @@ def write_adapters(
     """Write a folder that peft loads.
 
     Args:
-        folder: on a file system or in an object store; made if it is not there; an adapter in it is replaced.
+        folder: on a file system or in an object store; made if it does not exist; an adapter in it is replaced.
         adapters: by the name of the layer.
         config: of the model.
         family: see :func:`family_for`.

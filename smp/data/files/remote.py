@@ -71,7 +71,7 @@ def expand(pattern: str) -> list[RemoteFile]:
     # a name has lost what stands before it in the URL: the scheme, and of some stores the host
     before = pattern.removesuffix(path.lstrip("/"))
     urls = [name if "://" in name else f"{before}{name.lstrip('/')}" for name in found]
-    # What was put together must lead back to the file that was found.
+    # What was joined must lead back to the file that was found.
     if _system(urls[0]) != (files, found[0]):
         raise ValueError(f"{shown}: patterns cannot be told from names at this store: name each file")
     return [RemoteFile(url) for url in urls]

@@ -98,7 +98,7 @@ def csv_rows(path: Path | RemoteFile, file: BinaryIO) -> Iterator[list[dict[str,
         rows = csv.DictReader(chain([first], text), strict=True, delimiter=said[1] if said else _delimiter(first))
         rows.fieldnames = [name.strip() for name in rows.fieldnames or ()]  # "prompt, completion"
         while found := list(islice(rows, _AT_ONCE)):
-            for number, row in enumerate(found, start=number + 1):  # noqa: B020 (goes on counting)
+            for number, row in enumerate(found, start=number + 1):  # noqa: B020 (continues counting)
                 if None in row:
                     raise ValueError(f"row {number} has more fields than the {len(row) - 1} of the first line")
             yield found
@@ -117,7 +117,7 @@ def _delimiter(header: str) -> str:
 
 
 def objects_over_lines(content: bytes) -> list[bytes] | None:
-    """JSON objects that take several lines each: each one in place of its first line, with empty lines for the others,
+    """JSON objects that take several lines each: each one instead of its first line, with empty lines for the others,
     so that a record's number is its line. None: the file holds something else."""
     decoder, records, counted = json.JSONDecoder(), list[bytes](), 0
     try:
@@ -139,7 +139,7 @@ def objects_over_lines(content: bytes) -> list[bytes] | None:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Raises ValueError where a key is there twice: JSON does not say which value counts, and Python
-    drops all but the last."""
+    drops all except the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]

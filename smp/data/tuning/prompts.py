@@ -126,7 +126,7 @@ def recognise_prompt(record: dict[str, Any], how: Reading) -> tuple[Conversation
         said = [{"role": "user", "content": text_of(said, key)}]
     turns = [said] if isinstance(said, dict) else said
     if key != "prompt" and isinstance(turns, list) and turns and role_of(turns[-1]) == "assistant":
-        # An answer that is there already is what rewards may compare with.
+        # An answer that already exists is what rewards may compare with.
         columns.setdefault("answer", turns[-1].get("content", turns[-1].get("value")))
         turns = turns[:-1]
     whole = conversation(turns, record, key)

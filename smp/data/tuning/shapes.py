@@ -101,7 +101,7 @@ def recognise_pair(record: dict[str, Any], how: Reading) -> tuple[Sample, Sample
         if not isinstance(asked, list) or not asked or role_of(asked[-1]) == "assistant":
             raise BadSampleError(f"{turns} with chosen and rejected must be what both answer, up to the user's turn")
         return _answer(asked, chosen, record, how), _answer(asked, rejected, record, how)
-    # Alpaca's keys with chosen and rejected in place of output.
+    # Alpaca's keys with chosen and rejected instead of output.
     if not shared and "instruction" in record:
         return _alpaca(record, chosen, how.chat), _alpaca(record, rejected, how.chat)
     if not (isinstance(chosen, list) and isinstance(rejected, list)):

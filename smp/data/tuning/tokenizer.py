@@ -29,7 +29,7 @@ class TuningTokenizer(ABC):
         eos: the token that ends a text.
         bos: the token that begins one, if there is one, whether or not it is put in front of texts.
         before: token ids that a plain text begins with.
-        after: those that its rules put after a whole text, which one that goes on must not have.
+        after: those that its rules put after a whole text, which one that continues must not have.
         special: ids of tokens that are no text.
         template: source of the chat template, or None.
         unread_template: a file with a chat template that lies next to it and is not read; None: there is none.
@@ -245,7 +245,7 @@ def _template_file(folder: Path) -> Path | None:
     if (folder / "chat_template.jinja").is_file():
         return folder / "chat_template.jinja"
     for file in (folder / "chat_template.json", folder / "tokenizer_config.json"):
-        with contextlib.suppress(ValueError):  # damage of what nothing here reads
+        with contextlib.suppress(ValueError):  # a damaged file that is not needed
             if _json(file).get("chat_template"):
                 return file
     return None

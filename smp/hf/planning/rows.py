@@ -15,9 +15,9 @@ embedding_colwise                 each has some columns of a table and keeps the
 replicated_with_grad_allreduce    all have the weight and use it on their own heads: gradients are summed
 experts                           each has some of the experts of a stack (:mod:`smp.hf.experts`)
 sorted_experts                    each has some of a stack's matrices, whose rows are sorted by expert; the results are
-                                  put together
+                                  joined
 sorted_experts_in                 ... and keeps the results of its own experts
-sorted_experts_out                ... of these, and the results are put together
+sorted_experts_out                ... of these, and the results are joined
 mla_kv_a_proj                     all have the weight; of its last columns, which bypass the layers after it, each
                                   uses some heads' gradient: that is summed
 replicate                         all compute the same, in the module and all below it

@@ -1,6 +1,6 @@
 """Whether a transformers model keeps the documents of a packed sequence apart.
 
-transformers finds documents by positions that begin anew (``masking_utils``), in models whose decoder makes its masks
+transformers finds documents by positions that start again (``masking_utils``), in models whose decoder makes its masks
 there. What carries a state from token to token (a recurrence, a convolution) carries it over the border of documents.
 """
 

@@ -124,7 +124,7 @@ BIAS = "final_logits_bias"
 
 @contextmanager
 def _bias_apart(module: Any, device: str) -> Iterator[torch.Tensor | None]:
-    """Within the block zeros on ``device`` are in place of a model's bias of logits, which is given; None: it has
+    """Within the block zeros on ``device`` replace a model's bias of logits, which is given; None: it has
     none."""
     bias = module._buffers.get(BIAS)
     if bias is not None:
@@ -215,7 +215,7 @@ def check_scores(module: Any) -> None:
     stand_ins: dict[Any, Callable[..., Any]] = {
         base: lambda *args, **kwargs: _Decoded(given),
         table: lambda *args, **kwargs: given,
-        # Known scores in place of computed ones: the output must be the last one.
+        # Known scores instead of computed ones: the output must be the last one.
         head: lambda hidden: given.clone().view(1, 2, 1),
     }
     try:

@@ -185,7 +185,7 @@ class TransformersModel(Model):
         if batch.document_ids is not None:
             if self.no_documents:
                 raise ConfigError(self.no_documents)
-            # Documents are known by positions that begin anew: transformers masks what lies before.
+            # Documents are known by positions that start again: transformers masks what lies before.
             assert batch.position_ids is not None, "positions of documents begin anew"
             arguments["position_ids"] = self._even_columns(document_positions(self.module, batch))
         if self._output is None:

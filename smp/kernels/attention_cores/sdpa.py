@@ -85,7 +85,7 @@ def _scale(q: torch.Tensor, scores: Scores) -> float:
 
 def _cuda_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: Scores) -> Tensors:
     """Half precision, no mask; fewer key/value heads than query heads."""
-    # The operator has no argument for a mask: it would be left out without a word.
+    # The operator has no argument for a mask: it would be left out silently.
     _refuse_mask(s)
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, s.causal, False, scale=s.scale)
     return out, lse

@@ -5,7 +5,7 @@
 
 With (out, lse) of the keys alone and L = log(exp(lse) + exp(sink)), attention with a sink is (out exp(lse - L), L): the
 merge with a key whose value is 0. So every core has them that gives (out, lse), and one whose keys come in parts merges
-these before. Gradients of q, k and v are the core's own with out and L in place of those of the keys, for
+these before. Gradients of q, k and v are the core's own with out and L instead of those of the keys, for
 p = exp(s - L) and D = rowsum(dout * out) (see ``sdpa``), and
 
     dsink = -sum over queries of exp(sink - L) D

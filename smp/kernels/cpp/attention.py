@@ -86,7 +86,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, length, head_dim), a view of rows of tokens: heads are put together again without a copy."""
+    """(batch, heads, length, head_dim), a view of rows of tokens: heads are joined again without a copy."""
     batch, heads, length, width = x.shape
     return x.new_empty(batch, length, heads, width).transpose(1, 2)
 

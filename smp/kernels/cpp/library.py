@@ -77,7 +77,7 @@ def why_not(dtype: torch.dtype) -> str:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library, built if it is not there.
+    """The library, built if it does not exist.
 
     Raises:
         BuildError: it cannot be built or loaded.

@@ -6,7 +6,7 @@ A tensor is stored as 8-bit numbers q and scales s, x ~ q s, with one s for all 
 
 e4m3 has 3 bits of mantissa and ends at 448, e5m2 has 2 and ends at 57,344. A scale that is a power of two costs a
 floating-point format no precision, at most one of its 15 (e5m2: 31) binades at the lower end; quantising and
-dequantising are then exact but for the one rounding, and a maximum that another order of a sum moves in its last bit
+dequantising are then exact except for the one rounding, and a maximum that another order of a sum moves in its last bit
 almost never moves a scale.
 
 Products run on tensor cores (``torch._scaled_mm``, Hopper and later), or are emulated anywhere: the same 8-bit numbers,

@@ -19,7 +19,7 @@ D_ij))^-1:
 FLOPs of a forward pass per token and head: 6 key_dim value_dim + C (4 key_dim + 4 value_dim) + C^2. Kept for the
 backward pass besides the inputs: a state for each chunk, key_dim value_dim / C a token, and C of T. Sums are in fp32,
 those of g in fp64. With a decay for each channel D is in the sum over channels, of q k^T as of k k^T: log2(C)
-products in place of one (:mod:`smp.kernels.recurrences.channel_decays`).
+products instead of one (:mod:`smp.kernels.recurrences.channel_decays`).
 """
 
 from __future__ import annotations

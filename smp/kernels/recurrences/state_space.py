@@ -105,7 +105,7 @@ class _Chunks:
         q, k: (n, B, C, state_dim).
         v: (n, B, r, C, head_dim).
         step: (n, B, r, C, 1).
-        decays: with dimensions B and r in place of rows x heads.
+        decays: with dimensions B and r instead of rows x heads.
     """
 
     q: torch.Tensor

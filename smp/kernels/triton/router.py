@@ -62,7 +62,7 @@ def forward_kernel(
     chosen = tl.zeros((ROWS, SLOTS), tl.int32)
     weight = tl.full((ROWS, SLOTS), 0.0, tl.float32)
     if SCORES == "softmax":
-        # Slots after K count nothing in the softmax.
+        # Slots after K have weight 0 in the softmax.
         weight = tl.full((ROWS, SLOTS), float("-inf"), tl.float32)
     for i in range(K):
         # Of the experts left, -inf or not, the first of the largest.

@@ -72,7 +72,7 @@ def command(values: Mapping[str, Any], resources: Mapping[str, Any], ml: Path) -
     if values["smp_task"] == "custom":
         return [*start, *nodes, *json.loads(values["smp_script"])], ""
     own = ["--status-file", status, "--no-progress-bar"]
-    # A job that SageMaker restarts goes on from the checkpoints that it has copied back.
+    # A job that SageMaker restarts continues from the checkpoints that it has copied back.
     own += ["--resume"] if values["smp_task"] == "finetune" else [] if "load" in settings else ["--load", "auto"]
     script = ["-m", MODULES[values["smp_task"]], "--config", str(ml / "settings.yaml")]
     return [*start, *nodes, *script, *own], to_yaml(settings)

@@ -169,7 +169,7 @@ def _preprocessors(value: Any, get: Get) -> Mapping[str, Any] | str:
     """--no-mask-prompt from the steps that make samples of rows. finetune.py makes them by itself; steps that differ
     are refused."""
     found: dict[str, Any] = {}
-    # A step passes if it says what finetune.py does anyway: any other would train on other tokens without a word.
+    # A step passes if it says what finetune.py does anyway: any other would train on other tokens silently.
     for step in value:
         if not isinstance(step, Mapping) or step.get("type") not in _STEPS:
             raise ConfigError(f"{step!r} is none of {', '.join(_STEPS)}")

@@ -94,7 +94,7 @@ class AmaxHistory:
         return sum_over((self._step > self._ends * self.inverse).float().sum(), self.pipeline)
 
     def advance(self, is_finite: torch.Tensor) -> None:
-        """End a step: its maxima enter the history, but for one that was skipped, because it was not finite.
+        """End a step: its maxima enter the history, except for one that was skipped, because it was not finite.
 
         The host waits for a step only as long as there is no history: one without a gradient leaves none.
         """

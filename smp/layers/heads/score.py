@@ -23,7 +23,7 @@ from smp.parallel.context import ParallelContext
 
 
 class ScoreHead(nn.Module):
-    """A head of scores, in place of the output matrix.
+    """A head of scores, instead of the output matrix.
 
     Args:
         hidden_size: width of the input.
@@ -80,7 +80,7 @@ def scored(
     """
     # fp32 after the product, whose inputs are rounded already; each rank has its own tokens.
     scores = F.linear(x, weight).squeeze(1).float()
-    # Outside of autograd: the gradient is put together below, for this rank's tokens alone.
+    # Outside of autograd: the gradient is joined below, for this rank's tokens alone.
     with torch.no_grad():
         everywhere = scores if shared_by is None else gather_tokens(scores, shared_by)  # (tokens,)
         if answers is None or loss_weights is None or shape is None:

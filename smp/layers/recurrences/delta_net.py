@@ -9,7 +9,7 @@ With x_t the input of a token, and for each head of keys and those of values tha
     y       = W_o (RMSNorm(o) SiLU(W_z x))              the norm is of each head
 
 A state is key_dim x value_dim numbers for each head of values, however long the text: that, and the last tokens that
-the convolution sees, is what generation keeps in place of keys and values. A document begins with an empty one.
+the convolution sees, is what generation keeps instead of keys and values. A document begins with an empty one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         key_dim, value_dim: channels of a head.
         conv: tokens that the convolution sees, with the token itself.
         norm_eps: of the norm of each head's output.
-        negative: rates go up to 2 in place of 1.
+        negative: rates go up to 2 instead of 1.
         init_std, output_std: standard deviations of the initial weights, inner and last.
         kernels: what computes the rule and the norm.
 

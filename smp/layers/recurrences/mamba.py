@@ -85,7 +85,7 @@ class Mamba2(RecurrentMixer):
             kernels=kernels,
         )
         self.step_limits = step_limits
-        # The convolution has no bias in front of it, so its weights can be multiplied in place of what it reads.
+        # The convolution has no bias in front of it, so its weights can be multiplied instead of what it reads.
         self.gate_multiplier, value, key, query, self.step_multiplier = multipliers
         self.conv_multipliers = query, key, value
         keys, values = groups * state_dim, heads * head_dim

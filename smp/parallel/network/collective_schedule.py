@@ -73,7 +73,7 @@ Message = tuple[int, int, int, int]  # source, destination, piece, chunk
 class Schedule:
     """Actions of every rank for one collective.
 
-    A message hands its buffer over and the rank goes on. It travels once both sides have posted it, and messages from
+    A message hands its buffer over and the rank continues. It travels once both sides have posted it, and messages from
     one rank to another never overtake each other. A send waits for the chunk that it passes on, a sum for its parts.
 
     Attributes:

@@ -93,7 +93,7 @@ def two_levels(kind: Kind, topology: Topology, links: Links, size: int, way: Way
     crossing, hops = 0.0, 0
     if count > 1:
         following = [*nodes[1:], nodes[0]]
-        # Pieces that leave each node: on a ring all but those of the next node, which end there; on
+        # Pieces that leave each node: on a ring all except those of the next node, which end there; on
         # a mesh its own pieces, once for each other node.
         out = [ranks - n if way.route == "ring" else (count - 1) * m for n, m in zip(following, nodes, strict=True)]
         # The busiest uplink, outwards or inwards: a node receives all pieces but its own.
@@ -167,7 +167,7 @@ class Policy:
         if self.links is None:
             return least_chunks(self.topology, piece)
         tried = [*([FLAT] if self.allow_flat else []), *ways(self.topology, piece)]
-        # Finer ones last: in a large group they would take the place of ways that differ more.
+        # Finer ones last: in a large group they would replace ways that differ more.
         finer = list(ways(self.topology, piece, FINER))
         for some in (tried, finer):
             some.sort(key=lambda way: self._formula(kind, size, way) * weight(way, self.topology))

@@ -7,7 +7,7 @@
 
 A ring over ranks that are ``stride`` apart has ``lanes`` of its ranks in a domain, and so many cards for its way out.
 Rings of other ranks leave the same leaf: one way out for each ``stride`` GPUs below it. What crosses the spine
-shares it with other jobs, which take all but 1 / ``contention`` of it.
+shares it with other jobs, which take all except 1 / ``contention`` of it.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Quantization:
         return coded
 
     def taken(self) -> torch.Tensor:
-        """(2 per name) fp64: squares of errors and of numbers, which may be added up over ranks; begin anew."""
+        """(2 per name) fp64: squares of errors and of numbers, which may be summed over ranks. Resets them."""
         found = torch.stack([self._sums[list(NAMES).index(what)] for what in self._coded()])
         self._sums.zero_()
         return found.view(-1)

@@ -42,7 +42,7 @@ def schedule(ranks: int, micro_batches: int, chunks: int = CHUNKS) -> Schedule:
     """
     check_sizes("zb-v", ranks, micro_batches, chunks, least_chunks=2, most_chunks=2)
     # The pattern below holds for a full pipeline only. Leaving later micro-batches out of it keeps the order of the
-    # first ones, and no rank then waits for what is not there.
+    # first ones, and no rank then waits for a message that is not there yet.
     full = max(micro_batches, 2 * ranks - 1)
     filled = ordered("zb-v", ranks, full, chunks, lambda rank: _order(ranks, rank, full), "v")
     wanted = range(micro_batches)

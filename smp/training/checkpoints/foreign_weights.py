@@ -47,7 +47,7 @@ def fill_foreign(model: Model, load: str, opened: Callable[[], Weights], leave: 
 @contextmanager
 def stored_matrices(model: Model, load: str, opened: Callable[[], Weights]) -> Iterator[Matrices]:
     """(shape and dtype by a tensor's name, reads a slice of one tensor) of what --load names, for weights that are
-    quantized while they are loaded. Both raise CheckpointError for a tensor that is not there."""
+    quantized while they are loaded. Both raise CheckpointError for a tensor that does not exist."""
     if model.config.is_foreign and is_hf_folder(load):
         from smp.hf.loading.stored_tensors import StoredTensors
         from smp.hf.run.model import TransformersModel

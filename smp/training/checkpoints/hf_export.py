@@ -51,7 +51,7 @@ class ExportStore:
         try:
             yield
         finally:
-            with suppress(RuntimeError):  # whoever kept the store is gone, and so are all that wait
+            with suppress(RuntimeError):  # the process that kept the store has ended, and so have all that wait
                 if self._store is not None:
                     self._store.set(_EXPORTED, "")
 

@@ -1,4 +1,4 @@
-"""Where a run began, so that the same command started again goes on from what the run has saved. Imports no torch.
+"""Where a run began, so that the same command started again continues from what the run has saved. Imports no torch.
 
 ``--load A --save B`` begins at A, and a scheduler that requeues the job says the same again. Every checkpoint in B
 notes where its run began; if that is A, and the same is trained, B holds this run and not another one.
@@ -78,9 +78,9 @@ class Origin:
 
 
 def resuming(config: Config) -> Config:
-    """The settings of the same run that goes on from its own checkpoints."""
+    """The settings of the same run that continues from its own checkpoints."""
     if config.objective is not None:
-        # Fine-tuning: --load stays the base model, and --resume goes on from --save.
+        # Fine-tuning: --load stays the base model, and --resume continues from --save.
         return replace(config, checkpoint=replace(config.checkpoint, resume=True))
     own = replace(config.checkpoint, load="auto", finetune=False, load_optim=True, ckpt_step=None)
     return replace(config, checkpoint=own)

@@ -171,7 +171,7 @@ def load_training(
 
     Raises:
         ConfigError: the checkpoint is of another architecture.
-        CheckpointError: as ``checkpoint.load``; or what a resume needs is not there.
+        CheckpointError: as ``checkpoint.load``; or something that a resume needs is missing.
     """
     finetune = config.checkpoint.finetune
     saved = SavedRun.for_weights(manifest.extra) if finetune else SavedRun.of(manifest.extra, folder)
@@ -212,7 +212,7 @@ def load_training(
     # way.
     own = {name: entry for name, entry in manifest.tensors.items() if name.startswith(CARRIED)}
     carried |= {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in own.items()}
-    # A checkpoint of before the reference model was saved: the run goes on with that of --load.
+    # A checkpoint of before the reference model was saved: the run continues with that of --load.
     reference = kept.tensors if any(name.startswith(REFERENCE) for name in manifest.tensors) else {}
     if kept.tensors and not reference:
         notes = [*notes, "note: the checkpoint was saved without a reference model: the model of --load is used"]

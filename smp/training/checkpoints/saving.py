@@ -115,7 +115,7 @@ class RunCheckpoints:
             raise CheckpointError(f"{self.root}: {error}") from error
 
     def _has_begun(self) -> bool:
-        """Whether this command was started before and has saved: it then goes on from there.
+        """Whether this command was started before and has saved: it then continues from there.
 
         Raises:
             ConfigError: what was saved began at the same place, and trains something else.
@@ -213,7 +213,7 @@ class RunCheckpoints:
         return progress
 
     def _load_hf(self, load: str, model: Model) -> Progress:
-        """Weights of a Hugging Face folder: there is nothing else in it to go on from."""
+        """Weights of a Hugging Face folder: there is nothing else in it to continue from."""
         if self.config.checkpoint.ckpt_step is not None:
             raise ConfigError(f"--ckpt-step {self.config.checkpoint.ckpt_step}: --load {load} is a Hugging Face folder")
         notes = fill_from_folder(model, load)
@@ -298,7 +298,7 @@ class RunCheckpoints:
         return self._clock.due(iteration, self._saver is not None and self._saver.busy)
 
     def poll(self) -> None:
-        """After each step: hear of a background save. A failed one is said; training goes on without it."""
+        """After each step: hear of a background save. A failed one is said; training continues without it."""
         if self._saver is not None and self._saver.busy:
             self._attempt(self._saver.poll)
 
@@ -310,7 +310,7 @@ class RunCheckpoints:
         validation_loss: float | None,
         carried: Mapping[str, torch.Tensor] = _NOTHING,
     ) -> None:
-        """Save, or begin to. A failure is said; training goes on without that checkpoint.
+        """Save, or begin to. A failure is said; training continues without that checkpoint.
 
         Raises:
             LockLostError: another job has taken the folder.

@@ -66,6 +66,6 @@ def _ring_keys(b: int, q: int, w: int, ring: int) -> int:
     """Bytes per token where another rank's w elements of keys and values arrive in a ring.
 
     The sum of: these and, while the ring runs, the next ones; fp32 sums of the own gradients, those of these keys and
-    of the last ones, the last ones' put together, and what arrived from others; and for half of the queries as in
+    of the last ones, the last ones' joined, and what arrived from others; and for half of the queries as in
     :func:`_gathered_keys`, with all of these keys, but none taken out."""
     return b * (w * (1 + (ring > 3)) + 2 * w + 2 * q) + 4 * (q + w + w * (4 if ring > 2 else 3))

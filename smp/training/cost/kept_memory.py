@@ -89,7 +89,7 @@ def kept_per_token(
         elements = _of_norms_and_products(config, halves * h_l, q, k, f, recurs=recurs, fused=fused)
         small = _widened_operands(config, b, q, k) + halves * h_l * (model.hidden_dropout > 0)
         if _keeps_in_8_bits(config):
-            # Results of norms go into linear layers: one byte in place of b. Attention keeps its own
+            # Results of norms go into linear layers: one byte instead of b. Attention keeps its own
             # output, too.
             elements -= halves * h_l
             small += halves * h_l + heads * (model.v_head_dim if model.multi_latent_attention else head_dim)
@@ -102,7 +102,7 @@ def kept_per_token(
     if recurrence is not None:
         small += kept_by_recurrence(recurrence, tp, b, recompute)
     if model.multi_latent_attention and attends:
-        # Latent attention has its own count in place of 2 q + 2 k.
+        # Latent attention has its own count instead of 2 q + 2 k.
         elements += _latent(config, layout, heads, split, recompute) - (2 * q + 2 * k)
         small += kept_by_indexer(config, layout, b, split, recompute) if chooses_keys(model) else 0
     if layout.cp > 1 and attends and not is_sparse(config):
@@ -248,7 +248,7 @@ def replayed_per_token(
     feeds: bool = True,
 ) -> int:
     """Bytes per token that a block's backward pass computes again: what it keeps without recompute, less what it keeps
-    with it. Results that selective recompute keeps are freed as the replay passes them, but for the block's output,
+    with it. Results that selective recompute keeps are freed as the replay passes them, except for the block's output,
     which it does not reach."""
     model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity
     kind: dict[str, Any] = {"fused": fused, "experts": experts, "recurrence": recurrence}
@@ -339,7 +339,7 @@ def masking_per_token(config: Config, layout: Layout, b: int, *, fused: bool, ex
       int64 for each element of the mask, of at most ``DROPOUT_BITS`` elements at a time.
     - attention dropout: the norm's result h_l; query, key and value, 2 q + 2 k, of which selective recompute has kept
       q + 2 k, and rotated ones; the operands of its product, 2 q; and for each head and position scores, probabilities,
-      these divided and these dropped in fp32 and the mask, 17 bytes, with a cap the capped scores, 4 more, in place of
+      these divided and these dropped in fp32 and the mask, 17 bytes, with a cap the capped scores, 4 more, instead of
       the scores that selective recompute has kept.
     """
     model, tp, recompute = config.model, layout.tp, config.parallel.recompute_granularity

@@ -197,7 +197,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def _body(self, func: Any, args: Any) -> Callable[..., Any] | None:
-        """The function whose operators are counted in place of ``func``; None: ``func`` is counted itself."""
+        """The function whose operators are counted instead of ``func``; None: ``func`` is counted itself."""
         return _body(func, args)
 
     def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -258,7 +258,7 @@ class Meter(TorchDispatchMode):
         key = self.groups.get(group.group_name, "pp" if name == "send" else "all"), _KINDS[name]
         entry = self.counts.traffic[key]
         entry.calls += size > 1
-        if name == "all_to_all_single":  # its rows, but for those that this rank keeps
+        if name == "all_to_all_single":  # its rows, except for those that this rank keeps
             x, _, rows, _ = args
             row = x[:1].numel() * x.itemsize
             entry.sent += (sum(rows) - rows[group.rank()]) * row

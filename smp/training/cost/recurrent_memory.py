@@ -14,10 +14,10 @@ def kept_by_recurrence(mixer: Recurrence, tp: int, b: int, recompute: str) -> in
 
     A gated delta net: input and output of the convolution 2 (2 K + V), queries and keys for each head of values, output
     of the rule and of the gate's product, and the gate, 3 V; in fp32 queries and keys before they are divided by their
-    length 2 K, output and gate of the gate's product 3 V (with b = 4 the first is there already), rates and decays, and
+    length 2 K, output and gate of the gate's product 3 V (with b = 4 the first already exists), rates and decays, and
     of the rule a state for each chunk and the inverses.
 
-    Kimi delta attention: the same, but of the gate's product its sigmoid in place of the gate; in fp32 decays three
+    Kimi delta attention: the same, but of the gate's product its sigmoid instead of the gate; in fp32 decays three
     times, before and after softplus and of the rule; and what is between narrow projections.
 
     Mamba-2: input and output of the convolution and the norm's result; in fp32 output, gate, SiLU of it, their product

@@ -14,7 +14,7 @@ def is_sparse(config: Config) -> bool:
 
 
 def kept_by_sparse(model: ModelConfig, layout: Layout, heads: int, split: int, recompute: str) -> int:
-    """Elements per token of attention to chosen keys, in place of :func:`smp.training.cost.kept_memory._latent`:
+    """Elements per token of attention to chosen keys, instead of :func:`smp.training.cost.kept_memory._latent`:
     queries; of each head the query and the result in the latents' space; the results; the table of latents of all
     context-parallel ranks; latents, and their norms' results. selective: the same without these; the queries are kept
     as the product makes them, too."""

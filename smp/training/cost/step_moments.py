@@ -72,7 +72,7 @@ def _until_backward(config: Config, layout: Layout, share: Share, gathered: int,
     at_both_ends = _used_at_both_ends(config, layout, share) > 0
     in_blocks = gathered if at_both_ends else gathered - b * share.ends
     last = share.blocks[-1] if share.blocks else 0
-    # The buffer of the block before is there until then; experts that are cut within a matrix are put together first.
+    # The buffer of the block before is there until then; experts that are cut within a matrix are joined first.
     cut = layout.expert_shard
     experts = (config.model.num_experts or 0) // layout.ep
     together = b * share.experts if cut > 1 and experts % cut else 0

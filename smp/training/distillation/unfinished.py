@@ -21,7 +21,7 @@ UNFINISHED = "unfinished.json"
 
 @dataclass(frozen=True)
 class Work:
-    """The identity of the job: a run goes on with no other.
+    """The identity of the job: a run continues with no other.
 
     Attributes:
         meaning: of the folder.

@@ -81,7 +81,7 @@ class RunCopies:
 
     @property
     def kept(self) -> bool:
-        """Whether the nodes have a copy that a new start goes on from."""
+        """Whether the nodes have a copy that a new start continues from."""
         return self._copies is not None and self._copies.newest is not None
 
     def make(
@@ -96,7 +96,7 @@ class RunCopies:
     def finish(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, batches: BatchSource
     ) -> None:
-        """Return when the nodes have a copy of the last step, from which another start goes on: this one stops."""
+        """Return when the nodes have a copy of the last step, from which another start continues: this one stops."""
         if self._copies is None:
             return
         self._copies.wait()

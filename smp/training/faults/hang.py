@@ -1,8 +1,8 @@
-"""Who has not arrived: ranks that make no progress tell each other, through torch's store, where they stand.
+"""Which rank hangs: ranks that make no progress report their position to each other through torch's store.
 
-Every rank's :class:`smp.training.runtime.Watchdog` finds that it makes no progress, for all wait for the one at fault.
-Each leaves word in the store whether its main thread is in a collective, and in which. The lowest rank that is still
-there reads all of it and says which collective it is, which ranks are not in it, and their stacks.
+All ranks wait for the one at fault, so the :class:`smp.training.runtime.Watchdog` of every rank sees no progress.
+Each rank writes to the store whether its main thread is in a collective, and in which. The lowest rank that still
+responds reads all of it and prints the collective, the ranks that are not in it, and their stacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smp.pipeline.failure import of_this_package
 _TORCHS = ("distributed_c10d.py", "_functional_collectives.py", "_fsdp_collectives.py", "_fsdp_param_group.py")
 """Files of torch whose functions are collectives or wait for them."""
 _MESSAGE = "a message"
-"""What the runner of a pipeline waits for, in place of a collective's name."""
+"""What the runner of a pipeline waits for, instead of a collective's name."""
 _FRAMES = 12
 """Innermost ones of a stack that is told."""
 
@@ -109,12 +109,12 @@ class Hang:
         if not self._store.check([str(rank)]):
             return None
         found = json.loads(self._store.get(str(rank)))
-        # An older one is of a standstill that went away.
+        # An older entry is of a hang that has resolved itself.
         return Word(**found) if found.pop("left") >= self._since else None
 
 
 def describe(words: Mapping[int, Word], size: int) -> str:
-    """What a hang looks like from all ranks: the collective, who has not come, and their stacks."""
+    """The report of a hang: the collective, the ranks that have not arrived, and their stacks."""
     # Where most ranks wait is the collective; the others are the ones at fault.
     waiting = Counter(word.collective for word in words.values() if word.collective)
     collective, _ = waiting.most_common(1)[0] if waiting else ("", 0)

@@ -6,7 +6,7 @@ of one rank. From there on replicas drift apart in silence, and a checkpoint has
 
 The checksum of a tensor is the sum of its 32-bit words, each times an odd number that depends on its place, modulo
 2^64. A change within one word is a product of two factors, one odd and one below 2^32 in magnitude and not 0: it is
-never 0 modulo 2^64. So every change of one word is found, and of several but for one in 2^64.
+never 0 modulo 2^64. So every change of one word is found, and of several all but one in 2^64.
 
 Of three or more copies the majority is right: the others get theirs. Of two nobody knows which one is right: the run
 ends, and starts again from its newest checkpoint, which was compared before it was written.

@@ -3,7 +3,7 @@
 Megatron's rerun state machine asks the same question: is an unexpected number what the program computes, or did a rank
 compute wrongly? A computation is deterministic here (dropout is a function of the step and the token), so two passes
 of a rank give the same bits, or its hardware is at fault. What is compared is every rank's own part of the loss and the
-checksum of its gradients. If they differ, a third pass decides: what two of three give is taken, and the run goes on.
+checksum of its gradients. If they differ, a third pass decides: what two of three give is taken, and the run continues.
 
 Doubted are losses and norms that are not finite, spikes of --spike-policy, and without any sign of a fault one step in
 each --check-replicas-interval: a flipped bit of a gradient before it is summed is the same on all replicas then.
@@ -128,7 +128,7 @@ class Rerun:
         """``first``, or what two of three passes give. Every rank calls it.
 
         Args:
-            again: makes another pass, whose gradients take the place of those before.
+            again: makes another pass, whose gradients replace those before.
             doubted: says whether ``first`` is unexpected; the same on all ranks.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Recovery inside the process (--inprocess-restart): where one process is lost, the others go on without a new start.
+"""Recovery inside the process (--inprocess-restart): when one process is lost, the others continue without a restart.
 
-What the launcher starts is a ``keeper``: it starts the process that trains (the worker, at the other end of a ``link``)
-and holds another one ready, which has imported all there is and takes the place of the first when that is lost. The
-others ``meet`` it at a store of their start once they have let go of the lost run (``connections``), and begin the next
-one from the copies in memory. Read ``again`` first: the loop around a run. ``keeper`` and ``link`` import no torch.
+The launcher starts a ``keeper`` for each rank. The keeper starts the process that trains (the worker, at the other end
+of a ``link``) and a standby, which has imported everything and replaces a lost worker. The other workers close their
+connections to the lost attempt (``connections``), join the next one at a store (``meeting``), and continue from the
+copies in memory. Read ``again`` first: the loop around a run. ``keeper`` and ``link`` import no torch.
 """

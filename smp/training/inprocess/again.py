@@ -1,4 +1,4 @@
-"""The loop around a run that goes on in the same process after others were lost."""
+"""The loop around a run that continues in the same process after others were lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEAVING = 30.0
 
 
 class LostRunError(BaseException):
-    """The run is lost because another process is, and goes on in the next generation. It is a BaseException: not an
+    """The run is lost because another process is, and continues in the next generation. It is a BaseException: not an
     error of this process, and no ``except Exception`` may handle it.
 
     Attributes:

@@ -1,7 +1,7 @@
-"""Cut what connects this process with others: torch has no other way to wake a thread that waits in gloo or a store.
+"""Shut down this process's connections: torch has no other way to wake a thread that waits in gloo or in a store.
 
-A rank that has lost contact tells all others so, those too that wait for a rank which has not come and is well: their
-connections are shut down, and whoever waits on one gets an error.
+When a rank detects a failure, all ranks shut down their connections, also those that wait for a healthy rank. Every
+thread that waits on such a connection gets an error.
 """
 
 from __future__ import annotations

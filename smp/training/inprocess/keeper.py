@@ -1,5 +1,6 @@
-"""The process that a launcher starts: it starts the one that trains, and puts another one in its place when that is
-lost. Imports no torch, and lives as long as the launcher wants it to.
+"""The process that a launcher starts for a rank: it starts the worker, which trains, and replaces it when it is lost.
+
+Imports no torch, and lives until the launcher ends it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A worker's end of the pipes between it and its keeper. Imports no torch.
 
-The keeper says when to begin; the worker says every second that it is alive, and once that it trains. Where the keeper
-is gone the worker ends: nobody would start it again, and its launcher may start another one.
+The keeper says when to begin. The worker sends a heartbeat every second, and reports once that it trains. If the keeper
+is gone, the worker ends: nobody would restart it, and the launcher may start another one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PIPES = "SMP_KEEPER"
 REPLACE = 76
 """Exit code of a worker that asks to be replaced, as one is that was ended by a signal."""
 FIRST, REPLACES, ORPHANED = b"1", b"2", b"3"
-"""Messages of the keeper: begin as the first worker of this start; begin in place of one that was lost; the launcher is
+"""Messages of the keeper: begin as the first worker of this start; begin instead of one that was lost; the launcher is
 gone."""
 STARTS, ALIVE, TRAINS, ENDS = b"s", b".", b"t", b"e"
 """Messages of the worker: it is alive, and imports; it is alive; it trains; it ends by itself."""
@@ -43,7 +43,7 @@ class Link:
         self._control, self._life, self._asked = control, life, threading.Event()
         self._imported = False
         self.replaces = False
-        """Whether this worker takes the place of another one; known after :meth:`wait`."""
+        """Whether this worker replaces another one; known after :meth:`wait`."""
         self.orphaned = False
         """Whether the launcher is gone, so that nobody would start anything again."""
         for descriptor in (control, life):

@@ -1,9 +1,9 @@
-"""Where ranks agree that a run is lost, and meet for the next one: a number in the store of their start, and counters.
+"""How ranks agree that an attempt has failed, and join the next one: a number and counters in a store.
 
-Every try to run is a generation. Who loses contact, or takes the place of a process that was lost, raises the number,
-once for each generation; all others see that within a quarter of a second, let go of what they have of that generation,
-and come to the next one, which begins when all ranks have come. No rank goes on alone: where they do not come in time
-all processes end, and their launcher starts them again.
+Every attempt is a generation. A rank that detects a failure, or replaces a lost process, increments the number, once
+per generation. All others see that within a quarter of a second, free everything that belongs to the generation, and
+join the next one, which begins when all ranks have joined. No rank continues alone: if some do not join in time, all
+processes end, and their launcher starts them again.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ class Meeting:
     def lose(self, number: int | None = None) -> None:
         """Declare a generation lost, by default that of this process."""
         number = self.number if number is None else number
-        # Compare and set: whoever comes second changes nothing, so each loss counts once.
+        # Compare and set: the second one changes nothing, so each loss counts once.
         self._store.compare_set("number", str(number), str(number + 1))
 
     def meet(self, replaces: bool = False) -> int:
         """Wait for all ranks; returns the number of the generation that begins.
 
         Args:
-            replaces: this process takes the place of one that was lost, and with it the generation it had come to.
+            replaces: this process replaces one that was lost, and with it the generation it had come to.
 
         Raises:
             GaveUpError: they do not come, or it is no use.

@@ -158,7 +158,7 @@ class PolicyLoss:
             return -ratio.detach().clamp(max=of.epsilon_high) * advantages * lp
         if of.loss_type == "sapo":
             steep = torch.where(advantages > 0, of.sapo_temperature_pos, of.sapo_temperature_neg)
-            # A soft gate in place of the clip, with a temperature for each sign of the advantage.
+            # A soft gate instead of the clip, with a temperature for each sign of the advantage.
             return -4 / steep * torch.sigmoid(steep * (ratio - 1)) * advantages
         clipped = ratio.clamp(1 - of.epsilon, 1 + of.epsilon_high)
         # delta bounds the ratio where A < 0, where PPO's minimum leaves it unbounded.
@@ -216,7 +216,7 @@ class PolicyLoss:
         weight = log_ratio.detach().clamp(-_FARTHEST, _FARTHEST).exp()
         low, high = of.importance_sampling_clip_min, of.importance_sampling_clip_max
         inside = (weight >= low) & (weight <= high)
-        # truncate: weights at the bounds (TIS); mask: tokens beyond count nothing.
+        # truncate: weights at the bounds (TIS); mask: tokens beyond have weight 0.
         return weight.clamp(low, high) if way == "truncate" else torch.where(inside, weight, 0.0)
 
     def _kept(

@@ -121,6 +121,6 @@ class TableReference:
 
     def log_probs(self, batch: RankBatch) -> torch.Tensor:
         assert isinstance(batch, PairBatch) and batch.texts is not None
-        # Texts that only fill up have the number -1; their loss counts nothing.
+        # Texts that only fill up have the number -1; their loss has weight 0.
         # (micro-batches, rows) -> fp32 of the same shape
         return self.table[batch.texts.clamp(min=0).to(self.table.device)]

@@ -126,7 +126,7 @@ class Goodput:
         say: tells the user a line.
 
     Attributes:
-        waits_for: cause of the time before a step in which its batch is not there.
+        waits_for: cause of the time before a step in which its batch does not exist.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class MlflowSink:
 
     Args:
         folder: --log-dir.
-        experiment: its name; made if it is not there.
+        experiment: its name; made if it does not exist.
         name: of the run; None: MLflow makes one up.
         uri: of the server or the folder; None: what MLflow reads in MLFLOW_TRACKING_URI, or its own default.
         iteration: where the run starts.

@@ -133,7 +133,7 @@ class JsonlSink:
     What the run was started with goes to ``starts.jsonl`` next to it, a line per start.
 
     Args:
-        path: the file, made with its folder if it is not there. One run at a time may use it.
+        path: the file, made with its folder if it does not exist. One run at a time may use it.
         iteration: where the run starts. Records after it, of a part of a run that was lost or of an earlier run, move
             to ``<stem>.superseded.jsonl``, so that the file reads as one run and nothing is lost.
 

@@ -30,7 +30,7 @@ class Group(NamedTuple):
 
     Attributes:
         draw: number of the prompt in the order of this run.
-        prompt: what it went on from.
+        prompt: what it continued from.
         ids: int32, of each completion, with the token that ended it.
         log_probs: fp32, like ``ids``: when they were drawn.
         truncated: whether the length ended it.

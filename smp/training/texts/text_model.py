@@ -35,7 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 class TokenizerFile:
     """A tokenizer.json, used as in fine-tuning: with the special tokens that it adds before a text, once, and without
-    those after it, where the model goes on."""
+    those after it, where the model continues."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = open_tokenizer_json(path)

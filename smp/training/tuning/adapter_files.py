@@ -93,7 +93,7 @@ def _require_same_model(folder: Folder, base: ModelConfig) -> ModelConfig | None
     said = read_architecture(str(folder))
     if said is None:
         return None
-    # A head of scores, which takes the place of any other, comes with the adapters; and fine-tuning leaves layers of
+    # A head of scores, which replaces any other, comes with the adapters; and fine-tuning leaves layers of
     # multi-token prediction out.
     # Not compared: these two may differ.
     own = {name: getattr(base, name) for name in (*OF_HEADS, "mtp_num_layers")}

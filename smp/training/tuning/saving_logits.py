@@ -1,4 +1,4 @@
-"""A run of --objective distill with --logits-save-dir: the teacher's pass over all samples, in place of training."""
+"""A run of --objective distill with --logits-save-dir: the teacher's pass over all samples, instead of training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SavingLogits(Finetuning):
 
     def trainable(self, setup: RunSetup, say: Say, progress: Callable[[], None]) -> Trainable:
         path, work = self._path, self._work()
-        self._begun = work  # once: a run that goes on saving may have a newer checkpoint at the end
+        self._begun = work  # once: a run that continues saving may have a newer checkpoint at the end
         self._come = on_rank_zero(lambda: begin_folder(path, work), ConfigError)
         if self._come.sequences:
             say(f"--logits-save-dir {path}: {self._come.sequences} sequences are done; continuing after them")

@@ -137,7 +137,7 @@ class OutsideEngine:
 
 
 def _require_log_probs(text: Completion) -> None:
-    """Raise ValueError unless each token has a finite log-probability: a 0 in place of a missing one would mean a token
+    """Raise ValueError unless each token has a finite log-probability: a 0 instead of a missing one would mean a token
     that was certain."""
     new = len(text.ids) - len(text.request.written)
     if len(text.log_probs) != new or not all(math.isfinite(x) for x in text.log_probs):
