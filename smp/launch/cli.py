@@ -99,6 +99,7 @@ def launch(words: list[str]) -> int:
         # Values of words may be secrets: they are replaced before anything is printed.
         raise ConfigError(*hidden_words(words, [str(error)])) from None
     dry = job.tree.get("dry_run") is True
+    # A dry run of an incomplete recipe is how users see what they still have to give.
     if not dry and job.recipe.missing:
         raise ConfigError(f"{job.recipe.name}: {_still_to_give(job)}")
     if not dry and job.recipe.unread:
@@ -112,6 +113,7 @@ def launch(words: list[str]) -> int:
             f"base_results_dir: {job.folder} cannot be made ({error.strerror}); a job's files are written there on "
             f"this machine{also}"
         ) from None
+    # Two launchers in one folder would mix the files of two jobs.
     with alone_in(job.folder):
         if (job.folder / "job.json").is_file():
             refuse_other_recipe(job)
@@ -159,6 +161,7 @@ def _instead(words: list[str], removed: tuple[str, ...], recipe: Recipe) -> tupl
     lines = []
     for word in removed:
         try:
+            # Composed again without this word: the difference is what it takes away.
             others = compose([other for other in words if other != word])
             said = read_recipe(others.tree["recipes"], others.source.stem).settings
         except ConfigError:  # which the word is given against
@@ -215,6 +218,7 @@ def describe(job: Job, artifacts: Artifacts) -> list[str]:
         lines.append(f"translated from HyperPod's keys ({recipe.form}); settings.yaml is what they became")
     if recipe.notes:
         lines.append(f"{len(recipe.notes)} keys of the recipe change nothing here; notes.txt says why")
+    # A job's folder is often shared, so no token is ever written there from a recipe.
     if any(note.partition(":")[0].endswith("hf_access_token") for note in recipe.notes):
         lines.append("the token in hf_access_token is not kept: give +env_vars.HF_TOKEN=..., which nodes are told")
     if recipe.time_limit is not None and job.backend in ("local", "k8s"):
@@ -287,6 +291,7 @@ def _act(action: str, words: list[str]) -> int:
     facts = read_facts(folder)
     backend = backend_of(facts["backend"])
     if action == "resume":
+        # Checked under the lock: two resumes at once would submit the job twice.
         with alone_in(folder):
             _refuse_busy(folder)
             return _submit(folder)

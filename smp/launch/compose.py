@@ -96,6 +96,7 @@ def compose(words: list[str]) -> Composed:
     if (recipe := chosen.get("recipes")) is None:
         raise ConfigError("which recipe is missing: give recipes=NAME (--list names them all)")
     recipes, source = load_recipe(recipe, is_text)
+    # Before overrides: a job may be started again with other ones, but not with another recipe.
     digest = hashlib.sha256(json.dumps(recipes, default=str).encode()).hexdigest()[:16]
     # Hydra's two names of the choice; words before the file's own.
     asked = next(
@@ -107,6 +108,7 @@ def compose(words: list[str]) -> Composed:
     settings, backend = _cluster(cluster, given.get("cluster_type"))
     # Order: a user's own configuration wins over config.yaml, and words over both.
     tree: dict[str, Any] = {**_merged(load_yaml(base, is_text), own), "cluster": settings, "recipes": recipes}
+    # From a config.yaml of HyperPod's; as words of the command line they get a note below.
     for name in [name for name in tree if name in _WITHOUT_EFFECT]:
         del tree[name]
     for override in overrides:

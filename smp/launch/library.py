@@ -94,6 +94,7 @@ def own_config() -> tuple[dict[str, Any], dict[str, str]]:
     It may be HyperPod's: Hydra's part of it says which cluster and recipe are meant.
     """
     path = Path.cwd() / "recipes_collection" / "config.yaml"
+    # In a checkout this is the project's own file, which is read anyway.
     if not path.is_file() or path == collection() / "config.yaml":
         return {}, {}
     from smp.launch.key_types import is_text
@@ -104,6 +105,7 @@ def own_config() -> tuple[dict[str, Any], dict[str, str]]:
     }
     if isinstance(asked := own.pop("cluster_type", None), str):
         chosen["cluster_type"] = asked
+    # Sections of HyperPod's launcher that have no counterpart here.
     for name in ("hydra", "training_config", "launch_json"):
         own.pop(name, None)
     git = own.get("git")

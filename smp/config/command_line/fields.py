@@ -163,6 +163,7 @@ def _holds(config: Config, name: str, wanted: Any) -> bool:
     group = next(group for group in vars(config).values() if hasattr(group, name))
     # Names are unique over all groups.
     value = getattr(group, name)
+    # Any value other than the default counts as given: a flag at its default changes nothing.
     if wanted is GIVEN:
         return bool(value != getattr(type(group), name))
     return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
@@ -171,6 +172,7 @@ def _holds(config: Config, name: str, wanted: Any) -> bool:
 def said_without_effect(config: Config, idle: Iterable[Setting]) -> str:
     """The message about settings that :func:`without_effect` found: those that lack the same as the first one."""
     first, *others = idle
+    # One cause per message: the next one is reported once this is fixed.
     alike = [first, *(setting for setting in others if setting.needs == first.needs)]
     named = [_as_given(s.flag, getattr(getattr(config, s.group), s.name)) for s in alike]
     return f"{', '.join(named)} has no effect {_lacking(config, first)}"

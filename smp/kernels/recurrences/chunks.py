@@ -39,6 +39,11 @@ class Inputs(NamedTuple):
     rate: torch.Tensor
     begins: torch.Tensor | None = None
 
+    def empty_state(self) -> torch.Tensor:
+        """The state before the first token: zeros (rows, heads, key_dim, value_dim) in the precision of sums."""
+        rows, _, heads, value_dim = self.v.shape
+        return self.v.new_zeros(rows, heads, self.k.shape[3], value_dim, dtype=accumulation_dtype(self.v.dtype))
+
 
 @dataclass
 class Decays:

@@ -41,8 +41,7 @@ def step_by_step(x: Inputs, state: torch.Tensor | None = None) -> Pair:
     q, k, v, g, beta = (y.to(wide) for y in (_for_heads(x.q, x.v), _for_heads(x.k, x.v), x.v, x.g, x.rate))
     # (rows, length, heads, key_dim or 1)
     kept = (g if g.dim() == 4 else g[..., None]).exp()
-    if state is None:
-        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    state = x.empty_state() if state is None else state
     outs = []
     for t in range(v.shape[1]):
         if begins is not None:
@@ -64,11 +63,8 @@ def chunked(x: Inputs, state: torch.Tensor | None = None) -> Pair:
     Returns:
         The output, (rows, length, heads, value_dim), and the state after the last token.
     """
-    v = x.v
-    if state is None:
-        wide = accumulation_dtype(v.dtype)
-        state = torch.zeros((v.shape[0], v.shape[2], x.k.shape[3], v.shape[3]), dtype=wide, device=v.device)
-    return _Chunked.apply(_for_heads(x.q, v), _for_heads(x.k, v), *x[2:], state)
+    state = x.empty_state() if state is None else state
+    return _Chunked.apply(_for_heads(x.q, x.v), _for_heads(x.k, x.v), *x[2:], state)
 
 
 def gated_delta_rule(x: Inputs, state: torch.Tensor | None = None, backend: str = "torch") -> Pair:

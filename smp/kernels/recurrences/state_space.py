@@ -44,8 +44,7 @@ def step_by_step(x: Inputs, state: torch.Tensor | None = None) -> Pair:
     # (rows, length, heads, state_dim): each group's for its heads
     q, k = (y.to(wide).repeat_interleave(served, dim=2) for y in (x.q, x.k))
     v, g, step = (y.to(wide) for y in (x.v, x.g, x.rate))
-    if state is None:
-        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    state = x.empty_state() if state is None else state
     outs = []
     for t in range(v.shape[1]):
         if begins is not None:
@@ -67,10 +66,7 @@ def chunked(x: Inputs, state: torch.Tensor | None = None) -> Pair:
     Returns:
         The output, (rows, length, heads, head_dim), and the state after the last token.
     """
-    v = x.v
-    if state is None:
-        wide = accumulation_dtype(v.dtype)
-        state = torch.zeros((v.shape[0], v.shape[2], x.k.shape[3], v.shape[3]), dtype=wide, device=v.device)
+    state = x.empty_state() if state is None else state
     return _Chunked.apply(*x, state)
 
 

@@ -33,6 +33,7 @@ def artifacts(job: Job) -> Artifacts:
     section = _section(job)
     if unknown := [key for key in job.cluster if key != "sm_jobs_config"]:
         raise ConfigError(f"cluster.{unknown[0]}: there is no such key{did_you_mean(unknown[0], ['sm_jobs_config'])}")
+    # The container's entry point is Python itself: no shell runs before it.
     for key in ("setup", "python"):
         if job.tree.get(key):
             raise ConfigError(f"{key}: {job.tree[key]} with cluster=sm_jobs, where the image brings all of it")
@@ -204,6 +205,7 @@ def _call(facts: Facts, action: str, service: str = "sagemaker", **words: Any) -
     try:
         return getattr(client, action)(**words)
     except (BotoCoreError, ClientError) as error:
+        # Messages of AWS have several lines; an error here is one.
         raise ConfigError(f"cluster=sm_jobs: {' '.join(str(error).split())}") from None
 
 
@@ -224,6 +226,7 @@ def submit(folder: Path, facts: Facts) -> tuple[int, Facts]:
     print(f"training job {name}")
     known = {**facts, "id": name}
     while facts["wait"] and (status := _described(known)["TrainingJobStatus"]) in _ACTIVE:
+        # Jobs run for hours, and requests to the API are throttled.
         time.sleep(20)
     code = 0 if not facts["wait"] or status == "Completed" else 1
     return code, {"id": name}
