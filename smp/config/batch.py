@@ -2,7 +2,7 @@
 
 Both ways of Megatron's to say so become one table of (samples consumed, size from there on):
 
-- ``--step-batch-size-schedule "0:16 2.4B:320"`` is that table, with tokens in the place of samples.
+- ``--step-batch-size-schedule "0:16 2.4B:320"`` is that table, with tokens instead of samples.
 - ``--rampup-batch-size`` start increment samples: with n = (final - start) / increment, the batch grows by the
   increment after every samples / n consumed samples.
 """
@@ -136,14 +136,14 @@ def uneven_in_words(data: DataConfig, data_parallel: int, sizes: Iterable[int]) 
     rows = {
         size: count_micro_batches(data, data_parallel, size) * data.micro_batch_size * data_parallel for size in sizes
     }
-    uneven = {size: places for size, places in rows.items() if places > size}
+    uneven = {size: padded for size, padded in rows.items() if padded > size}
     if not uneven:
         return []
     # The worst ratio of filler rows is reported.
-    size, places = max(uneven.items(), key=lambda item: (item[1] - item[0]) / item[1])
+    size, padded = max(uneven.items(), key=lambda item: (item[1] - item[0]) / item[1])
     return [
         f"uneven shares: {size} samples on {data_parallel} data-parallel processes in micro-batches of "
-        f"{data.micro_batch_size} fill {size} of {places} rows; the other rows are padding"
+        f"{data.micro_batch_size} fill {size} of {padded} rows; the other rows are padding"
     ]
 
 

@@ -195,9 +195,9 @@ class Feed:
         # Rows of a fused matrix are stretches; of two that alternate every second row, in one strided copy.
         runs = ((out[row : row + n], tensor[at : at + n]) for row, at, n in part.rows.runs(0, part.rows.smp_rows))
         single = [(out[part.rows.start :: part.rows.slots], tensor)]
-        for place, given in single if part.rows.single else runs:
+        for block, given in single if part.rows.single else runs:
             # Some megabytes at a time, so that a converted copy never is as large as the tensor.
-            for target, rows in zip(place.split(step), given.split(step), strict=True):
+            for target, rows in zip(block.split(step), given.split(step), strict=True):
                 target.copy_(_cast(rows, planned))
 
     def _part(self, part: Link) -> Stored:

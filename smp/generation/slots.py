@@ -159,9 +159,9 @@ class Slots:
         # Zig-zag chunks, two for each rank, see smp.kernels.sequence_cut.
         length += -length % (2 * self.cp.size)
         cut = cut_sequences(len(sequences), length, self.cp.size)
-        index = cut.index(self.cp.rank)  # (batch, length / cp): places of this rank's tokens
-        places = [(index[row] == len(ids) - 1).nonzero().flatten().tolist() for row, ids in enumerate(sequences)]
-        last = [row * index.shape[1] + found[0] if found else -1 for row, found in enumerate(places)]
+        index = cut.index(self.cp.rank)  # (batch, length / cp): positions of this rank's tokens
+        last_columns = [(index[row] == len(ids) - 1).nonzero().flatten().tolist() for row, ids in enumerate(sequences)]
+        last = [row * index.shape[1] + found[0] if found else -1 for row, found in enumerate(last_columns)]
         columns = torch.arange(index.shape[1], device=self.device).expand_as(index)
         ids, start = _padded(sequences, length).gather(1, index), len(self.texts)
         # Before ``positions`` is written: growing the cache makes a new tensor of it.
@@ -169,7 +169,7 @@ class Slots:
         # What a former text of the slot left must not be seen.
         self.cache.positions[start : start + len(sequences)] = NOWHERE
         lengths = torch.tensor([[len(ids)] for ids in sequences])
-        # Padding stands nowhere, or written tokens would see it in the place of their own.
+        # Padding stands nowhere, or written tokens would see it instead of their own.
         known = index.masked_fill(index >= lengths, NOWHERE).to(self.device)
         self.cache.positions[start : start + len(sequences), : index.shape[1]] = known
         # Padding may reach past the model's longest sequence, where there is no rotary table or
@@ -212,9 +212,9 @@ class Slots:
         positions = [len(text.ids) - 1 for text in self.texts]
         ids = torch.tensor([[text.ids[-1]] for text in self.texts])
         # From the host in one piece.
-        places, columns = torch.tensor([positions, self.columns]).to(self.device)[..., None]
+        position_ids, columns = torch.tensor([positions, self.columns]).to(self.device)[..., None]
         keys, lengths = max(self.columns) + 1, [len(text.ids) for text in self.texts]
-        micro_batch = self._micro_batch(ids, places, columns, list(range(len(ids))), keys, lengths, 0)
+        micro_batch = self._micro_batch(ids, position_ids, columns, list(range(len(ids))), keys, lengths, 0)
         if self.cp is None:
             self.columns = [column + 1 for column in self.columns]
         else:
@@ -222,7 +222,7 @@ class Slots:
             # the next free column; on the ranks that do not keep it the column is marked as
             # NOWHERE.
             own = [position % self.cp.size == self.cp.rank for position in positions]
-            known = places[:, 0].masked_fill(torch.tensor(own).logical_not().to(self.device), NOWHERE)
+            known = position_ids[:, 0].masked_fill(torch.tensor(own).logical_not().to(self.device), NOWHERE)
             self.cache.positions[torch.arange(len(own), device=self.device), columns[:, 0]] = known
             # Another rank's token is written over by the next.
             self.columns = [column + mine for column, mine in zip(self.columns, own, strict=True)]

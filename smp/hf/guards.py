@@ -87,15 +87,15 @@ class _FirstPass:
             check_dropout(model)  # which may have been set since
             optimizers.check(model)
         self.seen.add(model.training)
-        named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
+        named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
         mine = {name: _mark(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
         # Marks, not tensors: a few numbers per argument travel.
         ranks = gather(mine, self.group.process_group)
-        for place, other in enumerate(ranks):
+        for rank, other in enumerate(ranks):
             for name in ranks[0].keys() | other.keys():
                 if other.get(name) != ranks[0].get(name):
                     raise ConfigError(
-                        f"{name} differs between ranks 0 and {place} of one tensor-parallel group: they read the same "
+                        f"{name} differs between ranks 0 and {rank} of one tensor-parallel group: they read the same "
                         "rows; share a batch out by smp.state.dp_rank of smp.state.dp_size"
                     )
 
@@ -111,8 +111,8 @@ def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     bits = bits.view(_BITS[bits.element_size()]).long()
     # Weighted: a permutation of the same values must give another sum. int64 wraps around, the same
     # on every rank.
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return tuple(tensor.shape), str(tensor.dtype), int((bits * places).sum())
+    indices = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return tuple(tensor.shape), str(tensor.dtype), int((bits * indices).sum())
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ def source_of(what: Any) -> str:
     """
     what = inspect.unwrap(what)
     if inspect.isclass(what):
-        place: str | int = what.__qualname__
+        key: str | int = what.__qualname__
     elif inspect.isfunction(what):
-        place = what.__code__.co_firstlineno
+        key = what.__code__.co_firstlineno
     else:
         return inspect.getsource(what)
     file = inspect.getsourcefile(what)
-    if file is None or place not in _blocks(file):
+    if file is None or key not in _blocks(file):
         return inspect.getsource(what)  # a lambda, or an error in inspect's words
-    first, last = _blocks(file)[place]
+    first, last = _blocks(file)[key]
     return "".join(linecache.getlines(file)[first - 1 : last])
 
 

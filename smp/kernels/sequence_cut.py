@@ -2,7 +2,7 @@
 
 With causal attention a token costs as much as there are tokens before it, so ranks that hold consecutive slices would
 wait for the last one. The rank with chunk r of 2 x cp chunks has chunk 2 x cp - 1 - r as well: a cheap one and a costly
-one. What counts is the place in the document, so packed documents are cut each by itself:
+one. What counts is the position in the document, so packed documents are cut each by itself:
 
     cp 2, one document of 8      0 0 1 1 1 1 0 0        ranks of the tokens
     cp 2, documents of 5 and 3   0 1 1 1 0 | 0 0 1      what does not divide goes to ranks with room left
@@ -62,9 +62,9 @@ class SequenceCut:
         # A stable sort puts the rank's columns first. nonzero would wait for a GPU, and tensors without data have none.
         return (self.ranks != rank).to(torch.uint8).argsort(dim=1, stable=True)[:, : self.local_length]
 
-    def together(self, ranks: int, part: int = 0) -> torch.Tensor:
-        """int64 (tokens,): of the tokens of ``ranks`` neighbouring ranks from part x ranks on, one rank after the
-        other, the place of each when all of them are in the order of their sequences, one sequence after the other."""
+    def gathered_order(self, ranks: int, part: int = 0) -> torch.Tensor:
+        """int64 (tokens,): for the tokens of ``ranks`` neighbouring ranks, gathered rank by rank, the position of each
+        one in the order of the sequences. The ranks are those from part x ranks on."""
         held = [self.index(part * ranks + i) for i in range(ranks)]
         rows = torch.arange(self.batch)[:, None] * self.length
         # The rank of each number among all: what is left when gaps are closed.

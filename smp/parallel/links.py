@@ -56,9 +56,9 @@ class Links:
             )
             self._progress()
         # On the device: it is NCCL's communicator that has to be there. CPU tensors would connect gloo alone.
-        self._boxes: Mailboxes | None = None
+        self._mailboxes: Mailboxes | None = None
         self._connect(ordered, torch.zeros(1, device=mesh.device_type))
-        self._boxes = open_mailboxes(group, ordered, timeout)
+        self._mailboxes = open_mailboxes(group, ordered, timeout)
 
     def _connect(self, channels: Sequence[Channel], element: torch.Tensor) -> None:
         """Send one element through each channel. All ranks go through the channels in one order, so there is no
@@ -77,8 +77,8 @@ class Links:
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Begin to send; the tensor must stay as it is until the work is done. It may be done only once the other rank
         waits for the message: wait for what this rank receives first."""
-        tag = None if self._boxes is None else self._boxes.send(tensor, to)
-        if self._boxes is not None and tag is None:
+        tag = None if self._mailboxes is None else self._mailboxes.send(tensor, to)
+        if self._mailboxes is not None and tag is None:
             return CompletedWork([tensor])
         group = self._groups[_lane((self.rank, to), self.size)]
         # Global numbers, also for a message within a group.
@@ -88,8 +88,8 @@ class Links:
 
     def receive(self, into: torch.Tensor, source: int) -> dist.Work:
         """Begin to receive; ``into`` is filled once the work is waited for."""
-        if self._boxes is not None:
-            return self._boxes.receive(into, source, lambda tag: self._over_group(into, source, tag))
+        if self._mailboxes is not None:
+            return self._mailboxes.receive(into, source, lambda tag: self._over_group(into, source, tag))
         return self._over_group(into, source, 0)
 
     def _over_group(self, into: torch.Tensor, source: int, tag: int) -> dist.Work:

@@ -158,15 +158,20 @@ class ReceivedWork(dist.Work):
     """The handle of a message that is received where it is waited for."""
 
     def __init__(
-        self, boxes: Mailboxes, channel: Channel, number: int, into: torch.Tensor, over_gloo: Callable[[], dist.Work]
+        self,
+        mailboxes: Mailboxes,
+        channel: Channel,
+        number: int,
+        into: torch.Tensor,
+        over_gloo: Callable[[], dist.Work],
     ) -> None:
         super().__init__()
-        self._boxes, self._channel, self._number, self._over_gloo = boxes, channel, number, over_gloo
+        self._mailboxes, self._channel, self._number, self._over_gloo = mailboxes, channel, number, over_gloo
         self._into: torch.Tensor | None = into
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if self._into is not None:
-            self._boxes.take(self._channel, self._number, self._into, self._over_gloo)
+            self._mailboxes.take(self._channel, self._number, self._into, self._over_gloo)
             self._into = None
         return True
 

@@ -102,7 +102,7 @@ def _parts_of(unit: FSDPModule) -> list[Part]:
     return [Part(end - size, end, scaling) for end, (size, scaling) in zip(ends, sized, strict=True)]
 
 
-def _scaling_of(place: Any) -> LayerScaling | None:
+def _scaling_of(info: Any) -> LayerScaling | None:
     """The FP8 scaling of a parameter, found by its module and its name there; None: it is gathered unquantised."""
-    scaling = getattr(place.module, "scaling", None) if place.param_name == "weight" else None
+    scaling = getattr(info.module, "scaling", None) if info.param_name == "weight" else None
     return scaling if isinstance(scaling, LayerScaling) else None

@@ -25,7 +25,7 @@ def check(cut: SequenceCut, batch: int, length: int, cp: int) -> None:
     assert torch.equal(held.movedim(0, 1).flatten(1).sort().values, torch.arange(length).expand(batch, length))
     tokens = torch.arange(batch * length).view(batch, length)
     sent = torch.cat([tokens.gather(1, cut.index(rank)).flatten() for rank in range(cp)])
-    assert torch.equal(cut.together(cp), sent)
+    assert torch.equal(cut.gathered_order(cp), sent)
 
 
 def test_a_sequence_is_cut_in_zig_zag() -> None:
@@ -61,7 +61,7 @@ def test_neighbouring_ranks_as_one_hold_the_coarser_cut() -> None:
     assert torch.equal(cut.merged(2).ranks, cut_sequences(1, 48, 2).ranks)
     assert cut.merged(4).ranks.unique().tolist() == [0]
     second = [cut.index(2), cut.index(3)]
-    place = cut.together(2, part=1)
+    place = cut.gathered_order(2, part=1)
     assert torch.equal(cut.merged(2).index(1)[0][place], torch.cat(second, 1)[0])
 
 

@@ -73,22 +73,22 @@ def take_images(record: dict[str, Any], folder: Path) -> list[ImageSource]:
     column = [] if name is None else record[name]
     # One image may stand alone, without a list.
     waiting = list(column) if isinstance(column, list) else [column]
-    places = _Images(waiting)
+    slots = _Images(waiting)
     for key in _TURNS:
         if key not in record:
             continue
         if isinstance(record[key], list):
             # Messages in their order, so that the n-th placeholder takes the n-th image of the
             # column.
-            record[key] = [places.taken(turn, i) for i, turn in enumerate(record[key])]
+            record[key] = [slots.taken(turn, i) for i, turn in enumerate(record[key])]
         elif isinstance(record[key], str) and key == "prompt":
-            record[key] = places.written(record[key])
-    if places.used < len(waiting):
+            record[key] = slots.written(record[key])
+    if slots.used < len(waiting):
         raise BadSampleError(
-            f"it has {len(waiting)} {_plural(len(waiting))} under {name}, and places for {places.used} of them "
+            f"it has {len(waiting)} {_plural(len(waiting))} under {name}, and places for {slots.used} of them "
             f"({WRITTEN}, or parts of type image)"
         )
-    return [_source(found, folder, i) for i, found in enumerate(places.found)]
+    return [_source(found, folder, i) for i, found in enumerate(slots.found)]
 
 
 class _Images:

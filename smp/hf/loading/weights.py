@@ -88,7 +88,7 @@ def part_of(
         made = nn.Parameter(whole.to(device=device, dtype=dtype), requires_grad=parameter.requires_grad)
     else:
         # dim None: every rank has the whole.
-        part = whole if dim is None else whole.chunk(mesh.size(), dim)[_place_in(mesh)]
+        part = whole if dim is None else whole.chunk(mesh.size(), dim)[_index_in(mesh)]
         # A copy of its own: a view would keep the whole tensor alive.
         part = part.to(device=device, dtype=dtype, copy=True).contiguous()
         # Of the whole tensor; without it from_local derives a stride from the part.
@@ -101,14 +101,14 @@ def part_of(
     return made
 
 
-def _place_in(mesh: DeviceMesh) -> int:
+def _index_in(mesh: DeviceMesh) -> int:
     """This rank's number in the mesh, row-major: the last dimension is fastest."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    place = 0
+    flat = 0
     for size, index in zip(mesh.shape, coordinate, strict=True):
-        place = place * size + index
-    return place
+        flat = flat * size + index
+    return flat
 
 
 def install(model: nn.Module) -> None:

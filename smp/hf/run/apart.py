@@ -61,12 +61,12 @@ class Shift:
         last = torch.where(answered, columns, 0).amax(1).maximum(first)
         # Widths of both parts are the longest of the micro-batch.
         prompt, answer = self.read_widths(first, last, ids.shape[1])
-        places = first[:, None] + torch.arange(answer, device=ids.device)
-        inside = places <= last[:, None]
-        places = places.clamp(max=ids.shape[1] - 1)
+        answer_columns = first[:, None] + torch.arange(answer, device=ids.device)
+        inside = answer_columns <= last[:, None]
+        answer_columns = answer_columns.clamp(max=ids.shape[1] - 1)
         # -100 in wanted becomes padding in the decoder's input, as transformers' shift functions
         # do.
-        wanted = labels.gather(1, places).masked_fill(~inside, -100)
+        wanted = labels.gather(1, answer_columns).masked_fill(~inside, -100)
         read = torch.where(wanted < 0, self._pad, wanted)
         before = torch.full_like(read[:, :1], self._start)
         # The token at ``first`` is read, and its label is the answer's first: it belongs to the
@@ -77,5 +77,5 @@ class Shift:
             "attention_mask": mask.long(),
             "decoder_input_ids": torch.cat((before, read[:, :-1]), 1),
         }
-        counted = weights.gather(1, places).masked_fill(~inside, 0.0)
+        counted = weights.gather(1, answer_columns).masked_fill(~inside, 0.0)
         return arguments, replace(batch, input_ids=read, labels=wanted, loss_weights=counted)

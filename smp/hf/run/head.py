@@ -288,8 +288,8 @@ class _Decoded:
     def __getattr__(self, name: str) -> None:
         return None
 
-    def __getitem__(self, place: Any) -> Any:
-        return self.last_hidden_state if place in (0, "last_hidden_state") else ()
+    def __getitem__(self, key: Any) -> Any:
+        return self.last_hidden_state if key in (0, "last_hidden_state") else ()
 
     def get(self, name: str, default: Any = None) -> Any:
         return getattr(self, name) or default

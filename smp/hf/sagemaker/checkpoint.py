@@ -218,9 +218,9 @@ def _check(planner: Any, default: type, s3_region: Any, s3client_config: Any) ->
             raise ConfigError(f"{name}: what a store needs comes from the environment: leave it out")
 
 
-def _folder(checkpoint_id: str | Path | None, place: Any) -> str:
+def _folder(checkpoint_id: str | Path | None, storage: Any) -> str:
     """The folder without SMP v2's per-rank subfolders, so that all ranks name the same one."""
-    given = checkpoint_id if place is None else getattr(place, "path", None)
+    given = checkpoint_id if storage is None else getattr(storage, "path", None)
     if given is None:
         raise ConfigError("give checkpoint_id, or a DistributedFileSystemReader or DistributedFileSystemWriter")
     address = str(given)

@@ -27,14 +27,14 @@ class ChannelDecays:
 
     Attributes:
         total: G, fp64 (n, B, C, K).
-        together: bool (n, B, C, C), pairs of tokens of one document; None: all are.
+        same_document: bool (n, B, C, C), pairs of tokens of one document; None: all are.
         before: from before the chunk to each token, (n, B, C, K), 0 where a document's border lies between.
         to_end: from each token to the end of the chunk, likewise.
         whole: from before the chunk to its end, (n, B, K, 1), for the rows of a state.
     """
 
     total: torch.Tensor
-    together: torch.Tensor | None
+    same_document: torch.Tensor | None
     before: torch.Tensor
     to_end: torch.Tensor
     whole: torch.Tensor
@@ -43,16 +43,16 @@ class ChannelDecays:
     def of(g: torch.Tensor, begins: torch.Tensor | None, dtype: torch.dtype) -> ChannelDecays:
         """The decays by g (rows, length, heads, K) and ``begins`` bool (rows, length), in ``dtype``."""
         total = by_chunk(g, torch.float64).cumsum(2)
-        last, together = total[:, :, -1:], None
+        last, same_document = total[:, :, -1:], None
         before, to_end, whole = (x.to(dtype, copy=True).exp_() for x in (total, last - total, last.transpose(2, 3)))
         if begins is not None:
             number, known = documents_of(begins, g.shape[2])
-            together = number == number.transpose(2, 3)
+            same_document = number == number.transpose(2, 3)
             # After exp, and not -inf before it as in ``Decays``: here all exponents are at most 0.
             before.masked_fill_(number != known, 0.0)
             to_end.masked_fill_(number != number[:, :, -1:], 0.0)
             whole.masked_fill_(number[:, :, -1:] != known, 0.0)
-        return ChannelDecays(total, together, before, to_end, whole)
+        return ChannelDecays(total, same_document, before, to_end, whole)
 
     def products(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """P of q and k, and of k and k, (n, B, C, C), 0 above the diagonal."""
@@ -123,8 +123,8 @@ class ChannelDecays:
             at //= 2
 
     def _within_documents(self, x: torch.Tensor) -> None:
-        if self.together is not None:
-            x.masked_fill_(~self.together, 0.0)
+        if self.same_document is not None:
+            x.masked_fill_(~self.same_document, 0.0)
 
 
 def _half(x: torch.Tensor, at: int, which: int) -> torch.Tensor:

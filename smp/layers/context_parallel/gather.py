@@ -55,7 +55,7 @@ class AllGatherAttention(CutAttention):
         planner = Planner(self.core, dtype, device, layout.token_index)
         queries, keys = runs_of(cut, self.group.rank), runs_of(cut, None)
         # Where each token of the sequences lies among what the ranks send, one after the other.
-        order = to_device(cut.together(cut.cp).argsort(), device)
+        order = to_device(cut.gathered_order(cut.cp).argsort(), device)
         plan = {}
         for kind in dict.fromkeys(kind_of(spec, cut) for spec in specs):
             calls = planner.calls(queries, keys, kind)

@@ -64,5 +64,5 @@ class WholePlan:
 
 def whole_plan(cut: SequenceCut, cp: Group, device: torch.device) -> WholePlan:
     """The plan of a cut over ``cp``."""
-    back = cut.together(cp.size)
+    back = cut.gathered_order(cp.size)
     return WholePlan(cp, cut.batch, to_device(back.argsort(), device), to_device(back, device))

@@ -70,7 +70,7 @@ class UlyssesAttention(CutAttention):
         # The cut that is left when a group of neighbours counts as one rank.
         merged = cut.merged(group.size)
         # Neighbours in the cut form a group, so together they have consecutive chunks of it.
-        back = cut.together(group.size, self.part)
+        back = cut.gathered_order(group.size, self.part)
         order = to_device(back.argsort(), device)
         index = layout.token_index
         if index is not None:

@@ -62,7 +62,7 @@ class Capacity:
         chosen, worth, back = experts[:count], weights[:count], None
         if self.group is not None and layout.cut is not None:
             # Every rank decides for whole sequences, alike, and keeps the rows of its own tokens.
-            order_of_all = to_device(layout.cut.together(self.group.size), experts.device)
+            order_of_all = to_device(layout.cut.gathered_order(self.group.size), experts.device)
             order = order_of_all.argsort()
             chosen, worth = (wait(start_all_gather(x, self.group), self.group)[order] for x in (chosen, worth))
             back = order_of_all[self.group.rank * count :][:count]

@@ -48,7 +48,7 @@ class Sinkhorn:
         rows, sequences = len(whole), whole[: layout.num_queries]
         if self.group is not None and layout.cut is not None:
             # Rank by rank -> in the order of the sequences.
-            order = to_device(layout.cut.together(self.group.size), logits.device).argsort()
+            order = to_device(layout.cut.gathered_order(self.group.size), logits.device).argsort()
             sequences = wait(start_all_gather(sequences, self.group), self.group)[order]
         found = expert_factors(sequences.reshape(layout.batch, -1, experts)).log()  # (batch, experts)
         numbers = torch.arange(rows, device=logits.device) // layout.length

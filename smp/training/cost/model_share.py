@@ -101,8 +101,8 @@ class Share:
         """Elements whose gradients are reduced at once: a block or a matrix; with multi-token prediction the root's
         FSDP unit."""
         # Without FSDP, or in a pipeline, they are separate.
-        together = self.mtp and layout.pp == 1 and layout.has_fsdp
-        return max(self.block, self.ends if together else self.vocabulary)
+        joined = self.mtp and layout.pp == 1 and layout.has_fsdp
+        return max(self.block, self.ends if joined else self.vocabulary)
 
 
 def _experts(block: Iterable[Parameter]) -> list[Parameter]:

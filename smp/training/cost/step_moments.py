@@ -75,10 +75,10 @@ def _until_backward(config: Config, layout: Layout, share: Share, gathered: int,
     # The buffer of the block before is there until then; experts that are cut within a matrix are joined first.
     cut = layout.expert_shard
     experts = (config.model.num_experts or 0) // layout.ep
-    together = b * share.experts if cut > 1 and experts % cut else 0
+    joined = b * share.experts if cut > 1 and experts % cut else 0
     return {
         "at_last": in_blocks + buffer * last,
-        "at_copy": (in_blocks + 2 * buffer * last + together) * (buffer > 0),
+        "at_copy": (in_blocks + 2 * buffer * last + joined) * (buffer > 0),
         "at_loss": gathered + buffer * (share.block if at_both_ends else share.ends),
         "in_blocks": in_blocks,
         "in_next": in_blocks - b * share.blocks[-1],
