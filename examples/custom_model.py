@@ -84,7 +84,7 @@ def arguments(process: Process) -> argparse.Namespace:
     parser.add_argument("--shard", type=int, default=1, help="times as many share weights and optimizer state")
     parser.add_argument("--steps", type=int, default=100, help="to train, from where --load stopped")
     parser.add_argument("--save", metavar="FOLDER", help="leave a checkpoint")
-    parser.add_argument("--load", metavar="FOLDER", help="go on from a checkpoint")
+    parser.add_argument("--load", metavar="FOLDER", help="continue from a checkpoint")
     args = parser.parse_args()
     if not process.under_launcher:
         raise ConfigError("start it with torchrun, as the first lines of this file show")

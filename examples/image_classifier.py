@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--shard", type=int, default=0, help="data ranks that share one copy of the weights; 0: all")
     parser.add_argument("--steps", type=int, default=60, help="to train, from where --load stopped")
     parser.add_argument("--save", metavar="FOLDER", help="leave a checkpoint")
-    parser.add_argument("--load", metavar="FOLDER", help="go on from a checkpoint")
+    parser.add_argument("--load", metavar="FOLDER", help="continue from a checkpoint")
     args = parser.parse_args()
 
     smp.init({"tensor_parallel_degree": args.tp, "hybrid_shard_degree": args.shard})  # 1

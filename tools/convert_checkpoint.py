@@ -128,7 +128,7 @@ def convert(args: argparse.Namespace) -> None:
         target = make_target(kind, opened, dtype=dtype, shard_size=size, megatron_tp=args.megatron_tp or 1)
         if kind == "hf" and not set(TOKENIZERS) & set(companions(opened.reference)):
             print(
-                f"note: no tokenizer lies with --load {args.load}, so {args.save} has none: --reference FOLDER takes "
+                f"note: there is no tokenizer in --load {args.load}, so {args.save} has none: --reference FOLDER takes "
                 f"along that of a folder with {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}",
                 file=sys.stderr,
             )

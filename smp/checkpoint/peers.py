@@ -369,7 +369,7 @@ class PeerCopies:
         self._save = None
         if any_rank(bool(save.error)):
             errors = [error for error in gather(save.error) if error]
-            self.say(f"WARNING: no copy in memory: {'; '.join(errors[:3])}; training goes on")
+            self.say(f"WARNING: no copy in memory: {'; '.join(errors[:3])}; training continues")
             shutil.rmtree(save.folder.local, ignore_errors=True)
             return
         self.newest, self._kept = save.extra["progress"]["iteration"], save.folder.name

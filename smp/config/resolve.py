@@ -181,7 +181,7 @@ def first_start(config: Config) -> str:
     itself is meant."""
     load, save = config.checkpoint.load, config.checkpoint.save
     same = load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
-    return "; --load auto goes on from --save and also makes the first start" if same else ""
+    return "; --load auto continues from --save and also makes the first start" if same else ""
 
 
 def _check_data_files(flag: str, part: BlendPart) -> None:

@@ -188,7 +188,7 @@ class BlendedDataset:
         kept = [phase for phase in manifest if phase["start"] < consumed]
         self.manifest = [*kept, self._phase(consumed, given)]
         before = {s["key"] for s in last["sources"]}
-        lines = [f"note: the blend changes at sample {consumed}; what was read before goes on after its last sample"]
+        lines = [f"note: the blend changes at sample {consumed}; what was read before continues after its last sample"]
         for source in self.sources:
             if source.key not in before and source.key not in given:
                 lines.append(f"note: {source.name} was not read before in this form: it begins at its first sample")

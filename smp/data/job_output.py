@@ -94,7 +94,7 @@ class Output:
         older = (self.folder / "journal.json").exists()  # of version 0.1, which kept no parts
         # The job's hash is in the names of its parts.
         if older or any(not path.name.startswith(job) for path in self.folder.glob("*.npz")):
-            raise ValueError(f"{self.folder}: left by a job with other input or settings; delete it to start anew")
+            raise ValueError(f"{self.folder}: left by a job with other input or settings; delete it to start again")
         # Parts are made in order, so the first that is missing is where the job continues.
         self.parts = next(number for number in count() if not self._part(number).exists())
         self.report = Report([0] * len(names), resumed_at=self.parts)

@@ -180,13 +180,13 @@ def preprocess(
         say(line)
     output = Output(prefix, names, dtype_for_vocab(encoder.tokenizer.vocab_size), _job(paths, names, encoder))
     if output.parts:
-        say(f"going on after {output.parts} parts that are in {output.folder}")
+        say(f"continuing after {output.parts} parts that are in {output.folder}")
     try:
         with output:
             _write(paths, encoder, workers, output)
     except BadRecordError:
         if output.parts:
-            say(f"{output.folder} keeps {output.parts} parts: the same command with --on-error skip goes on")
+            say(f"{output.folder} keeps {output.parts} parts: the same command with --on-error skip continues")
         raise
     return output.report
 

@@ -33,7 +33,7 @@ Runs a recipe on this machine, on Slurm, on Kubernetes or on SageMaker.
     python main.py status JOB          what a job does, and what its run says
     python main.py logs JOB [--follow]
     python main.py cancel JOB          asks the run to save and end; status says when it has
-    python main.py resume JOB          goes on from the newest checkpoint
+    python main.py resume JOB          continues from the newest checkpoint
     python main.py --list [WORDS]      recipes whose names have these words
     python main.py --help RECIPE       a recipe's keys
     python main.py --completion        for bash: eval "$(python main.py --completion)"

@@ -169,7 +169,7 @@ def _end_of_run(
     if not exports:
         _write_outcome(config, process, outcome, run)
     if outcome.status == "requeue" and config.checkpoint.save_hf and process.rank == 0:
-        print("note: --save-hf: no Hugging Face folder yet, the run that goes on writes it at its end", flush=True)
+        print("note: --save-hf: no Hugging Face folder yet, the run that continues it writes it at its end", flush=True)
     # A signalled elastic run is started again: spares go on waiting.
     if outcome.status in ("done", "requeue") and not outcome.signalled:
         ended_for_spares(process)

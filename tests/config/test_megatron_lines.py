@@ -410,7 +410,7 @@ def test_a_line_that_resumes_from_its_own_folder_without_the_optimizers_state(pa
     config = resolved(line, 64)
     assert config.checkpoint.load == "auto" and config.checkpoint.load_optim and config.model.num_experts == 8
     note = translate(line.split(), 64).notes[0]
-    assert "--no-load-optim (--load auto goes on with the optimizer's state)" in note
+    assert "--no-load-optim (--load auto continues with the optimizer's state)" in note
 
 
 GPT_175B = (

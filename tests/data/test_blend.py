@@ -136,7 +136,7 @@ def test_changes_of_the_blend_never_repeat_a_sample(phases: list[tuple[dict[str,
 def test_what_changes_is_said() -> None:
     first, second = blend(a=1, b=1), blend(b=1, c=1)
     lines = second.resume(first.manifest, 10)
-    assert lines[0] == "note: the blend changes at sample 10; what was read before goes on after its last sample"
+    assert lines[0] == "note: the blend changes at sample 10; what was read before continues after its last sample"
     assert lines[1:] == ["note: c was not read before in this form: it begins at its first sample"]
     assert [s["offset"] for s in second.manifest[-1]["sources"]] == [5, 0]
 

@@ -71,7 +71,7 @@ def test_a_job_goes_on_where_it_was_killed(
     report = preprocess(inputs, str(tmp_path / "out"), [str(tmp_path / "out")], encoder, 1, said.append)
     assert bytes_of(tmp_path) == bytes_of(tmp_path, "whole")
     assert report.resumed_at == after // 2
-    assert said == ([f"going on after {after // 2} parts that are in {tmp_path}/out.partial"] if after > 1 else [])
+    assert said == ([f"continuing after {after // 2} parts that are in {tmp_path}/out.partial"] if after > 1 else [])
     assert report.text_bytes == [2 * sum(len(text.encode()) for text in TEXTS)]
 
 
@@ -183,7 +183,7 @@ def test_bad_input_after_hours_is_gone_on_from(tmp_path: Path, model: str, monke
         preprocess([tmp_path / "a.jsonl"], out, [out], Encoder(model, ("text",), True), 1, said.append)
     parts = len(list(tmp_path.glob("out.partial/*.npz")))
     assert parts > 5
-    assert said == [f"{out}.partial keeps {parts} parts: the same command with --on-error skip goes on"]
+    assert said == [f"{out}.partial keeps {parts} parts: the same command with --on-error skip continues"]
     report = run(tmp_path, model, [tmp_path / "a.jsonl"], skip_bad=True)
     assert report.resumed_at == parts and report.dropped == 1
     assert texts_in(tmp_path, model) == TEXTS * 2

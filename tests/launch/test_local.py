@@ -102,7 +102,7 @@ def test_a_killed_run_that_began_from_a_model_goes_on_from_its_own_checkpoints(t
     wait_for(lambda: (job / "end.json").exists())
     log = (job / "log.txt").read_text()
     assert len(re.findall("launcher: the run ended with", log)) == 2, log
-    assert f"holds this run, which began from --load {tmp_path}/model: it goes on" in log and "resumed from" in log
+    assert f"holds this run, which started from --load {tmp_path}/model: continuing" in log and "resumed from" in log
     assert "done; the run says done at iteration 12" in launcher("status", job).stdout
     whole = [
         "--config",

@@ -154,7 +154,7 @@ def test_fine_tuning_takes_the_model_from_its_folder(v1: str) -> None:
         (["recipes.model.precision=32"], "bf16 false contradicts trainer.precision, which says true; say both alike"),
         (
             ["recipes.model.do_finetune=true", "recipes.exp_manager.resume_from_checkpoint=/c"],
-            "exp_manager.resume_from_checkpoint: /c cannot be had: fine-tuning goes on from its own folder",
+            "exp_manager.resume_from_checkpoint: /c cannot be had: fine-tuning continues from its own folder",
         ),
         (["recipes.trainer.max_steps=-1"], "--train-iters -1 must be above 0 (trainer.max_steps)"),
         (["recipes.model.optim.lr=-1"], "--lr -1.0 must be above 0 (model.optim.lr)"),

@@ -344,7 +344,7 @@ REFUSED = {
     "other layers": ("--save {0}/lora --resume --lora-rank 2 --lora-target-modules up", "key is of rank 2"),
     "another objective": (
         "--save {0}/full --resume --objective orpo --data-path {0}/pairs.jsonl",
-        "is of a run with --objective sft, which --objective orpo does not go on from: give another --save",
+        "is of a run with --objective sft, which --objective orpo cannot continue: give another --save",
     ),
     "another optimizer": ("--save {0}/full --resume --optimizer sgd", "give --optimizer as it was"),
     "adapters alone": ("--load {0}/lora", "holds adapters without their model: python tools/merge_lora.py"),

@@ -314,7 +314,7 @@ def test_a_blend_changed_on_resume_repeats_nothing(runs: Runs, corpora: Path) ->
     common = "--no-mock-data --split 1,0,0 --save ckpt --load auto --data-path "
     first = runs.fresh(common + f"{corpora}/low --train-iters 3")
     second = run_here(first.folder, common + f"0.5 {corpora}/low 0.5 {corpora}/high --train-iters 6")
-    assert "note: the blend changes at sample 12; what was read before goes on after its last sample" in second.out
+    assert "note: the blend changes at sample 12; what was read before continues after its last sample" in second.out
     assert f"note: {corpora}/high was not read before" in second.out
     rows = torch.cat(first.tokens + second.tokens).tolist()
     assert len(rows) == 24 and sum(row[0] >= 50 for row in rows) == 6

@@ -112,7 +112,7 @@ def test_a_dry_run_has_one_meaning_for_each_flop_and_says_what_its_step_leaves_o
     plain = run_here(tmp_path, "--dry-run")
     assert len(lines(plain.out, "TFLOP")) == 2
     assert "# model FLOPs (for MFU, without recompute): " in plain.out
-    assert "# work of it, with what is computed again and causal attention whole: " in plain.out
+    assert "# work of it, with recompute and without skipping masked attention: " in plain.out
     assert "is left out of it" not in plain.out and "are left out of it" not in plain.out
     (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
     more = "--no-mock-data --data-path texts.jsonl --reset-attention-mask --window-size 4 --dry-run"

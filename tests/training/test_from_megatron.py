@@ -139,7 +139,7 @@ def test_architectures_in_words(settings: dict[str, object], words: str) -> None
 def test_a_first_start_that_loads_from_where_it_saves_says_what_to_do(tmp_path: Path) -> None:
     for number in (1, 2):  # there is no folder, then an empty one
         run = run_here(tmp_path, "--save run --load run")
-        assert run.code == 2 and "--load auto goes on from --save and also makes the first start" in run.errors[0], (
+        assert run.code == 2 and "--load auto continues from --save and also makes the first start" in run.errors[0], (
             number
         )
         (tmp_path / "run").mkdir(exist_ok=True)

@@ -453,7 +453,7 @@ REFUSED = {
     "--reward-funcs number --sync-ref-model --beta 1 --lora-rank 2": "--sync-ref-model: with adapters the reference is",
     "--reward-funcs number --sync-ref-model --beta 1 --ref-model-mixup-alpha 1.5": "--ref-model-mixup-alpha 1.5",
     "--reward-funcs number --sync-ref-model --beta 1 --peer-snapshot-interval 2": "--peer-snapshot-interval 2: it",
-    "--reward-funcs number --data-path {0}/answers.jsonl": "a prompt stands under prompt, messages",
+    "--reward-funcs number --data-path {0}/answers.jsonl": "a prompt is under prompt, messages",
     "--reward-funcs number --data-path {0}/pairs.jsonl": "give --objective dpo, orpo or reward",
     "--reward-funcs number --data-path {0}/long.jsonl": "there is room for",
     "--reward-funcs number --data-path {0}/said.jsonl": "its prompt ends with the assistant",

@@ -300,7 +300,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_only_the_end(runs: Runs, tmp_
     assert run.code == 1 and len(run.errors) == 1 and "the last checkpoint could not be saved" in run.errors[0]
     assert (run.status["status"], run.status["iteration"]) == ("failed", 5)
     loud = [line for line in run.out.splitlines() if line.startswith("ERROR: cannot save")]
-    assert len(loud) == 2 and all("training goes on" in line for line in loud)
+    assert len(loud) == 2 and all("training continues" in line for line in loud)
 
 
 def test_folders_that_cannot_be_written_are_found_at_the_start(runs: Runs, tmp_path: Path) -> None:

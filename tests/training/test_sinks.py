@@ -225,7 +225,7 @@ def test_mlflow_hears_of_a_failure_and_a_resume_of_another_name_is_said(
     MlflowSink(tmp_path, "e", None, uri, 2).close()
     assert "note:" not in capsys.readouterr().err
     MlflowSink(tmp_path, "e", "other", uri, 2).close()
-    assert "note: --mlflow-experiment: the run goes on as n of e\n" in capsys.readouterr().err
+    assert "note: --mlflow-experiment: the run continues as n of e\n" in capsys.readouterr().err
     assert client.get_run(run.info.run_id).info.status == "FINISHED"
 
 

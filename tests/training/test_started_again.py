@@ -28,7 +28,7 @@ RUN = (
     "--mock-data --seq-length 16 --micro-batch-size 2 --global-batch-size 2 --log-interval 1 --lr 0.01 "
     "--no-tensorboard --no-progress-bar --log-dir logs"
 )
-GOES_ON = "holds this run, which began from --load"
+GOES_ON = "holds this run, which started from --load"
 
 
 @pytest.fixture(scope="module")

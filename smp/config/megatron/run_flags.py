@@ -143,7 +143,7 @@ def folders(line: Line) -> None:
         both = both and "--exit-on-missing-checkpoint" not in line.given
         line.put("--load", "auto" if both else load)
         if both:
-            leave(line, ("load_optim",), "--load auto goes on with the optimizer's state")
+            leave(line, ("load_optim",), "--load auto continues with the optimizer's state")
         elif {"--exit-on-missing-checkpoint", "--no-exit-on-missing-checkpoint"}.isdisjoint((*line.given, *line.own)):
             line.notes.append(
                 f"note: it is an error when --load {load} has no checkpoint, where Megatron starts from random "

@@ -8,7 +8,7 @@ _OPTIMIZERS = "--optimizer takes adam, apex-adam, sgd and muon"
 _LOGS = "log lines and --log-dir's records always hold what there is"
 _CHECKPOINTS = "checkpoints have one format, which every layout reads: docs/checkpoints.md"
 _ORDER = "the order of samples has one definition, and indices are built once per node: --data-cache-path"
-_RESTARTS = "a run ends at a failure and --load auto goes on from its last checkpoint; main.py starts it again"
+_RESTARTS = "a run ends at a failure and --load auto continues from its last checkpoint; main.py starts it again"
 _SERVING = "it belongs to Megatron's inference: tools/generate.py writes text here"
 _OTHER = "it belongs to another of Megatron's programs; finetune.py does SFT, LoRA, DPO, GRPO and distillation here"
 
@@ -207,7 +207,7 @@ CHECKPOINTS: tuple[Row, ...] = (
     refused(
         "--non-persistent-save-interval:1 --non-persistent-ckpt-type:1 --non-persistent-global-ckpt-dir:1 "
         "--non-persistent-local-ckpt-dir:1 --non-persistent-local-ckpt-algo:1",
-        "--async-save writes while training goes on; local copies do not exist",
+        "--async-save writes while training continues; local copies do not exist",
     ),
 )
 

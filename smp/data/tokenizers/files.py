@@ -83,7 +83,7 @@ def no_tokenizer(folder: Path | None) -> str:
     """The message for a model without a tokenizer, with advice; ``folder``: where it was looked for."""
     give = "give --tokenizer-model, or --reference a folder that has one"
     if folder is None:
-        return f"no tokenizer lies with the model: {give}"
+        return f"there is no tokenizer next to the model: {give}"
     if older := [name for name in _OLDER if (folder / name).is_file()]:
         return (
             f"{folder}: neither tokenizer.json nor tokenizer.model in this folder, only {older[0]}: transformers' "

@@ -115,7 +115,7 @@ def recognise_prompt(record: dict[str, Any], how: Reading) -> tuple[Conversation
         raise BadSampleError("chosen and rejected are a pair of answers: give --objective dpo, orpo or reward")
     key = next((key for key in _PROMPTS if key in record), None)
     if key is None:
-        raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'}: a prompt stands under {', '.join(_PROMPTS)}")
+        raise BadSampleError(f"keys {', '.join(sorted(record)) or 'none'}: a prompt is under {', '.join(_PROMPTS)}")
     said, columns = record[key], {name: x for name, x in record.items() if name != key}
     if isinstance(said, str) and key in ("prompt", "question", "problem", "instruction"):
         # "prompt" as text stays text unless --apply-chat-template asks for messages: base models

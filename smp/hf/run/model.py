@@ -186,7 +186,7 @@ class TransformersModel(Model):
             if self.no_documents:
                 raise ConfigError(self.no_documents)
             # Documents are known by positions that start again: transformers masks what lies before.
-            assert batch.position_ids is not None, "positions of documents begin anew"
+            assert batch.position_ids is not None, "positions of documents start again"
             arguments["position_ids"] = self._even_columns(document_positions(self.module, batch))
         if self._output is None:
             hidden = self.module.base_model(**arguments).last_hidden_state[:, : batch.input_ids.shape[1]]

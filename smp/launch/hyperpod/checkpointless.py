@@ -194,11 +194,11 @@ KEYS: dict[str, Key] = {
     "resources.*": nothing("+cluster.resources says what a pod asks for"),
     "resume.restore_config.path": Key("`load`", lambda value, get: {"load": value}, is_text=True),
     "resume.restore_config.load_artifacts": nothing("the folder of the model has its tokenizer"),
-    "resume.resume_from_directory": nothing("a job goes on from its newest checkpoint"),
+    "resume.resume_from_directory": nothing("a job continues from its newest checkpoint"),
     **_notes(
         "resume",
         ("resume_if_exists", "resume_ignore_no_checkpoint", "resume_past_end"),
-        "a job goes on from its newest checkpoint",
+        "a job continues from its newest checkpoint",
     ),
     **_all("strategy", _STRATEGY),
     **_notes("strategy", ("ckpt_parallel_load", "ckpt_torch_dist_multiproc"), _SAVING),

@@ -376,16 +376,16 @@ _ARGS_KEYS = {
     "disable_ds_ckpt": nothing("checkpoints are this project's"),
     "save_hf_ckpt": switch("save_hf", "`save_hf`: the job's folder/hf_model"),
     "merge_weights": switch("save_hf", "`save_hf`, whose adapters are merged"),
-    "load_checkpoint": nothing("a job goes on from its newest checkpoint"),
+    "load_checkpoint": nothing("a job continues from its newest checkpoint"),
     "resume_checkpoint_path": Key(
-        "refused: a job goes on from its own folder",
+        "refused: a job continues from its own folder",
         lambda value, get: tuning.refuse(
-            f"{value}: a job goes on from its own folder; recipes.save=FOLDER says another"
+            f"{value}: a job continues from its own folder; recipes.save=FOLDER says another"
         ),
         is_text=True,
     ),
     "training_dir": Key("`save`", lambda value, get: {"save": value}, is_text=True),
-    "override_training_dir": nothing("a job goes on from its newest checkpoint; give another run.name to begin again"),
+    "override_training_dir": nothing("a job continues from its newest checkpoint; give another run.name to start over"),
     "disable_fast_tokenizer": only((False,), "tokenizers are the fast ones"),
     "trainer_callbacks": Key("refused but for AWS's metering", tuning.callbacks, kind=LIST),
 }

@@ -264,7 +264,7 @@ def load(value: Any, get: Get) -> Mapping[str, Any]:
 def resumed(value: Any, get: Get) -> Mapping[str, Any]:
     if finetunes(get):
         raise ConfigError(
-            f"{value} cannot be had: fine-tuning goes on from its own folder; recipes.save=FOLDER says another"
+            f"{value} cannot be had: fine-tuning continues from its own folder; recipes.save=FOLDER says another"
         )
     return {"load": value}
 

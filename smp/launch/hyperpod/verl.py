@@ -395,11 +395,11 @@ TRAINER = {
         is_text=True,
     ),
     "default_hdfs_dir": only((), "recipes.save may be an s3:// address"),
-    "resume_mode": nothing("a job goes on from its newest checkpoint"),
+    "resume_mode": nothing("a job continues from its newest checkpoint"),
     "resume_from_path": Key(
-        "refused: a job goes on from its own folder",
+        "refused: a job continues from its own folder",
         lambda value, get: tuning.refuse(
-            f"{value}: a job goes on from its own folder; recipes.save=FOLDER says another"
+            f"{value}: a job continues from its own folder; recipes.save=FOLDER says another"
         ),
         is_text=True,
     ),

@@ -269,7 +269,7 @@ _TRAINER = {
     "critic_warmup": only((0,), "there is no critic"),
     "log_val_generations": nothing("recipes.log_completions writes completions"),
     **{
-        name: nothing("there is no Ray and no critic, and a job goes on by itself")
+        name: nothing("there is no Ray and no critic, and a job continues by itself")
         for name in (
             *("max_critic_ckpt_to_keep", "del_local_ckpt_after_load", "esi_redundant_time", "balance_batch"),
             *("ray_wait_register_center_timeout", "use_legacy_worker_impl", "profile_steps"),

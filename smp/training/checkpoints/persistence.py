@@ -294,7 +294,7 @@ def _check_objective(folder: Folder, saved: Any, objective: Any) -> None:
     now = None if objective is None else objective.objective
     if before not in (None, now) and not {before, now} <= set(ONLINE):
         raise ConfigError(
-            f"{folder} is of a run with --objective {before}, which --objective {now} does not go on from: give "
+            f"{folder} is of a run with --objective {before}, which --objective {now} cannot continue: give "
             "another --save, and --load to start from its weights"
         )
 

@@ -161,7 +161,7 @@ class RunCheckpoints:
         load = self.config.resume_from
         if self._goes_on:
             assert self._origin is not None
-            self.say(f"--save {self.root} holds this run, which began from --load {self._origin.load}: it goes on")
+            self.say(f"--save {self.root} holds this run, which started from --load {self._origin.load}: continuing")
         if load is not None and self._is_hf(load):
             return self._load_hf(load, model)
         found = self._load(restore)
@@ -273,8 +273,8 @@ class RunCheckpoints:
         root = self.root
         if names := on_rank_zero(lambda: complete(root), CheckpointError):
             raise ConfigError(
-                f"--save {root} holds {names[0]} of another run than --load {source}: --load auto goes on from there; "
-                "else give another --save"
+                f"--save {root} holds {names[0]} of another run than --load {source}: --load auto continues from "
+                "there; otherwise give another --save"
             )
 
     def _look_for_newer(self, iteration: int) -> None:

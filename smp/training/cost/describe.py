@@ -129,7 +129,7 @@ def _measured(steps: list[StepMeasures]) -> list[str]:
     return [
         f"memory of {rank}, in a step of a GPU that was run on tensors without data:",
         *(f"  {name:18s}{size / 2**30:10.3f} GiB" for name, size in rows.items()),
-        f"work of it, with what is computed again and causal attention whole: {step.counts.flops / 1e12:.3f} TFLOP in "
+        f"work of it, with recompute and without skipping masked attention: {step.counts.flops / 1e12:.3f} TFLOP in "
         f"{step.counts.kernels:,} operations; it sends{'' if traffic else ' nothing'}",
         *(
             f"  {group:13s}{kind:15s}{entry.sent / 1e9:10.3f} GB in {entry.calls:,} calls"

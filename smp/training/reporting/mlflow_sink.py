@@ -76,7 +76,7 @@ class MlflowSink:
         info = self._client.get_run(run).info
         own = self._client.get_experiment(info.experiment_id).name
         if own != experiment or name not in (None, info.run_name):
-            print(f"note: --mlflow-experiment: the run goes on as {info.run_name} of {own}", file=sys.stderr)
+            print(f"note: --mlflow-experiment: the run continues as {info.run_name} of {own}", file=sys.stderr)
         return run
 
     def start(self, record: Mapping[str, Any]) -> None:
