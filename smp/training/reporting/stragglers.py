@@ -67,11 +67,9 @@ class Detector:
 
     Args:
         roles: of each rank; ranks of one role do the same.
-        least: share of ``usual`` that counts as slow.
     """
 
-    def __init__(self, roles: Sequence[int], least: float = SHARE) -> None:
-        self._least = least
+    def __init__(self, roles: Sequence[int]) -> None:
         self._peers = [np.flatnonzero(np.array(roles) == role) for role in sorted(set(roles))]
         self._noise: list[deque[Numbers]] = [deque(maxlen=_KEPT) for _ in self._peers]
         self._past: list[deque[Numbers]] = [deque(maxlen=_KEPT) for _ in self._peers]
@@ -118,5 +116,5 @@ class Detector:
         later_before = before - (_usual(before) if len(peers) > 1 else np.median(before))
         drift = DRIFTS * _drift(later_before) if len(before) >= _FEW else 0.0
         # All three at once: above the noise, above the drift, and large enough to matter.
-        slow = later > np.maximum(max(SIGMAS * spread, drift), self._least * whole)
+        slow = later > np.maximum(max(SIGMAS * spread, drift), SHARE * whole)
         return [Finding(int(peers[i]), usual + float(later[i]), usual) for i in np.flatnonzero(slow)]
