@@ -336,7 +336,7 @@ def pretrain(folder: Path, text: str) -> tuple[int, str, str]:
 
 
 REFUSED = {
-    "another kind": ("--save {0}/pretraining --resume", "is not of a fine-tuning run, so --resume cannot go on"),
+    "another kind": ("--save {0}/pretraining --resume", "is not of a fine-tuning run, so --resume cannot continue"),
     "no adapters now": ("--save {0}/lora --resume", "of rank 2, scaled by 2, in this run none; give --lora-rank"),
     "adapters now": ("--save {0}/full --resume --lora-rank 2", "is none, in this run of rank 2, scaled by 2; give"),
     "another rank": ("--save {0}/lora --resume --lora-rank 3", "of rank 2, scaled by 2, in this run of rank 3"),
