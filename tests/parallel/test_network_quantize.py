@@ -147,7 +147,7 @@ def test_what_is_measured_is_the_relative_error() -> None:
     weights, gradients = measured.relative(measured.taken()).tolist()
     assert weights == pytest.approx(float((back - x).norm() / x.norm()), rel=1e-5) and gradients == 0.0
     assert 0.004 < weights < 0.008, "numbers of a bell curve: 0.7 %"
-    assert measured.taken().tolist() == [0.0] * 4, "it begins anew"
+    assert measured.taken().tolist() == [0.0] * 4, "it starts again at zero"
 
 
 @pytest.mark.parametrize("size", [1e-38, 1e-25, 1.0, 1e25, 1e37])
