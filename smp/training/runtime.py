@@ -72,8 +72,9 @@ def start_process_group(
             found, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
         found.set_timeout(timeout)
         bound_silence(before, timeout.total_seconds())
-        # Each try to run in the same processes has keys of its own.
-        store = dist.PrefixStore("default_pg" if process.link is None else f"default_pg {process.restarts}", found)
+        # Each try to run has keys of its own, in the same processes and in those that torchrun starts again.
+        tries = _starts() if process.link is None else process.restarts
+        store = dist.PrefixStore(f"default_pg {tries}", found)
     with watchdog.ending():
         backends = "cpu:gloo,cuda:nccl" if cuda else default_backend() if shares_memory else "gloo"
         dist.init_process_group(
@@ -81,6 +82,15 @@ def start_process_group(
         )
     watchdog.meet_in(store)
     return device
+
+
+def _starts() -> int:
+    """How often torchrun has started the processes again, 0 on several nodes, whose numbers may differ.
+
+    In torch 2.13 all these starts have one store, by a static rendezvous always, else unless
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set: a process would find addresses of the start before, where nobody answers.
+    """
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if os.environ.get("GROUP_WORLD_SIZE") == "1" else 0
 
 
 def library_settings() -> str:
