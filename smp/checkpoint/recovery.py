@@ -1,4 +1,4 @@
-"""What a run does with the folder it finds: clean up after a crash, load the newest checkpoint that is whole.
+"""Recovery of a checkpoint folder: clean up after a crash, load the newest checkpoint that is whole.
 
 A checkpoint that turns out to be damaged is set aside under another name, with the reason inside, and the next older
 one is loaded. Nothing that could be a checkpoint is ever deleted here.

@@ -30,7 +30,7 @@ _SECONDS = 60.0
 
 @dataclass(frozen=True)
 class SpareNode:
-    """Where a spare node's files are.
+    """Address of a spare node's files.
 
     Attributes:
         copies: sizes in bytes of the files of each copy, by name.

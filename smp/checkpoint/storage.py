@@ -1,4 +1,4 @@
-"""What a save leaves on storage: one safetensors file per rank, then the manifest.
+"""The files of a save: one safetensors file per rank, then the manifest.
 
 Every rank that has something to write writes one file. Rank 0 writes the manifest after all of them are on disk; until
 then the folder is not a checkpoint. A save over an existing checkpoint takes new file names and the manifest is

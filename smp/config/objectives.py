@@ -15,7 +15,7 @@ from smp.config.rollouts import ONLINE
 
 @dataclass(frozen=True)
 class ObjectiveFacts:
-    """What the rest of the program needs to know of an objective.
+    """Properties of an objective that the rest of the program reads.
 
     Attributes:
         summary: for --help.

@@ -129,7 +129,7 @@ def make_target(
     shard_size: int | None = None,
     megatron_tp: int = 1,
 ) -> Target:
-    """What is to be written.
+    """The target to write.
 
     Args:
         kind: the format.

@@ -37,7 +37,7 @@ _LONGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Encoder:
-    """What a worker process does with a chunk.
+    """The work of one process on a chunk of text.
 
     Attributes:
         tokenizer_model, tiktoken_pattern, backend: which tokenizer.

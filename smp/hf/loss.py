@@ -55,7 +55,7 @@ _BETWEEN = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
 @dataclass
 class Targets:
-    """What one call of the model wants a loss of.
+    """The rows and labels for which one call of the model computes a loss.
 
     Attributes:
         labels: int64 (tokens,), that of each place's successor; ``IGNORE_INDEX`` where it does not count.

@@ -31,7 +31,7 @@ Artifacts = dict[str, str]
 
 @dataclass(frozen=True)
 class Job:
-    """What is submitted.
+    """A job to submit.
 
     Attributes:
         recipe: what runs.

@@ -50,7 +50,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What runs, and on how many processes.
+    """What to run, and on how many processes.
 
     Attributes:
         name: of the job.

@@ -128,7 +128,7 @@ def slowest(ranks: Sequence[Mapping[Timed, float]]) -> dict[Timed, float]:
 def machine_times(
     processes: int, threads: int, calls: Mapping[Timed, float], small: Mapping[str, tuple[Calls, StepSeconds]]
 ) -> MachineTimes:
-    """What was measured in so many processes.
+    """Times that were measured in so many processes.
 
     Args:
         calls: seconds of each.
@@ -225,7 +225,7 @@ def _calibrate(
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """What a step took by the clock, and of it what its thread had of a processor."""
+    """Wall time of a step, and the processor time of its thread."""
 
     clock: float
     processor: float

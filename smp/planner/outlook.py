@@ -1,4 +1,4 @@
-"""What training on a number of tokens takes: days, GPU hours, money, energy; with the time that failures leave."""
+"""The cost of training on a number of tokens: days, GPU hours, money, energy; with the time that failures leave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a whole run takes.
+    """The cost of a whole run.
 
     Attributes:
         price: in the unit of the price of a GPU hour; None: no price is known.

@@ -32,7 +32,7 @@ _flat_reduce: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_t
 
 
 class Allocates:
-    """What FSDP2 asks of its communication besides the call."""
+    """Allocation, which FSDP2 asks of its communication besides the call."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer of the collective."""

@@ -1,4 +1,4 @@
-"""What kinds of runs do not share. Pretraining and fine-tuning are two; ``smp.training.run`` has what they do share."""
+"""Kinds of runs, such as pretraining and fine-tuning: what differs between them. ``smp.training.run`` has the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pretraining run does its own way."""
+"""The pretraining kind of run."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step measured; the same on every rank.
+    """Measurements of one step; the same on every rank.
 
     Attributes:
         iteration: its number, from 1.

@@ -34,7 +34,7 @@ REPORT = ".json"
 
 @dataclass(frozen=True)
 class Commit:
-    """What rank 0's writer does when the files of all ranks are there.
+    """The commit by rank 0's writer, once the files of all ranks exist.
 
     Attributes:
         manifest: without checksums.

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and how often to save."""
+"""Which checkpoints to keep, and how often to save."""
 
 from __future__ import annotations
 

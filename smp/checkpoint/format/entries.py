@@ -40,7 +40,7 @@ def _from_elsewhere(kind: type[CheckpointError], args: tuple[Any, ...], code: in
 
 
 class DamagedError(CheckpointError, DamageError):
-    """What is stored differs from what was saved: missing, cut off or changed. An older checkpoint may be whole."""
+    """Stored data differ from what was saved: missing, cut off or changed. An older checkpoint may be whole."""
 
 
 @dataclass(frozen=True)

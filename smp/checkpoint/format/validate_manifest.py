@@ -1,4 +1,4 @@
-"""What a manifest may say. Everything is bounded by the sizes of the files, so that no lie costs memory."""
+"""Checks of a manifest. File sizes bound everything in it, so that a forged one cannot make a reader allocate much."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from smp.data.tuning.vision import ImageProcessor, VisionEncoder
 
 @dataclass(frozen=True)
 class TuningData:
-    """What a run trains and validates on.
+    """Training and validation data of a run.
 
     Attributes:
         tokenizer: of the model.

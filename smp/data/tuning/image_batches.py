@@ -30,7 +30,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ImageTensors:
-    """What a model takes of the images in a micro-batch.
+    """Tensors of the images in a micro-batch, as a model reads them.
 
     Attributes:
         values: by the names of its arguments.

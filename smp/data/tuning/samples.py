@@ -87,7 +87,7 @@ def fingerprint(array: npt.NDArray[Any]) -> str:
 
 @dataclass
 class Report:
-    """What was read, for the user.
+    """A report of what was read, for the user.
 
     Attributes:
         records: lines with something on them.

@@ -1,4 +1,4 @@
-"""What ``smp.transform`` will do to each module, decided before the model is changed, and what it refuses."""
+"""The plan of ``smp.transform`` for each module, made before the model is changed, and what it refuses."""
 
 from __future__ import annotations
 

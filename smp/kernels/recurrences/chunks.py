@@ -22,7 +22,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Inputs(NamedTuple):
-    """What a recurrence reads of its tokens.
+    """Inputs of a recurrence, for each token.
 
     Attributes:
         q, k: (rows, length, key heads, key_dim); each of the key heads is that of heads / key heads neighbours.

@@ -24,7 +24,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Backend:
-    """Where jobs run. All but ``artifacts`` work from the job's folder alone.
+    """A back-end that runs jobs. All functions except ``artifacts`` need only the job's folder.
 
     Attributes:
         artifacts: the files of a job; job.json among them.

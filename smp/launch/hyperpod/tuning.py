@@ -62,7 +62,7 @@ def refuse(reason: str) -> Mapping[str, Any]:
 
 
 def unread(settings: Mapping[str, Any]) -> str | None:
-    """What finetune.py does not support yet of a hub model; None: nothing known."""
+    """Features of a hub model that finetune.py does not support yet; None: none known."""
     name = str(settings.get("load") or "").lower()
     if not name.startswith(PREFIX):
         return None

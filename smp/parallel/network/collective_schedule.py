@@ -1,4 +1,4 @@
-"""What a collective is: for every rank, the list of actions that it runs in order.
+"""A collective as data: for every rank, the list of actions that it runs in order.
 
 The buffer of a collective is cut into pieces, one for each rank, and a piece into chunks:
 

@@ -24,7 +24,7 @@ ORIGIN = "origin"
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run began from.
+    """Where a run started from.
 
     Attributes:
         load: --load, as it was given.

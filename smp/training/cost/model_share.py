@@ -28,7 +28,7 @@ PRETRAINED = Tuned()
 
 @dataclass(frozen=True)
 class Share:
-    """What a process has of a model, in elements.
+    """One process's share of a model, in elements.
 
     Attributes:
         parts: of the model.

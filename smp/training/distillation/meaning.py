@@ -1,4 +1,4 @@
-"""What a folder of --logits-save-dir is of, and whether it fits a run; see ``stored``. Imports no torch."""
+"""What a folder of --logits-save-dir was computed from, and whether it fits a run; see ``stored``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MANIFEST, VERSION = "manifest.json", 1
 
 @dataclass(frozen=True)
 class Meaning:
-    """What log-probabilities in a folder are of.
+    """What the log-probabilities in a folder were computed from.
 
     Attributes:
         samples: fingerprint of all texts.
@@ -32,7 +32,7 @@ class Meaning:
 
 
 def read_meaning(path: str) -> tuple[Meaning, list[dict[str, Any]]]:
-    """What a folder says of itself, and its files.
+    """Read a folder's description of itself, and the names of its files.
 
     Raises:
         ConfigError: there is no such folder, or it is not whole, or another program's.
@@ -55,7 +55,7 @@ def read_meaning(path: str) -> tuple[Meaning, list[dict[str, Any]]]:
 
 
 def check_stored(path: str, samples: Samples) -> Meaning:
-    """What a folder is of, if that is these samples.
+    """The description of a folder that was written for these samples.
 
     Raises:
         ConfigError: it is of other samples.

@@ -105,7 +105,7 @@ def build_teacher(config: Config, setup: RunSetup, student: OutputShard | None) 
 
 @dataclass(frozen=True)
 class StoredTeacher:
-    """What a teacher said before.
+    """A teacher whose log-probabilities were stored before.
 
     Attributes:
         stored: by the number of a label.

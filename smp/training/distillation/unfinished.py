@@ -1,4 +1,4 @@
-"""How far --logits-save-dir has come, in its folder: the same command continues there, in any layout.
+"""Progress of --logits-save-dir, kept in its folder: the same command continues there, in any layout.
 
 ``unfinished.json`` lists the files that are whole and says how many sequences, in the order of the data, all ranks have
 written. It is replaced in one step when they all have: what a rank wrote after it is written again.

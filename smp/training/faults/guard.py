@@ -1,4 +1,4 @@
-"""What a run does about numbers that are wrong: names where they come from, compares replicas, goes back after a spike.
+"""Wrong numbers in a run: name where they come from, compare replicas, go back after a spike.
 
 Every rank has one and calls the same methods at the same places.
 """

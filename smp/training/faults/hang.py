@@ -32,7 +32,7 @@ _FRAMES = 12
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank says about where it stands.
+    """A rank's report of its position.
 
     Attributes:
         collective: the one that it is in; empty: none.

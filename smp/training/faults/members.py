@@ -137,7 +137,7 @@ def _serving(config: Config, process: Process, store: dist.Store) -> contextlib.
 
 
 def nodes_of_spares(process: Process, timeout: timedelta) -> list[SpareNode]:
-    """What spare nodes have of copies in memory, the same on all ranks, which call it together.
+    """Files of copies in memory that spare nodes have; the same on all ranks, which all call this.
 
     Raises:
         RuntimeError: one of them is lost.

@@ -1,4 +1,4 @@
-"""Where a number that is not finite comes from: the module, the micro-batch, the samples.
+"""Find where a number that is not finite comes from: the module, the micro-batch, the samples.
 
 The step was skipped, so its weights are still there: its micro-batches go through the model once more, without
 gradients, and the outputs of modules are looked at. The first one with a NaN or an infinity whose inputs have none is

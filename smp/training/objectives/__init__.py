@@ -1,4 +1,4 @@
-"""What is minimised, one file for each family of objectives.
+"""Objectives: what is minimised, one file for each family.
 
 Begin with ``contract``: what the run asks of an objective, and what it gives. ``next_token`` is the shortest one,
 ``preference`` (DPO and its kin, ORPO), ``kto`` and ``reward`` judge answers, ``policy`` (GRPO and its kin) what the
@@ -32,7 +32,7 @@ def implementation_of(config: Config) -> Implementation:
 
 
 def build_objective(config: Config, around: Surroundings) -> Objective:
-    """What the run minimises."""
+    """The objective of a run."""
     return implementation_of(config).build(config, around)
 
 

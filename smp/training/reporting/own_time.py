@@ -1,4 +1,4 @@
-"""What a rank takes for its own computation in a step, without the time in which it waits for others.
+"""The time of a rank's own computation in a step, without waiting for others.
 
 The seconds of a step tell nobody who is slow: in the next collective all ranks wait for the slowest one. On CPUs the
 waits themselves are measured, where they happen: in memory that ranks share (``smp.parallel.shared_memory``) and at the

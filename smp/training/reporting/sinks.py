@@ -1,4 +1,4 @@
-"""Where records go: a JSONL file, TensorBoard, Weights & Biases, MLflow. Each goes on after a resume as one run."""
+"""Sinks of records: a JSONL file, TensorBoard, Weights & Biases, MLflow. After a resume each continues as one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is slow: the times of all ranks, compared every few steps.
+"""Slow ranks: the times of all ranks, compared every few steps.
 
 Ranks that do the same are compared with each other: those of one pipeline stage, and with the same experts where each
 set of them is on several ranks. One without such peers is compared with its own past. A rank is slow if the median of

@@ -93,7 +93,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a generation becomes batches of a rank.
+    """How a generation is divided into batches of a rank.
 
     Attributes:
         batch_size: completions of an optimizer step.

@@ -26,7 +26,7 @@ from smp.training.rollouts.scoring import RewardModel
 
 
 class Group(NamedTuple):
-    """What was written for one prompt.
+    """The completions of one prompt.
 
     Attributes:
         draw: number of the prompt in the order of this run.
@@ -68,7 +68,7 @@ class Written(NamedTuple):
 
 @dataclass
 class Pending:
-    """What this rank wrote, while its reward functions are still at work.
+    """Completions of this rank whose reward functions are still running.
 
     Attributes:
         finish: waits for them, and for the other ranks, which call it at the same time.
@@ -199,7 +199,7 @@ class Writing:
     def _gathered(
         self, dataset: PromptDataset, sent: list[_Sent], written: float, scoring: float, problem: str
     ) -> Written:
-        """What all ranks wrote, on each of them.
+        """The completions of all ranks, on each of them.
 
         Raises:
             TrainingError: a rank could not write or reward, or a reward function failed and the run is to end.

@@ -1,4 +1,4 @@
-"""What fine-tuning does its own way: its settings and data, the loaded model, adapters, preference pairs, rollouts.
+"""Fine-tuning: its settings and data, the loaded model, adapters, preference pairs, rollouts.
 
 Read :mod:`smp.training.tuning.finetuning` first: the kind of run of ``finetune.py``. ``reinforcement`` and
 ``distilling`` are kinds of their own on top of it, ``saving_logits`` writes a teacher's pass to disk, ``model`` puts

@@ -1,4 +1,4 @@
-"""What runs of --objective distill do their own way: completions that the model writes itself."""
+"""Runs of --objective distill: completions that the model writes itself."""
 
 from __future__ import annotations
 

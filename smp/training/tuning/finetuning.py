@@ -1,4 +1,4 @@
-"""What a fine-tuning run does its own way: its data, the loaded model, and optionally adapters and preference pairs."""
+"""The fine-tuning kind of run: its data, the loaded model, and optionally adapters and preference pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kind of run a fine-tuning run is."""
+"""Choose the kind of a fine-tuning run."""
 
 from __future__ import annotations
 

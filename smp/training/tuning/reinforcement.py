@@ -1,4 +1,4 @@
-"""What a reinforcement-learning run does its own way: prompts instead of samples, and batches that the model writes."""
+"""The reinforcement-learning kind of run: prompts instead of samples, and batches that the model writes."""
 
 from __future__ import annotations
 

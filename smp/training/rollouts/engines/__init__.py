@@ -1,4 +1,4 @@
-"""Who writes completions: the layers that train, or another program's engine with their weights.
+"""Engines that write completions: the layers that train, or another program's engine with their weights.
 
 ====================  ==================================================================
 file                  what

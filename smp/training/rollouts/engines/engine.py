@@ -1,4 +1,4 @@
-"""What an engine is: it writes completions, and says with which log-probabilities it drew their tokens."""
+"""The interface of an engine: it writes completions and returns the log-probabilities of their tokens."""
 
 from __future__ import annotations
 
