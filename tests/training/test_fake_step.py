@@ -349,6 +349,12 @@ MATH, CAPPED, KEYS = (
 )
 SHORT = "--micro-batch-size 1 --seq-length 256 --global-batch-size 4"
 WIDE = "--num-layers 4 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --seq-length 512"
+MANY_EXPERTS = "--num-query-groups 2 --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 512 "
+MANY_EXPERTS += "--moe-shared-expert-intermediate-size 1024 --global-batch-size 16"
+OVER_TP, UNEVEN = (
+    "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+    "--pipeline-model-parallel-layout Et|tt|tt|tttL",
+)
 TIED = "--no-untie-embeddings-and-output-weights"
 UNUSUAL = [
     (2, f"{SMALL_EXPERTS} {SHARDED}"),
@@ -408,6 +414,11 @@ UNUSUAL = [
     (2, f"{SPLIT} --global-batch-size 2 --num-layers 1 --vocab-size 64000"),
     (2, f"{SPLIT.replace('zb-h1', 'zb-v')} {WIDE} --num-layers 6 --pipeline-model-parallel-layout 'Et|t|ttt|tL'"),
     (8, f"{TWO_STAGES} --pipeline-model-parallel-layout E|tL {WIDE} --num-layers 1 --vocab-size 32000"),
+    # Where other estimators were wrong: experts as dense layers (Megatron-LM 1784), split over TP (4050), even stages
+    # (Megatron Bridge 5077).
+    (4, f"{MANY_EXPERTS} --num-layers 6 --moe-layer-freq [0]*2+[1]*4 --expert-model-parallel-size 4"),
+    (4, f"{MANY_EXPERTS} --num-layers 4 --tensor-model-parallel-size 4 --sequence-parallel {OVER_TP}"),
+    (4, f"{MANY_EXPERTS} --num-layers 8 --moe-layer-freq [0]*5+[1]*3 --pipeline-model-parallel-size 4 {UNEVEN}"),
 ]
 FAST = (1, 3, 8, 17, 19, 20, 21, 25, 26, 27, 32, 34, 37, 39, 42, 47, 50, 52, 54, 55, 56)
 """Of ``UNUSUAL``: one of each part of a step that it knows."""
