@@ -56,9 +56,9 @@ class Links:
             )
             self._progress()
         # On the device: it is NCCL's communicator that has to be there. CPU tensors would connect gloo alone.
-        self._mailboxes: Mailboxes | None = None
+        self.mailboxes: Mailboxes | None = None
         self._connect(ordered, torch.zeros(1, device=mesh.device_type))
-        self._mailboxes = open_mailboxes(group, ordered, timeout)
+        self.mailboxes = open_mailboxes(group, ordered, timeout)
 
     def _connect(self, channels: Sequence[Channel], element: torch.Tensor) -> None:
         """Send one element through each channel. All ranks go through the channels in one order, so there is no
@@ -77,19 +77,23 @@ class Links:
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Begin to send; the tensor must stay as it is until the work is done. It may be done only once the other rank
         waits for the message: wait for what this rank receives first."""
-        tag = None if self._mailboxes is None else self._mailboxes.send(tensor, to)
-        if self._mailboxes is not None and tag is None:
-            return CompletedWork([tensor])
+        if self.mailboxes is None:
+            return self.send_over_group(tensor, to, 0)
+        tag = self.mailboxes.send(tensor, to)
+        return CompletedWork([tensor]) if tag is None else self.send_over_group(tensor, to, tag)
+
+    def send_over_group(self, tensor: torch.Tensor, to: int, tag: int) -> dist.Work:
+        """Begin to send through the channel's process group."""
         group = self._groups[_lane((self.rank, to), self.size)]
         # Global numbers, also for a message within a group.
-        work = dist.isend(tensor, self._ranks[to], group=group, tag=tag or 0)
+        work = dist.isend(tensor, self._ranks[to], group=group, tag=tag)
         assert work is not None, "this rank is in the group"
         return work
 
     def receive(self, into: torch.Tensor, source: int) -> dist.Work:
         """Begin to receive; ``into`` is filled once the work is waited for."""
-        if self._mailboxes is not None:
-            return self._mailboxes.receive(into, source, lambda tag: self._over_group(into, source, tag))
+        if self.mailboxes is not None:
+            return self.mailboxes.receive(into, source, lambda tag: self._over_group(into, source, tag))
         return self._over_group(into, source, 0)
 
     def _over_group(self, into: torch.Tensor, source: int, tag: int) -> dist.Work:

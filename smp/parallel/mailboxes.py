@@ -92,8 +92,8 @@ class Mailboxes:
         if number - values[start + _TAKEN] >= LISTED:
             self._wait(start + _TAKEN, number - LISTED + 1, to, "has not received")
         used = start + _USED
-        fits = _fits(x)
-        room = next((i for i in range(ROOMS) if fits and not values[used + i]), _GLOO)
+        small = fits(x)
+        room = next((i for i in range(ROOMS) if small and not values[used + i]), _GLOO)
         if room != _GLOO:
             # Numbers last: a rank that sees them sees the bytes (x86 keeps the order of stores).
             values[used + room] = 1
@@ -109,7 +109,7 @@ class Mailboxes:
         self._counts[channel] += 1
         # What fits in no room comes by gloo, which moves nothing before both ends have begun: a sender may wait for its
         # message to be received before this rank waits for it.
-        begun = None if _fits(into) else over_gloo(_tag(number))
+        begun = None if fits(into) else over_gloo(_tag(number))
         return ReceivedWork(self, channel, number, into, lambda: begun or over_gloo(_tag(number)))
 
     def take(self, channel: Channel, number: int, into: torch.Tensor, over_gloo: Callable[[], dist.Work]) -> None:
@@ -179,7 +179,7 @@ class ReceivedWork(dist.Work):
         return self._into is None
 
 
-def _fits(x: torch.Tensor) -> bool:
+def fits(x: torch.Tensor) -> bool:
     """Whether a message can go through a room; the same on both ends."""
     return x.nbytes <= ROOM and x.dtype in DTYPES and x.device.type == "cpu"
 

@@ -78,6 +78,11 @@ class Pipelined:
         self._watcher: Watcher | None = None
 
     @property
+    def links(self) -> Links:
+        """Messages to the other ranks of the pipeline."""
+        return self._runner.links
+
+    @property
     def place(self) -> str:
         """The rank's number and stages, as text for messages."""
         stages = ", ".join(map(str, self._parts))
