@@ -12,6 +12,7 @@ import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from smp.config.command_line.command import CommandParser
@@ -77,7 +78,9 @@ def load_config(argv: Sequence[str], presets: Presets, described: Describe = lam
 def read_values(argv: Sequence[str], entry: EntryPoint, epilog: str) -> dict[str, Any]:
     """The settings that a command line of ``entry`` and its --config give, by name. Errors as in ``load_config``."""
     require(FROM_MEGATRON not in argv or "--help" in argv, f"{FROM_MEGATRON} is for pretrain_gpt.py")
-    given, extras = _parser(entry, epilog).parse_known_args(argv)
+    parser = _parser(entry)
+    parser.epilog = epilog
+    given, extras = parser.parse_known_args(argv)
     _refuse_extras(extras, entry)
     texts = vars(given)
     files = texts.pop("config", [])
@@ -128,12 +131,12 @@ class _SettingsParser(CommandParser):
         return super().format_help()
 
 
-def _parser(entry: EntryPoint, epilog: str) -> CommandParser:
+@cache  # hundreds of flags: made once where many command lines are read
+def _parser(entry: EntryPoint) -> CommandParser:
     """A parser with every setting as a flag; flags that are not given are absent from the namespace."""
     parser = _SettingsParser(
         usage="%(prog)s [--config recipe.yaml] [--flag value ...]",
         description="A flag overrides --config, which overrides the named size of --model. 'none' unsets a value.",
-        epilog=epilog,
         # SUPPRESS: whether a flag was given must be known, since YAML is weaker than flags but
         # stronger than defaults.
         argument_default=argparse.SUPPRESS,

@@ -90,14 +90,17 @@ def read_from_above(model: nn.Module, below: Collection[nn.Module]) -> bool:
     return False
 
 
-def _read_deeper(source: str) -> Iterator[tuple[str, str]]:
+@cache  # as all that is found in a source: a model has many modules of few classes
+def _read_deeper(source: str) -> tuple[tuple[str, str], ...]:
     """(path, attribute) of what may be a grandchild's parameter: each prefix of ``self.a.b.weight.norm``."""
+    found = []
     # Longer than self.a.b: a child's own attributes are found elsewhere.
     for chain in re.findall(r"\bself((?:\.\w+){3,})", source):
         words = chain.split(".")[1:]
         for end in range(2, len(words)):
             if not set(words[end + 1 : end + 2]) & set(_KIND):
-                yield ".".join(words[:end]), words[end]
+                found.append((".".join(words[:end]), words[end]))
+    return tuple(found)
 
 
 def whole_parameters(steps: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -109,20 +112,36 @@ def children_read(module: nn.Module) -> list[tuple[str, str]]:
     """(child, own parameter) for all of its children's parameters that the class of ``module`` reads or passes on, but
     for the output matrix of a fused kernel, which works without."""
     own = {name: tuple(layer_under(child)._parameters) for name, child in module.named_children()}
-    return _children_read(_FUSED_OUTPUT.sub("", _source_of(type(module))), own)
+    return _children_read(_without_fused(_source_of(type(module))), own)
+
+
+@cache
+def _without_fused(source: str) -> str:
+    return _FUSED_OUTPUT.sub("", source)
+
+
+@cache
+def _fused_output(source: str) -> str | None:
+    found = _FUSED_OUTPUT.search(source)
+    return None if found is None else found[1]
 
 
 def matrix_of_fused_kernel(module: nn.Module) -> str | None:
     """The child whose weight and bias the class of ``module`` passes to a fused kernel as its last product."""
-    found = _FUSED_OUTPUT.search(_source_of(type(module)))
-    return None if found is None else found[1]
+    return _fused_output(_source_of(type(module)))
 
 
 def _children_read(source: str, own: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
     # The source decides, not a run: the model may be on the meta device, and a branch may depend on
     # inputs.
-    pairs = set(re.findall(rf"\bself\.(\w+)\.(\w+){_NOT_ITS_KIND}", source))
+    pairs = _pairs_read(source)
     return [(child, parameter) for child in own for parameter in own[child] if (child, parameter) in pairs]
+
+
+@cache
+def _pairs_read(source: str) -> frozenset[tuple[str, str]]:
+    """(child, attribute) of all of ``self.child.attribute`` whose values are wanted."""
+    return frozenset(re.findall(rf"\bself\.(\w+)\.(\w+){_NOT_ITS_KIND}", source))
 
 
 def _reads(module: nn.Module, method: str, own: tuple[str, ...], borrowed: Borrowed) -> bool:
@@ -137,13 +156,19 @@ def _reads(module: nn.Module, method: str, own: tuple[str, ...], borrowed: Borro
 def _methods_called(module: nn.Module) -> Iterator[tuple[str, str]]:
     """(child, method) of children's own methods, other than forward, that a module's class calls."""
     children = dict(module.named_children())
-    for child, method in dict.fromkeys(re.findall(r"\bself\.(\w+)\.(\w+)\(", _source_of(type(module)))):
+    for child, method in _calls(_source_of(type(module))):
         if (
             child in children
             and method != "forward"
             and inspect.isfunction(getattr(type(children[child]), method, None))
         ):
             yield child, method
+
+
+@cache
+def _calls(source: str) -> tuple[tuple[str, str], ...]:
+    """(child, method) of all of ``self.child.method(...)``, each once."""
+    return tuple(dict.fromkeys(re.findall(r"\bself\.(\w+)\.(\w+)\(", source)))
 
 
 def _source_of(kind: type) -> str:
