@@ -12,8 +12,6 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from smp.config.command_line.commands import pip_install
-
 _ANSWERS = ("answer", "solution", "ground_truth", "target")
 # Signs, thousands' commas, decimals and exponents.
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -64,12 +62,19 @@ def number(completions: list[Any], **columns: list[Any]) -> list[float | None]:
     return _each(completions, columns, _ANSWERS, right)
 
 
+def _lacks(reward: str, library: str, package: str) -> ImportError:
+    # The import brings all settings, most of the time that a process of rewards takes to start.
+    from smp.config.command_line.commands import pip_install
+
+    return ImportError(f"the reward {reward} needs {library}: {pip_install(package)}")
+
+
 def math(completions: list[Any], **columns: list[Any]) -> list[float | None]:
     """Whether the completion's expression (LaTeX, boxed or plain) equals the answer's by math-verify."""
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise ImportError(f"the reward math needs math-verify: {pip_install('math-verify[antlr4_13_2]')}") from None
+        raise _lacks("math", "math-verify", "math-verify[antlr4_13_2]") from None
 
     def read(text: str) -> Any:
         # Its own limit is an alarm of the main thread; this program has one around the call.
@@ -94,7 +99,7 @@ def json_schema(completions: list[Any], **columns: list[Any]) -> list[float | No
     try:
         from jsonschema import ValidationError, validate
     except ImportError:
-        raise ImportError(f"the reward json_schema needs jsonschema: {pip_install('jsonschema')}") from None
+        raise _lacks("json_schema", "jsonschema", "jsonschema") from None
 
     def right(said: str, schema: Any) -> bool:
         try:
