@@ -59,10 +59,9 @@ vision-demo: $(READY)
 	$(BIN)/python examples/vision_demo.py demo/vision
 
 # Two workers: a file whose tests start up to eight processes, and one that waits for something else. Files in the order of
-# tests/conftest.py, which has the dearest first. Bytecode is kept: programs that tests start import the package hundreds
-# of times.
+# tests/conftest.py, which has the dearest first.
 test: $(READY)
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow"
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m "slow and not gpu"

@@ -1,4 +1,4 @@
-"""Settings for all tests: one thread per process, and no GPU tests where there is no GPU."""
+"""Settings for all tests: one thread per process, bytecode is kept, and no GPU tests where there is no GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; spawned ranks inherit it
+# Hundreds of programs that tests start import the package. Without bytecode, which containers often turn off, each of
+# them compiles it, for longer than it runs.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile("any speed", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("any speed")

@@ -25,14 +25,16 @@ def bring() -> None:
     import smp.training.pretraining
     import smp.training.tuning.kinds
     import tests.distributed  # noqa: F401
+    from smp.config.command_line.cli import read_values
     from smp.config.command_line.entry_points import FINETUNE, PRETRAIN
-    from smp.config.command_line.fields import settings
     from smp.training.reporting.run_record import commit_of
 
     with contextlib.suppress(ImportError):  # which tests can do without
         from transformers import LlamaForCausalLM  # noqa: F401
+
+        import smp.hf.run.model
     for entry_point in (PRETRAIN, FINETUNE):
-        settings(entry_point)  # read from the schema's source once
+        read_values([], entry_point, "")  # what is read from the schema's source, and a parser of hundreds of flags
     commit_of(Path(smp.__file__).parents[1])  # two programs of each run
 
 

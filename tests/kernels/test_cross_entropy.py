@@ -13,6 +13,7 @@ from smp.kernels import cross_entropy as kernel
 from smp.layers import VocabShard, linear_cross_entropy, vocab_parallel_cross_entropy
 from smp.parallel.collectives import Group
 from tests.layers.whole import draw
+from tests.operations import recorded
 
 ROWS, VOCAB, TOKENS, HIDDEN = 80, 77, 61, 16  # 3 rows are padding
 SHARD = VocabShard.of(Group("", 1, 0), ROWS, VOCAB)
@@ -122,7 +123,7 @@ def test_a_cpu_widens_logits_in_one_place() -> None:
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         kernel.softmax_stats_reference(logits, columns, 250)
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [event for event in recorded(profile) if event.name() == "[memory]"]
     held = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
     block = 512 * 250 * 4
     assert block <= max(held) < 1.1 * block

@@ -36,6 +36,7 @@ from smp.training.settings import read_settings
 from smp.training.tuning.finetuning import Finetuning
 from smp.training.tuning.settings import read_finetune_settings
 from tests.distributed import run_distributed
+from tests.operations import recorded
 
 SMALL = (
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 256 --vocab-size 250 "
@@ -137,7 +138,7 @@ def _peak_of_a_step(run: Run) -> int:
     cpu = torch.profiler.ProfilerActivity.CPU
     with finished_collectives(), torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         run.trainer.train_step(batch)
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [event for event in recorded(profile) if event.name() == "[memory]"]
     ordered = sorted(events, key=lambda event: event.start_ns())
     return max(accumulate(event.nbytes() for event in ordered))
 

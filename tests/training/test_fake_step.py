@@ -148,8 +148,11 @@ RECURRENCES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "cp"), [("p2p", 2), ("p2p", 4), ("a2a", 4)])
-@pytest.mark.parametrize("mixer", RECURRENCES)
+EXCHANGES = [*((mixer, kind, 4) for mixer in RECURRENCES for kind in ("p2p", "a2a")), ("kimi", "p2p", 2)]
+"""Two ranks for one of them: how the bytes depend on their number is the same for all."""
+
+
+@pytest.mark.parametrize(("mixer", "kind", "cp"), EXCHANGES)
 def test_what_a_recurrence_exchanges_is_what_the_formula_says(mixer: str, kind: str, cp: int) -> None:
     """Of each micro-batch, each way as many, to the byte; and all are messages from process to process: gloo would make
     an all-reduce of a reduce-scatter, which sends twice as much. (a2a also gathers the tokens' numbers.)"""

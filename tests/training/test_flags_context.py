@@ -17,6 +17,7 @@ from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
+from tests.operations import recorded
 from tests.training.flag_runs import TINY, Runs, proves
 
 LENGTH = "--seq-length 16 "
@@ -49,7 +50,8 @@ def measure(flags: str, rank: int, world: int) -> dict[str, Any]:
     evaluated = evaluate(run)
     run.close()
     counted = ("_c10d_functional::", "c10d::send")
-    ops = Counter(event.name.split("::")[1] for event in profile.events() if event.name.startswith(counted))
+    names = (event.name() for event in recorded(profile))
+    ops = Counter(name.split("::")[1] for name in names if name.startswith(counted))
     weights = sum(p.to_local().numel() for p in run.trainer.model.parameters())
     return {
         "losses": [first.loss, second.loss],

@@ -22,6 +22,7 @@ from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
+from tests.operations import recorded
 from tests.training.flag_runs import TINY, Runs, Watched, local, proves
 
 
@@ -110,7 +111,7 @@ def measure(flags: str, rank: int, world: int) -> dict[str, Any]:
     losses = [run.trainer.train_step(next(run.batches)).loss]
     with torch.profiler.profile() as profile:  # sees inside of operators too
         losses.append(run.trainer.train_step(next(run.batches)).loss)
-    ops = Counter(event.name for event in profile.events() if "c10d" in event.name)
+    ops = Counter(name for event in recorded(profile) if "c10d" in (name := event.name()))
     run.close()
     context = run.context
     groups = [mesh.get_group() for mesh in (context.tp, context.pp, *context.loss_meshes)]

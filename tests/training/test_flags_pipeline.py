@@ -19,6 +19,7 @@ from smp.training.run import Run
 from smp.training.runtime import StopSignal
 from smp.training.settings import read_settings
 from tests.distributed import run_distributed
+from tests.operations import recorded
 from tests.training.flag_runs import TINY, Runs, proves
 from tools.plot_pipeline import from_trace
 from tools.plot_pipeline import main as plot
@@ -63,7 +64,7 @@ def count_gathers(rank: int, world: int, folder: str) -> list[tuple[int, int]]:
         run.trainer.train_step(next(run.batches))
         with torch.profiler.profile() as profile:
             run.trainer.train_step(next(run.batches))
-        names = [event.name for event in profile.events()]
+        names = [event.name() for event in recorded(profile)]
         counts.append((names.count("c10d::_allgather_base_"), names.count("c10d::_reduce_scatter_base_")))
         run.close()
     return counts

@@ -141,7 +141,7 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 @proves("log_straggler", "straggler_minmax_count")
 def test_a_run_names_the_rank_that_is_slow(tmp_path: Path) -> None:
     (tmp_path / "sleeps.py").write_text(SLEEPS)
-    flags = "--train-iters 60 --global-batch-size 16 --hidden-size 64 --log-straggler --straggler-minmax-count 2"
+    flags = "--train-iters 60 --global-batch-size 8 --hidden-size 64 --log-straggler --straggler-minmax-count 2"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "sleeps.py"]
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
