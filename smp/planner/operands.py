@@ -27,6 +27,14 @@ _ALIGNED = 64
 _DRAWS = torch.Generator().manual_seed(1)
 """Of values that the time of a call depends on."""
 
+_INDICES: dict[str, Callable[[tuple[Any, ...]], tuple[int, int]]] = {
+    "aten.embedding.default": lambda arguments: (1, arguments[0].shape[0]),
+    "aten.embedding_bag.padding_idx": lambda arguments: (1, arguments[0].shape[0]),
+    "aten.embedding_dense_backward.default": lambda arguments: (1, arguments[2]),
+    "aten.index_select.default": lambda arguments: (2, arguments[0].shape[arguments[1]]),
+}
+"""Operator -> which of its arguments are indices, and what they are below."""
+
 
 class FarMemory:
     """Memory that is in no cache, because so much other memory was read since it was used."""
@@ -103,9 +111,13 @@ def _inputs(call: Operator) -> tuple[list[Any], dict[str, Any]]:
         # Rows choose their experts: numbers that products are not fastest with.
         chosen = _drawn(counts.shape[0], (rows.items[0] if isinstance(rows, Items) else rows).shape[:1])
         arguments[2] = chosen.bincount(minlength=counts.shape[0])
-    if call.name == "aten.embedding_dense_backward.default":
-        # Rows that are all one's would be added one after the other.
-        arguments[1] = _drawn(call.arguments[2], call.arguments[1].shape)
+    if (indices := _INDICES.get(call.name)) is not None:
+        # One row for all would stay in a register, or be added up one after the other.
+        place, end = indices(call.arguments)
+        arguments[place] = _drawn(end, call.arguments[place].shape)
+    if call.name.startswith("aten.embedding_bag."):
+        chosen, bags = (call.arguments[place].shape[0] for place in (1, 2))
+        arguments[2] = torch.arange(bags) * (chosen // max(bags, 1))  # bags are equally large
     return arguments, keywords
 
 

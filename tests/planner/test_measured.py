@@ -308,10 +308,22 @@ def test_products_of_experts_are_one_call_with_rows_for_each() -> None:
         assert arguments[2].sum() == 2 * 32 and arguments[2].shape == (4,)
 
 
-def test_rows_of_an_embeddings_gradient_are_not_all_one() -> None:
-    grad, rows = TensorLike((64, 8), (8, 1), torch.float32), TensorLike((64,), (1,), torch.int64)
-    arguments, _ = operands._inputs(Operator("aten.embedding_dense_backward.default", (grad, rows, 60, -1, False), ()))
-    assert arguments[1].shape == (64,) and arguments[1].min() >= 0 and 8 < len(arguments[1].unique()) <= 60
+def test_indices_are_not_all_one_row() -> None:
+    """Each call is one that runs, and reads or adds to many rows."""
+    table, rows = TensorLike((60, 8), (8, 1), torch.float32), TensorLike((64,), (1,), torch.int64)
+    grad, bags = TensorLike((64, 8), (8, 1), torch.float32), TensorLike((32,), (1,), torch.int64)
+    calls = [
+        ("aten.embedding_dense_backward.default", (grad, rows, 60, -1, False), 1),
+        ("aten.embedding.default", (table, rows), 1),
+        ("aten.index_select.default", (table, 0, rows), 2),
+        ("aten.embedding_bag.padding_idx", (table, rows, bags, False, 0, False, None, False, None), 1),
+    ]
+    for name, arguments, place in calls:
+        made, _ = operands._inputs(Operator(name, arguments, ()))
+        assert made[place].shape == (64,) and made[place].min() >= 0 and 8 < len(made[place].unique()) <= 60
+        namespace, operator, overload = name.split(".")
+        getattr(getattr(getattr(torch.ops, namespace), operator), overload)(*made)
+    assert made[2].tolist() == list(range(0, 64, 2))
 
 
 def test_attention_of_either_kernel_is_attention() -> None:
