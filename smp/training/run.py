@@ -50,7 +50,7 @@ from smp.training.reporting.goodput import describe as describe_goodput
 from smp.training.reporting.profiler import PipelineTrace, Profiler
 from smp.training.reporting.sinks import refuse_log_dir_in_use
 from smp.training.reporting.slow_ranks import SlowRanks
-from smp.training.runtime import StopSignal, Watchdog, library_settings
+from smp.training.runtime import StopSignal, Watchdog, library_settings, note_on_restarts
 from smp.training.stopping import StopRules, due
 from smp.training.trainer import Progress, Step, Trainer
 
@@ -217,6 +217,8 @@ class Run:
             self.say(line)
         kernels, lines = self.kind.kernels(self.context, device)
         for line in lines:
+            self.say(line)
+        if line := note_on_restarts():
             self.say(line)
         if device.type == "cuda":
             self.say(library_settings())

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from smp.config.rules.elastic import OWN_STORES
 from smp.parallel.node_group import default_backend
 from smp.pipeline.failure import LOST, function_of_thread
 from smp.training.faults.hang import Hang, word_of_thread
@@ -88,9 +89,21 @@ def _starts() -> int:
     """How often torchrun has started the processes again, 0 on several nodes, whose numbers may differ.
 
     In torch 2.13 all these starts have one store, by a static rendezvous always, else unless
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set: a process would find addresses of the start before, where nobody answers.
+    ``OWN_STORES`` is set: a process would find addresses of the start before, where nobody answers.
     """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if os.environ.get("GROUP_WORLD_SIZE") == "1" else 0
+
+
+def note_on_restarts() -> str:
+    """What several nodes need where torchrun may start the processes again; "": nothing. See :func:`_starts`."""
+    told = os.environ
+    several = told.get("GROUP_WORLD_SIZE", "1") != "1" and told.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if not several or told.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return (
+        "note: processes that torchrun starts again (--max-restarts) look for those that were lost: start it with "
+        f"--rdzv-backend c10d and {OWN_STORES}=1 in its environment"
+    )
 
 
 def library_settings() -> str:

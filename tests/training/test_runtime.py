@@ -27,7 +27,7 @@ from smp.layers.heads.head import ModelOutput
 from smp.training.entry import lasting_output
 from smp.training.process import Process
 from smp.training.reporting.sinks import JsonlSink
-from smp.training.runtime import Watchdog, library_settings
+from smp.training.runtime import Watchdog, library_settings, note_on_restarts
 from tests.training.flag_runs import TINY, Hook, Run, Runs, Watched, clean_process, proves
 from tests.training.preloaded import python_path
 
@@ -481,3 +481,16 @@ def test_settings_of_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None
     for name, value in (("NCCL_DEBUG", "INFO"), ("PYTORCH_ALLOC_CONF", "backend:native"), ("HOME", "/nowhere")):
         monkeypatch.setenv(name, value)
     assert library_settings() == "environment: NCCL_DEBUG=INFO, PYTORCH_ALLOC_CONF=backend:native"
+
+
+def test_several_nodes_are_told_what_starting_again_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert "with --rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note_on_restarts()
+    for name, value in (*((name, "0") for name in list(told)[1:]), ("GROUP_WORLD_SIZE", "1")):
+        with monkeypatch.context() as other:
+            other.setenv(name, value)
+            assert note_on_restarts() == ""
+    monkeypatch.delenv("GROUP_WORLD_SIZE")
+    assert note_on_restarts() == "", "without torchrun"
