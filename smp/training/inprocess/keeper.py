@@ -85,10 +85,9 @@ class Worker:
         if ALIVE in heard or STARTS in heard:
             self._heard = time.monotonic()
 
-    @property
-    def silence(self) -> float:
-        """Seconds since its last sign of life; before the first one it is not known to live."""
-        return time.monotonic() - self._heard if self._heard else 0.0
+    def silence(self, now: float) -> float:
+        """Seconds from its last sign of life to ``now``; before the first one it is not known to live."""
+        return now - self._heard if self._heard else 0.0
 
     def leave(self) -> None:
         """The launcher is gone: let the worker tell the others, and end."""
@@ -152,15 +151,15 @@ class Keeper:
 
     def _watch(self) -> int:
         """Wait for the active worker to end; returns its exit code."""
-        active = self._active
+        active, now = self._active, time.monotonic()
         while (code := active.process.poll()) is None:
-            asked = time.monotonic()
             select.select([active.life], [], [], BEAT / 10)
-            # This process was stopped itself (SIGSTOP, a suspended machine): the silence is not the
-            # worker's.
-            if time.monotonic() - asked > BEAT / 10 + SUSPENDED:
-                active.count_anew()
             active.listen()
+            before, now = now, time.monotonic()
+            # This process was stopped itself (SIGSTOP, a suspended machine), at whatever point since the last look: the
+            # silence is not the worker's.
+            if now - before > BEAT / 10 + SUSPENDED:
+                active.count_anew()
             if self._ready is not None:
                 self._ready.listen()
             if self._ready is None and active.trains and not self._stopped:
@@ -169,8 +168,8 @@ class Keeper:
             if os.getppid() != self._launcher:
                 active.leave()
                 return 1
-            if active.silence > self._limit_of(active):
-                print(f"{self._name}: no sign of life for {active.silence:.0f} s", file=sys.stderr, flush=True)
+            if (silence := active.silence(now)) > self._limit_of(active):
+                print(f"{self._name}: no sign of life for {silence:.0f} s", file=sys.stderr, flush=True)
                 active.process.kill()
                 active.process.wait()
         active.listen()  # to its last words
