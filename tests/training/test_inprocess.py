@@ -23,6 +23,7 @@ from smp.training.inprocess.connections import bound_silence, open_connections
 from smp.training.inprocess.keeper import AGENT_STORE, Keeper, keep
 from smp.training.inprocess.link import FRUITLESS
 from smp.training.inprocess.meeting import GaveUpError, Meeting, RunEndedError
+from smp.training.inprocess.presence import GONE, WHERE, Presence, be_present
 from smp.training.process import Process
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.training.cut_lab import CutJob
@@ -267,6 +268,22 @@ def test_a_meeting_that_is_closed_cuts_nothing_and_its_thread_ends(meetings: Cal
         assert other.recv(1) == b"x"
         other.close()
         os.close(client)
+
+
+def test_the_others_hear_of_a_keeper_that_is_gone() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    Presence(store, 8.0)
+    where = store.get(WHERE).decode()
+    meeting = Meeting(dist.PrefixStore("smp/inprocess", store), ParallelConfig(inprocess_barrier_timeout=60.0), 0, 2)
+    stranger = be_present("127.0.0.1", f"{where.split()[0]} 7", 5, 8.0)
+    keepers = [be_present("127.0.0.1", where, rank, 8.0) for rank in (1, 2)]
+    assert stranger is not None and None not in keepers
+    stranger.close()
+    keepers[0].close()  # type: ignore[union-attr]
+    with pytest.raises(GaveUpError, match="the keeper of rank 1 is gone"):
+        meeting.meet()
+    meeting.close()
+    assert store.get(GONE) == b"1"
 
 
 def test_a_connection_to_a_store_ends_where_its_machine_is_silent() -> None:

@@ -114,7 +114,7 @@ def test_a_process_is_lost_in(name: str, tmp_path: Path, jobs: list[Job]) -> Non
         job.start()
         assert job.finish() == [0], job.said()
     assert (job.folder / "struck").exists()
-    assert "its process was ended by SIGKILL: another one takes its place" in job.said()
+    assert "its process was ended by SIGKILL: a standby process replaces it" in job.said()
     assert "processes came within" not in job.said()
     require_equal(job, want)
     assert (job.folder / "ck/hf_model").exists() == ("--save-hf" in flags)
@@ -181,6 +181,7 @@ def test_a_node_is_lost_and_no_other_comes(which: str, tmp_path: Path, jobs: lis
         job.nodes[1 - lost].wait(240)
     assert job.nodes[1 - lost].returncode == 0, job.said()
     assert "resumed from the memory of the nodes" in job.said()
+    assert "processes came within" not in job.said()  # nobody waits for who cannot come
     require_equal(job, want)
 
 

@@ -54,17 +54,25 @@ def bound_silence(spared: Iterable[str], seconds: float) -> int:
 
 def _bound(descriptor: int, seconds: float) -> bool:
     """Bound the silence of a TCP connection; returns whether it was one."""
-    seconds = min(seconds, _LONGEST)
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # OSError: it was closed meanwhile
         if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
             return False
-        # An answer may be awaited: then nothing is sent that would have to be acknowledged, but the system asks.
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            one.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / 4)))
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+        bound_connection(one, seconds)
         return True
     return False
+
+
+def bound_connection(one: socket.socket, seconds: float) -> None:
+    """Let a TCP connection end with an error where the other machine is not heard of for so many seconds; only on
+    Linux."""
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    seconds = min(seconds, _LONGEST)
+    # An answer may be awaited: then nothing is sent that would have to be acknowledged, but the system asks.
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        one.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / 4)))
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
 def _shut_down(name: str, descriptor: int) -> bool:

@@ -6,8 +6,10 @@ Imports no torch, and lives until the launcher ends it.
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +27,7 @@ from smp.training.inprocess.link import (
     ENDS,
     FIRST,
     FRUITLESS,
+    MEETS,
     ORPHANED,
     PIPES,
     REPLACE,
@@ -33,10 +36,12 @@ from smp.training.inprocess.link import (
     SUSPENDED,
     TRAINS,
 )
+from smp.training.inprocess.presence import Presence, be_present
 from smp.training.process import Process
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torchrun's variable: rank 0 does not keep the store that workers meet at."""
+_WHERE = re.compile(re.escape(MEETS) + rb"(\d+ \d+)\n")
 _LEAVING = 5.0
 """Seconds that a worker has to tell the others when the launcher is gone."""
 _ENDING = 120.0
@@ -58,6 +63,7 @@ class Worker:
         os.close(control)
         os.close(life)
         self.imported = self.trains = self.ends = False
+        self.where: str | None = None
         self._heard = 0.0
 
     def begin(self, word: bytes) -> None:
@@ -82,6 +88,8 @@ class Worker:
         self.trains = self.trains or TRAINS in heard
         self.ends = self.ends or ENDS in heard
         self.imported = self.imported or ALIVE in heard
+        if (told := _WHERE.search(heard)) is not None:
+            self.where = told[1].decode()
         if ALIVE in heard or STARTS in heard:
             self._heard = time.monotonic()
 
@@ -108,7 +116,8 @@ class Keeper:
 
     def __init__(self, settings: ParallelConfig, process: Process) -> None:
         self._patience, self._name = settings.inprocess_heartbeat_timeout, f"rank {process.rank}"
-        self._first = 60 * settings.distributed_timeout_minutes
+        self._first, self._rank = 60 * settings.distributed_timeout_minutes, process.rank
+        self._present: socket.socket | None = None
         self._stopped, self._launcher = False, os.getppid()
         self._active = Worker(self._launcher)
         self._ready: Worker | None = None  # once the first one trains: two that start at once start more slowly
@@ -160,6 +169,8 @@ class Keeper:
             # silence is not the worker's.
             if now - before > BEAT / 10 + SUSPENDED:
                 active.count_anew()
+            if active.where is not None:
+                self._be_present(active)
             if self._ready is not None:
                 self._ready.listen()
             if self._ready is None and active.trains and not self._stopped:
@@ -174,6 +185,14 @@ class Keeper:
                 active.process.wait()
         active.listen()  # to its last words
         return code
+
+    def _be_present(self, worker: Worker) -> None:
+        """Connect to the keeper of rank 0, once the first worker knows where that is."""
+        where, worker.where = worker.where, None
+        if self._rank and self._present is None and where is not None:
+            self._present = be_present(os.environ["MASTER_ADDR"], where, self._rank, self._patience)
+            if self._present is None:
+                print(f"{self._name}: its keeper does not reach that of rank 0", file=sys.stderr, flush=True)
 
     def _limit_of(self, worker: Worker) -> float:
         """Seconds without a sign of life after which a worker is killed."""
@@ -210,6 +229,8 @@ def keep(settings: ParallelConfig, process: Process) -> int:
             "--rdzv-backend c10d: otherwise processes that are started again find old entries in the store"
         )
     store = _store(process)
+    if store is not None:
+        Presence(store, settings.inprocess_heartbeat_timeout)
     try:
         return Keeper(settings, process).run()
     finally:

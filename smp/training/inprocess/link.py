@@ -23,6 +23,8 @@ FIRST, REPLACES, ORPHANED = b"1", b"2", b"3"
 gone."""
 STARTS, ALIVE, TRAINS, ENDS = b"s", b".", b"t", b"e"
 """Messages of the worker: it is alive, and imports; it is alive; it trains; it ends by itself."""
+MEETS = b"m"
+"""Begins a message of the worker: digits, a space, digits and a line break say where keepers meet."""
 BEAT = 1.0
 """Seconds between two signs of life."""
 FRUITLESS = 5
@@ -70,6 +72,10 @@ class Link:
     def trains(self) -> None:
         """Say that this worker trains: the keeper then holds another one ready."""
         self._say(TRAINS)
+
+    def keepers_meet_at(self, where: str) -> None:
+        """Tell the keeper where it finds that of rank 0, see ``presence``: it has no access to the store."""
+        self._say(MEETS + where.encode() + b"\n")
 
     def ends(self) -> None:
         """Say that this worker ends by itself: the interpreter's shutdown gives no more signs of life, and may take a

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from smp.config.parallel import ParallelConfig
 from smp.training.inprocess.connections import bound_silence, cut_connections, open_connections
 from smp.training.inprocess.link import FRUITLESS, REPLACE, SUSPENDED
+from smp.training.inprocess.presence import WHERE
 from smp.training.process import Process
 
 LOOK = 0.25
@@ -91,6 +92,9 @@ class Meeting:
         store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
         bound_silence(before, settings.inprocess_heartbeat_timeout)
         orphaned = (lambda: False) if (link := process.link) is None else (lambda: link.orphaned)
+        if process.link is not None:
+            # The keeper of rank 0 sets it as soon as there is a store.
+            process.link.keepers_meet_at(store.get(WHERE).decode())
         store = dist.PrefixStore("smp/inprocess", store)
         return Meeting(store, settings, process.rank, process.world_size, stopped, orphaned)
 
@@ -158,6 +162,8 @@ class Meeting:
             time.sleep(max(0.02, self._size / 10000))
             if self._store.check(["ended"]):
                 raise RunEndedError(int(self._store.get("ended")))
+            if self._store.check(["gone"]):
+                raise GaveUpError(f"the keeper of rank {self._store.get('gone').decode()} is gone")
             if self._store.check(["left"]):
                 raise GaveUpError("another process has done its work, and ended")
             if self._stopped():
