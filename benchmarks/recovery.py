@@ -178,7 +178,7 @@ def wait_until_ready(job: Job) -> list[int]:
 
 def wait_until_idle(pid: int) -> None:
     """Wait until a process that is held ready has imported what there is."""
-    ticks, before = -1, -2
+    ticks, before = 0, -2
     while ticks > before + 1:
         time.sleep(1)
         before, ticks = ticks, _ticks(Path(f"/proc/{pid}/stat"))
