@@ -55,7 +55,8 @@ class MachineTimes:
         calls: processor time of each operator and collective, the latter without a group.
         host: processor time between two operators, by :func:`kind_of` the layout.
         cores: that processes have between them; 0: one for each of their threads.
-        waits: for other ranks, in which a rank sleeps, on average at a collective, by the kind of layout.
+        waits: for other ranks, in which a rank sleeps, on average at a collective, by the kind of layout; none of more
+            processes than processors.
     """
 
     calls: Mapping[Timed, float]
@@ -135,11 +136,10 @@ def machine_times(
         small: by kind, calls and seconds of a step of the small model.
     """
     cores = len(os.sched_getaffinity(0)) / threads  # processes that run at the same time
-    turns = max(processes / cores, 1.0)
     host = {kind: host_time(step, calls, seconds.processor) for kind, (step, seconds) in small.items()}
-    waits = {
-        kind: wait_time(step, seconds.clock / turns - seconds.processor) for kind, (step, seconds) in small.items()
-    }
+    waits = {}
+    if processes <= cores:  # where there are more, one that sleeps leaves its processor to the others
+        waits = {kind: wait_time(step, took.clock - took.processor) for kind, (step, took) in small.items()}
     return MachineTimes(calls, host, cores, waits)
 
 

@@ -175,6 +175,8 @@ def test_waits_are_of_collectives_and_the_hosts_time_is_the_processors() -> None
     known = machine_times(1, 1, dict.fromkeys(times.calls, 0.0), {"tensor": (calls, seconds)})
     assert known.host["tensor"] == pytest.approx(5.0 / sum(calls.values()))
     assert known.waits["tensor"] == pytest.approx(4.0 / collectives)
+    many = machine_times(1 << 12, 1, dict.fromkeys(times.calls, 0.0), {"tensor": (calls, seconds)})
+    assert many.host == known.host and not many.waits
 
 
 def _times(rank: int, world: int, wanted: list[Timed]) -> list[float]:
