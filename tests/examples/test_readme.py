@@ -22,7 +22,8 @@ README, LAYERS = ROOT / "README.md", ROOT / "docs" / "layers.md"
 
 def tag(rank: int, world: int) -> dict[int, torch.Tensor]:
     """Outputs by TP size."""
-    [code] = re.findall(r"^```python\n(.*?)^```", LAYERS.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", LAYERS.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    [code] = [block for block in blocks if "def build(" in block]
     room: dict[str, Any] = {}
     exec(code, room)
     out = {}
