@@ -364,7 +364,7 @@ def test_this_machines_processor_is_planned_with_times_of_calls(
     steps = [float(line.split()[0]) for line in lines if " GiB  " in line]
     assert steps == sorted(steps) and steps[0] < steps[-1] and len(steps) > 4
     # Nothing is a share of a data sheet: only the sum of the calls may be off.
-    assert {re.findall(r"± *\d+ %", line)[0] for line in lines if " GiB  " in line} == {"± 15 %"}
+    assert {re.findall(r"± *\d+ %", line)[0] for line in lines if " GiB  " in line} == {"± 16 %"}
 
 
 def test_a_slow_network_keeps_tensor_parallelism_inside_of_a_node() -> None:
